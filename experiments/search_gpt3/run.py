@@ -6,6 +6,7 @@ python experiments/search_gpt3/run.py [--fused] [--devices N] [--processes N]
 import argparse
 import json
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -39,14 +40,16 @@ def main() -> None:
         tokens=2048,
         is_fused=arguments.fused,
     )
-    began = time.perf_counter()
+    began, core_began = time.perf_counter(), time.process_time()
     found = search(shape, CLUSTER, (arguments.devices,), 1536, processes=arguments.processes)
-    seconds = time.perf_counter() - began
+    seconds, core_seconds = time.perf_counter() - began, time.process_time() - core_began
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ranked = found.ranked
     print(
         f"{found.considered:,} strategies, {len(ranked):,} fit: {seconds:.1f} s elapsed in up to "
         f"{arguments.processes} processes, {found.considered / seconds:,.0f} strategies a second "
-        f"(load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
+        f"(load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; this process took "
+        f"{core_seconds:.1f} s of one core and {peak_bytes / GIB:.2f} GiB)"
     )
     rows = [describe(place, each, shape) for place, each in enumerate(ranked[:SHOWN], start=1)]
     published = [(place, each) for place, each in enumerate(ranked, start=1) if is_published(each)]

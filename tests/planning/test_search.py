@@ -37,7 +37,12 @@ from scalejax.planning.search import (
 from scalejax.planning.search import run as searched_run
 from scalejax.planning.search.run import left_out_notes, run_of, shape_of
 from scalejax.simulator.predict import predict
-from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
+from scalejax.simulator.transformer import (
+    Strategy,
+    TransformerShape,
+    memory_by_zero_stage,
+    transformer_program,
+)
 from scalejax.xla import has_cuda_compiler
 
 CLUSTER = load_cluster("selene")
@@ -139,7 +144,7 @@ def test_numbers_of_a_large_network_are_those_of_predict():
     costs = StrategyCosts(GPT3, CLUSTER)
     some = list(islice(strategies(GPT3, 96, 96), 0, None, 1499))
     for each in some:
-        (candidate,) = costs.candidates([each])
+        (candidate,) = costs.candidates([each], memory_by_zero_stage(GPT3, [each]))
         whole = predict(transformer_program(GPT3, each), CLUSTER)
 
         assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
@@ -152,8 +157,9 @@ def test_steps_set_off_as_a_graph_are_those_of_predict():
     cluster = load_cluster("dgx-a100-80gb")
     graphed = replace(cluster, conditions=RunConditions(launches_in_graph=True))
     strategy = next(iter(strategies(SHAPE, 16, 32)))
-    (candidate,) = StrategyCosts(SHAPE, graphed).candidates([strategy])
-    (one_by_one,) = StrategyCosts(SHAPE, cluster).candidates([strategy])
+    memory_of = memory_by_zero_stage(SHAPE, [strategy])
+    (candidate,) = StrategyCosts(SHAPE, graphed).candidates([strategy], memory_of)
+    (one_by_one,) = StrategyCosts(SHAPE, cluster).candidates([strategy], memory_of)
     whole = predict(transformer_program(SHAPE, strategy), graphed)
 
     assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)

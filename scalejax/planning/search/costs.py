@@ -5,8 +5,9 @@ all collectives that it starts; so its timeline is the total of theirs. It equal
 gives for the whole `Program`, to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from scalejax.config.parallelism import PipelineTicks
 from scalejax.hardware import Chip, Cluster
@@ -17,10 +18,10 @@ from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import OperationCosts, Timeline, total
 from scalejax.simulator.transformer import (
     AMPERE_WORKSPACE_BYTES,
+    DeviceMemory,
     Part,
     Strategy,
     TransformerShape,
-    memory_by_zero_stage,
     slowest_stage,
     step_parts,
 )
@@ -99,13 +100,18 @@ class StrategyCosts:
         self._costs = OperationCosts(self._cluster)
         self._known: dict[Part, Timeline] = {}
 
-    def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
+    def candidates(
+        self, strategies: Sequence[Strategy], memory_of: Mapping[Literal[0, 1, 2], DeviceMemory]
+    ) -> list[Candidate]:
         """Time and memory of strategies that differ only in ZeRO stage and chunks.
+
+        Args:
+            strategies: the strategies.
+            memory_of: their memory by ZeRO stage.
 
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
-        memory_of = memory_by_zero_stage(self._shape, strategies)
         stub = _without_operations(self._shape, strategies[0])
         times_of: dict[int, _StepTimes] = {}
         found = []

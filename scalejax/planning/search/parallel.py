@@ -12,7 +12,12 @@ from scalejax.core.workers import Pool, Worker
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.space import Group
-from scalejax.simulator.transformer import Strategy, TransformerShape, memory_by_zero_stage
+from scalejax.simulator.transformer import (
+    DeviceMemory,
+    Strategy,
+    TransformerShape,
+    memory_by_zero_stage,
+)
 
 _PARTS_PER_PROCESS = 25
 """Minimum number of parts per process. A part of 100 groups takes 20 to 60 ms for GPT-3, and a
@@ -85,23 +90,28 @@ class _SpecCosts:
     def __call__(self, groups: Sequence[Group]) -> list[Candidate]:
         found: list[Candidate] = []
         for group in groups:
-            if fits := _fitting(self._question, group):
-                found += self._costs.candidates(fits)
+            memory_of, fits = _fitting(self._question, group)
+            if fits:
+                found += self._costs.candidates(fits, memory_of)
         return found
 
 
-def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
-    """Strategies of a group that fit; most are excluded by their parameters alone."""
+def _fitting(
+    spec: SearchSpec, group: Group
+) -> tuple[dict[Literal[0, 1, 2], DeviceMemory], list[Strategy]]:
+    """Memory of a group by ZeRO stage, and its strategies that fit; most groups are excluded by
+    their parameters alone."""
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     layout = group.split.layout
     least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
     if 4 * least * (1 + moments / layout.data) > free:
-        return []
+        return {}, []
     ones = [group.strategy(moments, zero_stage, 1) for zero_stage in group.zero_stages]
-    return [
+    memory_of = memory_by_zero_stage(shape, ones)
+    return memory_of, [
         group.strategy(moments, zero_stage, chunks)
-        for zero_stage, held in memory_by_zero_stage(shape, ones).items()
+        for zero_stage, held in memory_of.items()
         for chunks in group.chunk_counts
         if held.batch_bytes
         + held.state_bytes(zero_stage)

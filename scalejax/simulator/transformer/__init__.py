@@ -25,6 +25,7 @@ from scalejax.simulator.transformer.embedding_and_loss import (
 )
 from scalejax.simulator.transformer.memory import (
     AMPERE_WORKSPACE_BYTES,
+    DeviceMemory,
     memory_by_zero_stage,
     memory_use,
 )
@@ -45,6 +46,7 @@ from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_bet
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
+    "DeviceMemory",
     "Part",
     "Recompute",
     "StepParts",

@@ -52,7 +52,7 @@ class Workers:
             if not free:
                 yield from self._take(asked, free)
             worker, slot = free.popleft()
-            worker.ask(slot, batches)
+            worker.send((slot, batches))  # to be written to the slot
             asked.append((worker, slot))
         while asked:
             yield from self._take(asked, free)
@@ -61,22 +61,22 @@ class Workers:
         self, asked: "deque[tuple[_InputWorker, int]]", free: "deque[tuple[_InputWorker, int]]"
     ) -> Iterator[Sequence[LocalBatch]]:
         worker, slot = asked.popleft()
-        for batch in worker.answer():
+        for batch in worker.batches():
             yield [batch]
         free.append((worker, slot))
 
     def interrupt(self) -> None:
         """End the workers; may be called from any thread, also while `groups` waits for them."""
         for worker in self._workers:
-            worker.interrupt()
+            worker.kill()
 
     def release(self) -> None:
         """End the workers and release their resources, when `groups` is no longer consumed."""
         for worker in self._workers:
-            worker.release()
+            worker.close()
 
 
-class _InputWorker:
+class _InputWorker(Worker):
     """One worker process; it answers requests in order."""
 
     def __init__(
@@ -84,7 +84,7 @@ class _InputWorker:
     ) -> None:
         self._file = _memory_file()
         self._map: mmap.mmap | None = None
-        self._worker = Worker(
+        super().__init__(
             BatchReader(source, wrap, memory=self._file.fileno(), slots=slots),
             name="input worker",
             # A source that uses JAX must not take the devices.
@@ -93,17 +93,13 @@ class _InputWorker:
             descriptors=[self._file.fileno()],
         )
 
-    def ask(self, slot: int, batches: Sequence[Rows]) -> None:
-        """Request `batches`, to be written to `slot`."""
-        self._worker.send((slot, batches))
-
-    def answer(self) -> Iterator[LocalBatch]:
+    def batches(self) -> Iterator[LocalBatch]:
         """The batches of the oldest request, each copied when it is consumed.
 
         Copied, as a JAX array on a CPU may alias this memory, which is reused.
         """
         try:
-            answer: PlacedBatches = self._worker.answer()
+            answer: PlacedBatches = self.answer()
         except WorkerFailed as failed:
             raise _explained(failed) from failed
         if self._map is None:
@@ -116,13 +112,9 @@ class _InputWorker:
                 for name, place in batch.items()
             }
 
-    def interrupt(self) -> None:
-        """End the process, if it has not ended."""
-        self._worker.kill()
-
-    def release(self) -> None:
+    def close(self) -> None:
         """End the process, and close its connection and shared memory."""
-        self._worker.close()
+        super().close()
         self._file.close()
 
 

@@ -22,9 +22,9 @@ from scalejax.planning.time_to_target.notes import missed
 from scalejax.planning.time_to_target.plan import (
     Plan,
     PlanPoint,
+    answered,
     deadline_probability,
     knee_of,
-    make_plan,
     pareto_front,
     plan_point,
 )
@@ -100,8 +100,8 @@ def point(
 
 def plan_of(*points: PlanPoint, deadline: float | None = None, budget: float | None = None) -> Plan:
     """A plan over points, with limits in hours and device-hours."""
-    return make_plan(
-        points,
+    plan = Plan(
+        points=points,
         title="by hand",
         target="done",
         steps_source="nowhere",
@@ -110,6 +110,7 @@ def plan_of(*points: PlanPoint, deadline: float | None = None, budget: float | N
         deadline_seconds=None if deadline is None else deadline * 3600,
         budget=budget,
     )
+    return answered(plan)
 
 
 BY_HAND = (point(1, 10), point(2, 6), point(4, 4), point(8, 3.5), point(16, 3.4))

@@ -6,7 +6,7 @@ times the step time on that many devices, over the goodput.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
 from scalejax.core.errors import ConfigError, refusal
@@ -55,7 +55,7 @@ class PlanPoint:
 @document("plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Tabular):
-    """All plan points, and the best of them."""
+    """All plan points, and the best of them, which `answered` finds."""
 
     title: str
     """Title of the plan: network and clusters."""
@@ -68,28 +68,28 @@ class Plan(Tabular):
     used at every batch, and whether they reach a target is unknown."""
     is_priced: bool
     """Whether `cost` is in the user's currency; if not, in device-hours."""
-    deadline_seconds: float | None
+    deadline_seconds: float | None = None
     """Time within which the target must be reached; None if there is none."""
-    budget: float | None
+    budget: float | None = None
     """Maximum cost; None if there is none."""
     points: tuple[PlanPoint, ...]
     """Every point that fits, by cluster, devices and batch."""
-    front: tuple[int, ...]
+    front: tuple[int, ...] = ()
     """Positions of the Pareto front in time and cost, the soonest first."""
-    soonest: int | None
+    soonest: int | None = None
     """Position of the point with the least time, of those within deadline and budget."""
-    cheapest: int | None
+    cheapest: int | None = None
     """Position of the point with the least cost, of those within deadline and budget."""
-    knee: int | None
+    knee: int | None = None
     """Position of the point with the least product of time and cost, of those within deadline and
     budget: if it is that of all points, then beyond it a per cent of time saved costs more than a
     per cent more."""
-    nearest: int | None
+    nearest: int | None = None
     """Position of the point that misses deadline and budget by the least factor, where none is
     within them."""
-    left_out: tuple[tuple[str, int], ...]
+    left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of configurations that were excluded."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Caveats of the figures."""
     points_optimizer: str | None = None
     """Optimizer of the convergence points, where it differs from the run's."""
@@ -237,55 +237,20 @@ def deadline_probability(point: PlanPoint, deadline_seconds: float) -> float | N
     return NormalDist().cdf(off / deviation)
 
 
-def make_plan(
-    points: Sequence[PlanPoint],
-    *,
-    title: str,
-    target: str,
-    steps_source: str,
-    has_convergence: bool,
-    is_priced: bool,
-    deadline_seconds: float | None = None,
-    budget: float | None = None,
-    left_out: Sequence[tuple[str, int]] = (),
-    notes: Sequence[str] = (),
-    points_optimizer: str | None = None,
-) -> Plan:
-    """Plan of `points`: the soonest, the cheapest, the Pareto front and the knee.
-
-    Args:
-        points: every point that fits.
-        title: title of the plan.
-        target: description of the target.
-        steps_source: source of the steps to target.
-        has_convergence: see `Plan`.
-        is_priced: whether costs are in the user's currency.
-        deadline_seconds: time within which the target must be reached.
-        budget: maximum cost, in the units of the points' costs.
-        left_out: (reason, count) of configurations that were excluded.
-        notes: caveats of the figures.
-        points_optimizer: see `Plan`.
-    """
-    ordered = tuple(sorted(points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))
-    misses = [miss_factor(point, deadline_seconds, budget) for point in ordered]
+def answered(plan: Plan) -> Plan:
+    """`plan` with its points in order and its answers: the Pareto front, the soonest, the cheapest
+    and the knee, or the nearest."""
+    ordered = tuple(sorted(plan.points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))
+    misses = [miss_factor(point, plan.deadline_seconds, plan.budget) for point in ordered]
     within = [position for position, miss in enumerate(misses) if miss <= 1]
     by_time = sorted(within, key=lambda i: (ordered[i].run_seconds, ordered[i].cost))
     by_cost = sorted(within, key=lambda i: (ordered[i].cost, ordered[i].run_seconds))
-    return Plan(
-        title=title,
-        target=target,
-        steps_source=steps_source,
-        has_convergence=has_convergence,
-        is_priced=is_priced,
-        deadline_seconds=deadline_seconds,
-        budget=budget,
+    return replace(
+        plan,
         points=ordered,
         front=pareto_front(ordered),
         soonest=by_time[0] if by_time else None,
         cheapest=by_cost[0] if by_cost else None,
         knee=knee_of(ordered, within),
         nearest=None if within else min(range(len(ordered)), key=misses.__getitem__, default=None),
-        left_out=tuple(left_out),
-        notes=tuple(notes),
-        points_optimizer=points_optimizer,
     )

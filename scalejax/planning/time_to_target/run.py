@@ -32,7 +32,7 @@ from scalejax.planning.time_to_target.notes import (
     source_in_words,
     target_in_words,
 )
-from scalejax.planning.time_to_target.plan import Plan, PlanPoint, make_plan, plan_point
+from scalejax.planning.time_to_target.plan import Plan, PlanPoint, answered, plan_point
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.xla import ProfileJob
@@ -198,8 +198,8 @@ def plan_run(
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
-    return make_plan(
-        points,
+    plan = Plan(
+        points=tuple(points),
         title=framework.title_of(f"{config.model.name} on {clusters}"),
         target=target_in_words(convergence, target),
         steps_source=source_in_words(config, convergence, curve),
@@ -208,9 +208,10 @@ def plan_run(
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=notes_of(config, predictions, convergence, recipe, points),
+        notes=tuple(notes_of(config, predictions, convergence, recipe, points)),
         points_optimizer=other_optimizer(config, convergence),
     )
+    return answered(plan)
 
 
 def _require_choice(

@@ -19,13 +19,12 @@ from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import ProfileJob
 from scalejax.xla.functions import Builder, call_of, pickled
 from scalejax.xla.job import Compiled, FunctionJob
-from scalejax.xla.substitution import for_chip, require_type, restored
+from scalejax.xla.substitution import require_type
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
 
 __all__ = [
     "ProfileJob",
-    "for_chip",
     "has_cuda_compiler",
     "profile",
     "profile_call",
@@ -34,7 +33,6 @@ __all__ = [
     "read_compiled",
     "read_step",
     "require_type",
-    "restored",
 ]
 
 

@@ -100,12 +100,7 @@ def call_of(
     which may be abstract, it is kept, and arrays without one are replicated. Otherwise the call is
     data parallel: arrays of `batch_argnums` are sharded along their first dimension.
 
-    Args:
-        function: jitted or not.
-        arguments: positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`, of the whole
-            step over all devices.
-        device_count: devices to run on.
-        batch_argnums: positions of the arguments that hold samples; if None, the last.
+    The arguments are those of `scalejax.xla.profile_call`.
 
     Raises:
         ConfigError: if shardings are of other meshes, or the samples do not divide.

@@ -3,24 +3,18 @@
 Arithmetic on a compiled program and a cluster; knows no JAX, and nothing of how it is shown.
 """
 
-from scalejax.simulator.explain.explanation import CostlyOperation, Explanation, Term, explain
-from scalejax.simulator.explain.trace_match import OperationMatch, TraceMatch, match_trace
-from scalejax.simulator.explain.unexpected_collectives import (
-    UnexpectedCollective,
-    unexpected_collectives,
-)
+from scalejax.simulator.explain.explanation import Explanation, Term, explain
+from scalejax.simulator.explain.trace_match import TraceMatch, match_trace
+from scalejax.simulator.explain.unexpected_collectives import UnexpectedCollective
 from scalejax.simulator.explain.what_if import Improvement, improvements
 
 __all__ = [
-    "CostlyOperation",
     "Explanation",
     "Improvement",
-    "OperationMatch",
     "Term",
     "TraceMatch",
     "UnexpectedCollective",
     "explain",
     "improvements",
     "match_trace",
-    "unexpected_collectives",
 ]

@@ -63,14 +63,8 @@ so it takes what every version offers alone. A network of the user's is not cach
 the path of its file, and that of a checkout is never the same again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revision:
-    """One of the steps that are compared."""
-
-    title: str
-    """What was typed for it."""
-    source: Program | ResolvedRun | CommittedFile
-    """Where its program comes from."""
+Revision = Program | ResolvedRun | CommittedFile
+"""One of the steps that are compared: where its program comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +95,12 @@ def find_revision(text: str, request: Request) -> Revision:
     at = named is not None
     if not path.endswith(".json"):
         if at:
-            source = committed_file(Path(path), commit)
-            _require_own_scalejax(text, source.repository)
-        else:
-            config = load_config(Path(path), request.overrides)
-            facts = facts_of(config, Path(path), request.overrides)
-            source = resolve(config, request.device_count, facts)
-        return Revision(title=text, source=source)
+            file = committed_file(Path(path), commit)
+            _require_own_scalejax(text, file.repository)
+            return file
+        config = load_config(Path(path), request.overrides)
+        facts = facts_of(config, Path(path), request.overrides)
+        return resolve(config, request.device_count, facts)
     if at:
         accepted = "a program is compiled already; only a run file can be taken at a commit"
         raise ConfigError(refusal("program file", text, accepted))
@@ -115,7 +108,7 @@ def find_revision(text: str, request: Request) -> Revision:
     if request.device_count not in (None, program.device_count):
         accepted = f"{path} is for {program.device_count}"
         raise ConfigError(refusal("devices", request.device_count, accepted))
-    return Revision(title=text, source=program)
+    return program
 
 
 def compare_revisions(
@@ -141,47 +134,47 @@ def compare_revisions(
         ProfileError: if the compiler refuses a step.
     """
     revisions = [find_revision(text, request) for text in (a, b)]
-    if request.overrides and all(isinstance(each.source, Program) for each in revisions):
+    if request.overrides and all(isinstance(each, Program) for each in revisions):
         names = ", ".join(f"--{name}" for name in request.overrides)
         raise ConfigError(f"{names} replaces a field of a run file, and A and B are programs.")
     notes: list[str] = []
-    before, after = _programs(revisions, request, notes, on_progress)
+    before, after = _programs((a, b), revisions, request, notes, on_progress)
     comparison = compare(before, after, request.cluster, bounds)
     return replace(comparison, notes=(*notes, *comparison.notes)), after
 
 
 def _programs(
-    revisions: Sequence[Revision], request: Request, notes: list[str], on_progress: OnProgress
+    titles: Sequence[str],
+    revisions: Sequence[Revision],
+    request: Request,
+    notes: list[str],
+    on_progress: OnProgress,
 ) -> list[Program]:
     """Programs of `revisions`, all compiled at a time; adds to `notes`."""
     programs: dict[int, Program] = {}
     runs: dict[int, ResolvedRun] = {}
     compiling: dict[int, _Compiling] = {}
     with contextlib.ExitStack() as leaving:
-        for position, each in enumerate(revisions):
-            match each.source:
+        for position, (title, each) in enumerate(zip(titles, revisions, strict=True)):
+            match each:
                 case Program():
-                    programs[position] = each.source
+                    programs[position] = each
                 case ResolvedRun():
-                    runs[position] = each.source
+                    runs[position] = each
                 case CommittedFile():
-                    tree = leaving.enter_context(checked_out(each.source))
-                    compiling[position] = _Compiling(each.title, each.source, tree, request)
+                    tree = leaving.enter_context(checked_out(each))
+                    compiling[position] = _Compiling(title, each, tree, request)
                     leaving.callback(compiling[position].worker.close)
-                    on_progress(Progress(part=each.title))
+                    on_progress(Progress(part=title))
+        cluster, framework = request.cluster, request.framework
         jobs = [
-            ProfileJob(
-                run=run,
-                cluster=request.cluster,
-                framework=request.framework,
-                name=revisions[position].title,
-            )
+            ProfileJob(run=run, cluster=cluster, framework=framework, name=titles[position])
             for position, run in runs.items()
         ]
         programs |= zip(runs, profile_many(jobs, on_progress), strict=True)
         for position, each in compiling.items():
             programs[position] = each.program(notes)
-            on_progress(Progress(part=revisions[position].title, done=1))
+            on_progress(Progress(part=titles[position], done=1))
     return [programs[position] for position in range(len(revisions))]
 
 

@@ -124,7 +124,7 @@ def test_file_is_found_from_below_and_in_folders_that_are_gone(repository: Path)
     git(repository, "commit", "--quiet", "--message=two")
     git(repository, "rm", "-r", "--quiet", "runs")
 
-    source = find_revision("runs/old/run@2.toml@HEAD", request()).source
+    source = find_revision("runs/old/run@2.toml@HEAD", request())
 
     assert isinstance(source, CommittedFile)
     assert source.path == Path("runs/old/run@2.toml")

@@ -6,6 +6,8 @@ Closed formulas in seconds; knows no program.
 import math
 from functools import cache
 
+import numpy as np
+
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware import Cluster
 
@@ -194,11 +196,10 @@ def expected_maximum(count: int) -> float:
     """
     require_at_least("device_count", count, 1)
     step = _FARTHEST / _INTERVALS
-    # 1 - F(x)^n on both sides of 0, less 1 on the left: at 0 itself the mean of the two.
-    right = [_at_least_one_above(i * step, count) for i in range(_INTERVALS + 1)]
-    left = [_at_least_one_above(-i * step, count) - 1 for i in range(_INTERVALS + 1)]
-    inner = math.fsum(right[1:]) + math.fsum(left[1:])
-    return step * (inner + (right[0] + left[0]) / 2)
+    places = (i * step for i in range(_INTERVALS + 1))
+    # 1 - F(x)^n on both sides of 0, less 1 on the left.
+    both = [_at_least_one_above(x, count) + _at_least_one_above(-x, count) - 1 for x in places]
+    return float(np.trapezoid(both, dx=step))
 
 
 def _at_least_one_above(x: float, count: int) -> float:

@@ -123,10 +123,8 @@ def _reason(
     if collective.name == "all_gather" and axes == (TENSOR,):
         # Sequence parallelism scatters the sums that it gathers again.
         return None if axes in scattered else "an activation is gathered that could stay sharded"
-    if collective.name == "reduce_scatter" and axes == (TENSOR,):
-        return None
     if all(collective.name in _CALLED_FOR[axis] for axis in axes):
         return None
-    if collective.name == "reduce_scatter":  # a sum over data and fsdp at once
+    if collective.name == "reduce_scatter":  # of sequence parallelism, or over data and fsdp
         return None
     return f"the layout of {' x '.join(axes)} calls for none"

@@ -6,6 +6,7 @@ program to a program. `scalejax.xla` applies them to the compiled step. Knows no
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, GptConfig
 from scalejax.config.parallelism import PipelineSchedule
@@ -234,67 +235,62 @@ _MEGATRON_FP16 = (_REENTRANT, _DROPOUT, _HALF_GRADIENTS, _HALF_WEIGHTS, _UNPADDE
 XLA = Framework(name="xla", title="JAX and XLA, as scalejax trains", year=2026)
 """The framework of the compiled step itself."""
 
+_of_pytorch = partial(Framework, schedule="1f1b")
+"""Makes a framework upon PyTorch, all of which run pipelines in this order."""
+
 FRAMEWORKS = {
     each.name: each
     for each in (
         XLA,
-        Framework(name="pytorch", title="PyTorch", year=2023, schedule="1f1b"),
-        Framework(
+        _of_pytorch(name="pytorch", title="PyTorch", year=2023),
+        _of_pytorch(
             name="megatron-lm",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",
             year=2022,
             properties=_MEGATRON,
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="megatron-lm-fp16",
             title="Megatron-LM or Megatron-DeepSpeed, fp16",
             year=2021,
             properties=_MEGATRON_FP16,
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="megatron-core",
             title="Megatron-Core, all communication overlapped",
             year=2024,
             properties=(*_MEGATRON, _TENSOR_OVERLAP, _STATE_OVERLAP),
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="torchtitan-2024",
             title="torchtitan, its blocks compiled and its loss not",
             year=2024,
             properties=(_EAGER_LOSS,),
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="torchtitan-2024-async-tp",
             title="torchtitan with asynchronous tensor parallelism, its loss not compiled",
             year=2024,
             properties=(_TENSOR_OVERLAP, _EAGER_LOSS),
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="torchtitan-2024-eager",
             title="torchtitan, nothing compiled",
             year=2024,
             properties=(_EAGER_LOSS, _EAGER_BLOCKS),
-            schedule="1f1b",
         ),
-        Framework(name="torchtitan", title="torchtitan, compiled", year=2025, schedule="1f1b"),
-        Framework(
+        _of_pytorch(name="torchtitan", title="torchtitan, compiled", year=2025),
+        _of_pytorch(
             name="torchtitan-async-tp",
             title="torchtitan, compiled, with asynchronous tensor parallelism",
             year=2025,
             properties=(_TENSOR_OVERLAP,),
-            schedule="1f1b",
         ),
-        Framework(
+        _of_pytorch(
             name="torchtitan-eager",
             title="torchtitan, only its loss compiled",
             year=2025,
             properties=(_EAGER_BLOCKS,),
-            schedule="1f1b",
         ),
     )
 }

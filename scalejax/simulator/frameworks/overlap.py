@@ -94,25 +94,25 @@ def _beside_products(items: _Items) -> _Items:
             found.append(replace(item, body=_beside_products(item.body)))
         elif (gather := _over_tensor(item, "all_gather")) is not None:
             first, others = _divided(item, gather)
-            found.extend((first, *_wait_for(first)))
+            found.extend((first, _wait_for(first)))
             open_gathers.append(others)
             hidden.add(item.name)
         elif (scatter := _over_tensor(item, "reduce_scatter")) is not None and (
             place := _last_product(found)
         ) is not None:
             last, others = _divided(item, scatter)
-            found[place + 1 : place + 1] = _wait_for(others)
+            found.insert(place + 1, _wait_for(others))
             found.insert(place, others)
-            found.extend((last, *_wait_for(last)))
+            found.extend((last, _wait_for(last)))
             hidden.add(item.name)
         elif item.kind == "matmul":
             found.extend((*open_gathers, item))
-            found.extend(wait for each in open_gathers for wait in _wait_for(each))
+            found.extend(map(_wait_for, open_gathers))
             open_gathers = []
         elif item.waits_for not in hidden:
             found.append(item)
     for each in open_gathers:
-        found.extend((each, *_wait_for(each)))
+        found.extend((each, _wait_for(each)))
     return tuple(found)
 
 
@@ -139,9 +139,8 @@ def _divided(item: Operation, collective: Collective) -> tuple[Operation, Operat
     return one, others
 
 
-def _wait_for(item: Operation) -> tuple[Operation, ...]:
-    wait = Operation(name=f"{item.name}.done", kind="wait", dtype=item.dtype, waits_for=item.name)
-    return (wait,)
+def _wait_for(item: Operation) -> Operation:
+    return Operation(name=f"{item.name}.done", kind="wait", dtype=item.dtype, waits_for=item.name)
 
 
 def _last_product(found: list[Operation | Loop]) -> int | None:

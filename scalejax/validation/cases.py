@@ -86,12 +86,9 @@ class Case:
     framework: Framework
     """The framework that trained it."""
 
-    @property
-    def jobs(self) -> tuple[ProfileJob, ...]:
-        """Programs that are wanted, one for each of the runs."""
-        return tuple(
-            ProfileJob(run=run, cluster=self.cluster, framework=self.framework) for run in self.runs
-        )
+    def job(self, choice: int) -> ProfileJob:
+        """Job of the program of one of the runs."""
+        return ProfileJob(run=self.runs[choice], cluster=self.cluster, framework=self.framework)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +202,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []
-    stages = row.spread.pipeline or 1
+    spread, tensor, stages = row.spread, row.spread.tensor or 1, row.spread.pipeline or 1
     for microbatches in _microbatch_counts(row, per_device):
         if _chunks(row) > 1 and microbatches % stages:
             continue
@@ -217,25 +214,21 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "optimizer": _optimizer(row),
                 "schedule": {"base_learning_rate": 0.1},
                 "layout": {
-                    "data": row.spread.data,
-                    "fsdp": row.spread.fsdp or 1,
-                    "tensor": row.spread.tensor or 1,
-                    "context": row.spread.context or 1,
+                    "data": spread.data,
+                    "fsdp": spread.fsdp or 1,
+                    "tensor": tensor,
+                    "context": spread.context or 1,
                     "pipeline": stages,
                     "pipeline_chunks": _chunks(row),
-                    "sequence_parallel": _is_sequence_parallel(row),
+                    # Without a tensor axis there is none, whatever the row states.
+                    "sequence_parallel": bool(spread.sequence_parallel) and tensor > 1,
                     # Stage 3 is the fsdp axis.
-                    "zero_stage": row.spread.zero_stage if row.spread.zero_stage in (1, 2) else 0,
+                    "zero_stage": spread.zero_stage if spread.zero_stage in (1, 2) else 0,
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
             runs.append(resolve(build(RunConfig, tables), row.device_count))
     return runs
-
-
-def _is_sequence_parallel(row: LedgerRow) -> bool:
-    """Whether the row has sequence parallelism and a tensor axis."""
-    return bool(row.spread.sequence_parallel) and (row.spread.tensor or 1) > 1
 
 
 def _per_device_batch(row: LedgerRow) -> int:

@@ -48,7 +48,7 @@ def find_programs(cases: Sequence[Case], programs: Programs) -> list[Program | s
     shortest = [math.inf] * len(cases)
     open_cases, choice = list(range(len(cases))), 0
     while open_cases:
-        found = programs.find([cases[index].jobs[choice] for index in open_cases])
+        found = programs.find([cases[index].job(choice) for index in open_cases])
         still_open = []
         for index, program in zip(open_cases, found, strict=True):
             case = cases[index]

@@ -119,12 +119,11 @@ def ratio_errors(scored: Iterable[Scored]) -> list[float]:
     efficiency on one device cancels. Series that also mix networks or batches are split first, so
     that compared rows differ only in the number of devices.
     """
-    errors = []
-    for large, small in scaling_pairs(scored):
-        predicted = _quotient(large.predicted_seconds, small.predicted_seconds)
-        measured = _quotient(large.measured_seconds, small.measured_seconds)
-        errors.append(predicted / measured - 1)
-    return errors
+    return [
+        (1 + large.error) / (1 + small.error) - 1  # of two quotients, the quotient
+        for large, small in scaling_pairs(scored)
+        if large.error is not None and small.error is not None
+    ]
 
 
 def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]:
@@ -181,12 +180,6 @@ def _setting(row: LedgerRow) -> tuple[object, ...]:
     work = row.work
     batch = work.per_device_batch or work.global_batch
     return row.model, row.machine.hardware, work.precision, batch, row.device_count
-
-
-def _quotient(numerator: float | None, denominator: float | None) -> float:
-    if numerator is None or denominator is None:
-        raise TypeError("rows without both times are left out before")
-    return numerator / denominator
 
 
 def _coverage(results: Iterable[RowResult]) -> float | None:

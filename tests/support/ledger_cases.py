@@ -117,7 +117,7 @@ def program(data: int = 2, *, payload_bytes: int = 8_000_000) -> Program:
 
 def derived(found: Case, choice: int = 0, *, is_reduced: bool = True) -> Derivation:
     """How the program of a case is made, from what an archive holds."""
-    return derivation(found.jobs[choice], is_reduced=is_reduced, backend="cuda")
+    return derivation(found.job(choice), is_reduced=is_reduced, backend="cuda")
 
 
 def archive_for(row: LedgerRow, found: Program, choice: int = 0) -> Archive:

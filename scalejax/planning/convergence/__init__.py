@@ -6,11 +6,15 @@ batch a recipe works.
 Arithmetic on plain data; knows no clock, no device and no JAX.
 """
 
-from scalejax.planning.convergence.from_run import read_run
 from scalejax.planning.convergence.hyperbola import Estimate, Hyperbola, fit
 from scalejax.planning.convergence.limits import BatchLimit, Trial, batch_limit
 from scalejax.planning.convergence.points import ConvergenceData, Point, parse_target
-from scalejax.planning.convergence.sources import published_data, published_names, read_data
+from scalejax.planning.convergence.sources import (
+    published_data,
+    published_names,
+    read_data,
+    read_run,
+)
 
 __all__ = [
     "BatchLimit",

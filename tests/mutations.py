@@ -619,7 +619,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/xla/test_replica_groups.py",),
     ),
     Mutation(
-        path="scalejax/xla/trip_counts.py",
+        path="scalejax/xla/reader.py",
         old="return max(0, end - start)",
         new="return max(0, end - start + 1)",
         mistake="a loop read from its condition runs once more",

@@ -16,10 +16,9 @@ from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.batch import CacheFolder, profile_many
 from scalejax.xla.compiled import read_compiled, read_step
-from scalejax.xla.derive import ProfileJob
+from scalejax.xla.derive import ProfileJob, require_type
 from scalejax.xla.functions import Builder, call_of, pickled
 from scalejax.xla.job import Compiled, FunctionJob
-from scalejax.xla.substitution import require_type
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
 

@@ -92,7 +92,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
         name=f"sm_{major}{minor}",
         device_count=device_count,
         topology=f"1x{nodes}x{per_node}",
-        description=describe(*_described(cluster.chip, architecture)),
+        description=_describe(cluster.chip, architecture),
     )
 
 
@@ -150,17 +150,20 @@ def has_cuda_compiler() -> bool:
         return False
 
 
-def describe(chip: Chip, architecture: CudaArchitecture) -> str:
-    """The text of XLA's GpuTargetConfigProto for `chip`.
+def _describe(chip: Chip, architecture: CudaArchitecture) -> str:
+    """The text of XLA's GpuTargetConfigProto for `chip`, or for the substitute of older chips.
 
     The numbers that are equal for all chips since 2012 are CUDA's own limits (CUDA C
     programming guide, "Compute capabilities"); library versions are those of CUDA 12.8.
     """
     major, minor = _capability(architecture)
-    shared, shared_optin = _OLDEST_SHARED_MEMORY
     if architecture.compute_capability >= OLDEST_CAPABILITY:
         shared = architecture.shared_memory_per_sm_bytes
         shared_optin = architecture.shared_memory_per_block_optin_bytes
+    else:
+        shared, shared_optin = _OLDEST_SHARED_MEMORY
+        chip = _substitute()
+        architecture = chip.cuda or architecture
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -177,14 +180,6 @@ dnn_version_info {{ major: {CUDNN_VERSION[0]} minor: {CUDNN_VERSION[1]} }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{chip.title}"
 """
-
-
-def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaArchitecture]:
-    """The chip to describe to the compiler: itself, or the substitute for older chips."""
-    if architecture.compute_capability >= OLDEST_CAPABILITY:
-        return chip, architecture
-    substitute = _substitute()
-    return substitute, substitute.cuda or architecture
 
 
 @cache

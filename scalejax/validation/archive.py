@@ -43,13 +43,10 @@ class Archive:
     def program(self, key: str) -> Program | None:
         """The program of that key; None if it is missing, or of an older format."""
         if key not in self._programs:
-            if key not in self.lines:
-                return None
             try:
-                program = _ADAPTER.validate_json(self.lines[key])
-            except ValidationError:
+                self._programs[key] = _ADAPTER.validate_json(self.lines[key])
+            except (KeyError, ValidationError):
                 return None
-            self._programs[key] = program
         return self._programs[key]
 
 
@@ -66,11 +63,8 @@ def read_archive(path: Path = ARCHIVE) -> Archive:
         return Archive({})
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
-    lines = {}
-    for line in text.splitlines():
-        key, _, program = line.partition(" ")
-        lines[key] = program
-    return Archive(lines)
+    parts = (line.partition(" ") for line in text.splitlines())
+    return Archive({key: program for key, _, program in parts})
 
 
 def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:

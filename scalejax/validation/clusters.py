@@ -115,9 +115,8 @@ def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
     if gigabits is None:
         return cluster
     rate = gigabits * 1e9 / 8
-    if cluster.network is None:
-        return replace(cluster, network=Network(bytes_per_second=rate))
-    return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
+    network = cluster.network or Network(bytes_per_second=rate)
+    return replace(cluster, network=replace(network, bytes_per_second=rate))
 
 
 def _for_precision(cluster: Cluster, precision: str) -> Cluster:

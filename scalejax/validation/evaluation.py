@@ -76,12 +76,10 @@ def compile_cases(
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether to compile what is not in the archive.
     """
-    cases = [case_of(row) for row in rows]
-    if framework is not None:
-        cases = [
-            case if isinstance(case, Skipped) else replace(case, framework=framework)
-            for case in cases
-        ]
+    cases = [
+        case if isinstance(case, Skipped) else replace(case, framework=framework or case.framework)
+        for case in map(case_of, rows)
+    ]
     wanted = [case for case in cases if isinstance(case, Case)]
     programs = archived_programs(archive, on_progress, compiles=compiles)
     found = iter(find_programs(wanted, programs))

@@ -92,7 +92,10 @@ def input_pace(
     rates, workers, parts = given.rates, given.workers, batch_parts or nodes
     stages = _stages(given, samples_per_node, parts)
     stored = _stored_bytes(given, parts)
-    storage = _storage_bytes_per_second(given, nodes)
+    own = rates.read and rates.read.storage_bytes_per_second
+    shared = rates.shared_storage_bytes_per_second
+    known = [each for each in (own, shared and shared / nodes) if each]
+    storage = min(known, default=None)  # of one host; None if unknown
     waiting = stored / storage if storage else 0.0
     of_process = stages.get("hand over", 0.0)
     of_worker = math.fsum(stages.values()) - of_process
@@ -178,15 +181,6 @@ def _stored_bytes(given: HostInput, parts: float) -> float:
         reads /= max(1, given.workers)
     reads = max(min(1.0, reads), reads * missed) if given.is_first_epoch else reads * missed
     return reads * files.stored_bytes / files.rows * parts
-
-
-def _storage_bytes_per_second(given: HostInput, nodes: int) -> float | None:
-    """Storage bandwidth of one host; None if unknown."""
-    rates = given.rates
-    own = rates.read and rates.read.storage_bytes_per_second
-    shared = rates.shared_storage_bytes_per_second
-    known = [own, shared and shared / nodes]
-    return min((each for each in known if each), default=None)
 
 
 def _speedup(speedups: Speedups, count: int, cores: int) -> float:

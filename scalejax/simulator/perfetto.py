@@ -86,7 +86,7 @@ def read_trace(path: Path) -> MeasuredTrace:
     module, events = max(by_module.items(), key=lambda item: sum(e.seconds for e in item[1]))
     devices = {event.device for event in events}
     runs = {event.run for event in events if event.run is not None}
-    steps = len(runs) or _marked_steps(data) or 1
+    steps = len(runs) or sum(event.name == STEP_MARK for event in _all_events(data)) or 1
     totals: dict[str, float] = defaultdict(float)
     for event in events:
         totals[event.name] += event.seconds / (steps * len(devices))
@@ -148,13 +148,8 @@ def _events(data: Any) -> Iterator[_RunEvent]:
             )
 
 
-def _marked_steps(data: Any) -> int:
-    return sum(
-        event.name == STEP_MARK
-        for plane in data.planes
-        for line in plane.lines
-        for event in line.events
-    )
+def _all_events(data: Any) -> Iterator[Any]:
+    return (event for plane in data.planes for line in plane.lines for event in line.events)
 
 
 # A predicted step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.

@@ -125,8 +125,6 @@ def _moments(field: str, header: ArrayHeader) -> tuple[np.ndarray, np.ndarray]:
         together = 1024
         begins = np.linspace(0, count - together, MOST_SAMPLED_ROWS // together).astype(np.int64)
     rows = _rows(field, header)(begins, together).reshape(-1, features).astype(np.float64)
-    known = np.isfinite(rows)
-    counts = np.maximum(known.sum(axis=0), 1)
-    mean = rows.sum(axis=0, where=known) / counts
-    deviation = np.sqrt(((rows - mean) ** 2).sum(axis=0, where=known) / counts)
+    known = np.ma.masked_invalid(rows)
+    mean, deviation = known.mean(axis=0).filled(0), known.std(axis=0).filled(0)
     return mean, np.where(deviation > 0, deviation, 1)

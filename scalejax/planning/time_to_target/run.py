@@ -18,8 +18,6 @@ from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Cluster
 from scalejax.planning.convergence import (
     ConvergenceData,
-    Estimate,
-    Hyperbola,
     fit,
     published_data,
     published_names,
@@ -32,9 +30,9 @@ from scalejax.planning.time_to_target.notes import (
     source_in_words,
     target_in_words,
 )
-from scalejax.planning.time_to_target.plan import Plan, PlanPoint, answered, plan_point
+from scalejax.planning.time_to_target.plan import Plan, answered, plan_point
 from scalejax.simulator.frameworks import XLA, Framework
-from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.predict import predict
 from scalejax.xla import ProfileJob
 from scalejax.xla.batch import programs_of
 
@@ -194,7 +192,15 @@ def plan_run(
         if not prediction.fits:
             left_out[_NO_MEMORY] += 1
             continue
-        points.append(_point(option, run, prediction, curve, convergence, recipe))
+        batch = run.split.global_batch
+        points.append(
+            plan_point(
+                prediction,
+                curve.steps(batch, recipe=recipe) if curve else float(run.total_steps),
+                price_per_device_hour=option.price_per_device_hour,
+                is_extrapolated=convergence is not None and batch > convergence.largest_reached,
+            )
+        )
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
@@ -294,27 +300,6 @@ def _batches(
 
 
 def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
-    batch = run.split.global_batch
-    failed = convergence.smallest_failed
+    batch, failed = run.split.global_batch, convergence.smallest_failed
     is_below_failed = failed is None or batch < failed
     return is_below_failed and batch <= FARTHEST * convergence.largest_reached
-
-
-def _point(
-    option: ClusterOption,
-    run: ResolvedRun,
-    prediction: Prediction,
-    curve: Hyperbola | None,
-    convergence: ConvergenceData | None,
-    recipe: str | None,
-) -> PlanPoint:
-    batch = run.split.global_batch
-    steps: Estimate | float = float(run.total_steps)
-    if curve is not None:
-        steps = curve.steps(batch, recipe=recipe)
-    return plan_point(
-        prediction,
-        steps,
-        price_per_device_hour=option.price_per_device_hour,
-        is_extrapolated=convergence is not None and batch > convergence.largest_reached,
-    )

@@ -165,9 +165,12 @@ def explain(
 
 def _costly(attribution: Attribution, step_seconds: float) -> CostlyOperation:
     operation = attribution.operation
+    # The exposed time of a collective that queues behind others exceeds its own.
+    is_late = attribution.step_seconds > 1.01 * attribution.seconds
+    queues = operation.collective is not None and is_late
     return CostlyOperation(
         name=operation.name,
-        what=in_words(operation) + _queue(attribution),
+        what=in_words(operation) + (", behind others" if queues else ""),
         source=operation.source,
         runs=attribution.runs,
         bound=attribution.bound,
@@ -175,13 +178,3 @@ def _costly(attribution: Attribution, step_seconds: float) -> CostlyOperation:
         share=attribution.step_seconds / step_seconds,
         peak_share=attribution.peak_seconds / attribution.seconds if operation.flop else None,
     )
-
-
-def _queue(attribution: Attribution) -> str:
-    """Remark on a collective that queues behind others: its exposed time exceeds its own time."""
-    if (
-        attribution.operation.collective is None
-        or attribution.step_seconds <= 1.01 * attribution.seconds
-    ):
-        return ""
-    return ", behind others"

@@ -111,17 +111,15 @@ def _less_dispatch(chip: Chip) -> Chip:
 def _arithmetic(chip: Chip) -> Chip:
     peaks = {dtype: FACTOR * rate for dtype, rate in chip.peak_flop_per_second.items()}
     measured = chip.measured
-    if measured is not None:
-        measured = replace(measured, compute_scale=measured.compute_scale / FACTOR)
-    return replace(chip, peak_flop_per_second=peaks, measured=measured)
+    faster = measured and replace(measured, compute_scale=measured.compute_scale / FACTOR)
+    return replace(chip, peak_flop_per_second=peaks, measured=faster)
 
 
 def _memory(chip: Chip) -> Chip:
     measured = chip.measured
-    if measured is not None:
-        measured = replace(measured, memory_scale=measured.memory_scale / FACTOR)
+    faster = measured and replace(measured, memory_scale=measured.memory_scale / FACTOR)
     rate = FACTOR * chip.memory_bytes_per_second
-    return replace(chip, memory_bytes_per_second=rate, measured=measured)
+    return replace(chip, memory_bytes_per_second=rate, measured=faster)
 
 
 def _links(cluster: Cluster, factor: float = FACTOR) -> Cluster:

@@ -1,4 +1,4 @@
-"""The base classes of the commands that read a run.toml, and their shared flags.
+"""The base classes of the commands, and their shared flags.
 
 Imported without JAX.
 """
@@ -30,6 +30,15 @@ RunFile = Annotated[Positional[Path], flag("RUN.toml")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainCommand(ABC):
+    """A command that reads no run.toml, or replaces none of its fields."""
+
+    @abstractmethod
+    def execute(self) -> None:
+        """Run the command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverridingCommand(ABC):
     """A command that reads run.toml files, whose fields flags can replace."""
 
@@ -44,3 +53,6 @@ class RunFileCommand(OverridingCommand):
 
     run_file: RunFile
     """The config of the run."""
+
+
+Command = PlainCommand | OverridingCommand

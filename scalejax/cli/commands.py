@@ -5,7 +5,7 @@ commands that need it import when they run.
 """
 
 from scalejax.cli.bench import Bench, DataBench
-from scalejax.cli.command import Overrides, OverridingCommand
+from scalejax.cli.command import Command
 from scalejax.cli.compare import Compare
 from scalejax.cli.data import DataConvert, DataInspect
 from scalejax.cli.doctor import Doctor
@@ -23,41 +23,6 @@ from scalejax.cli.train import (
     Report,
     SchedulePlot,
     Train,
-)
-
-__all__ = [
-    "COMMANDS",
-    "Command",
-    "Overrides",
-    "OverridingCommand",
-    "Predict",
-    "Train",
-]
-
-Command = (
-    Train
-    | LaunchRun
-    | Sweep
-    | Emulate
-    | Bench
-    | Predict
-    | Explain
-    | Compare
-    | Search
-    | PlanRun
-    | Report
-    | ConfigShow
-    | ConfigFields
-    | ConfigMigrate
-    | SchedulePlot
-    | DataBench
-    | DataConvert
-    | DataInspect
-    | Hardware
-    | Calibrate
-    | Doctor
-    | Validate
-    | Quickstart
 )
 
 COMMANDS: dict[str, type[Command]] = {

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import flag
+from scalejax.cli.command import PlainCommand, flag
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, refusal
@@ -27,7 +27,7 @@ continues with the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataInspect:
+class DataInspect(PlainCommand):
     """Summarise a data set, and advise on its row groups.
 
     Rows, row groups, columns, classes, image sizes, advice, and the [data] table to paste into a
@@ -76,7 +76,7 @@ class DataInspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConvert:
+class DataConvert(PlainCommand):
     """Convert a data set to Parquet files, which training reads.
 
     From a folder with a folder of images for each class, .npz and .npy, IDX (as MNIST), CSV, or

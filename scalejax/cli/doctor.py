@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from scalejax.cli.command import flag
+from scalejax.cli.command import PlainCommand, flag
 from scalejax.cli.predict import find_cluster
 from scalejax.core import process_group, progress, serialization
 from scalejax.core.environment import choose_platform, has_accelerator
@@ -21,7 +21,7 @@ from scalejax.report.terminal import tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doctor:
+class Doctor(PlainCommand):
     """Check this machine for problems that slow or break runs.
 
     Versions, devices and their rates, memory, disks, ports, environment variables; under srun or

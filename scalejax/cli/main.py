@@ -23,7 +23,8 @@ try:
     import tyro
 
     from scalejax import __version__
-    from scalejax.cli.commands import COMMANDS, Command, Overrides, OverridingCommand
+    from scalejax.cli.command import Command, Overrides, OverridingCommand
+    from scalejax.cli.commands import COMMANDS
     from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
     from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name

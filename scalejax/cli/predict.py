@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
+from scalejax.cli.command import FactsFile, Overrides, PlainCommand, RunFileCommand, flag
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
@@ -175,7 +175,7 @@ class Explain(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
+class Hardware(PlainCommand):
     """List clusters, chips and frameworks, or one with its sources."""
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
@@ -201,7 +201,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrate:
+class Calibrate(PlainCommand):
     """Measure the devices here, or fit a cluster to runs."""
 
     from_: Annotated[
@@ -293,7 +293,7 @@ class Calibrate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validate:
+class Validate(PlainCommand):
     """Compare predictions with a ledger of published step times."""
 
     ledger: Annotated[Positional[Path], flag("LEDGER.csv")]

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import Overrides, PlainCommand, RunFileCommand, flag
 from scalejax.config.advice import notes_of
 from scalejax.config.checks import require_listable_steps
 from scalejax.config.run import ResolvedRun, load_config, resolve
@@ -74,7 +74,7 @@ class Train(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(PlainCommand):
     """Plot runs, sweeps and predictions in one HTML report.
 
     For a sweep it shows means over seeds and the curves of all runs; for several runs, the
@@ -115,7 +115,7 @@ class ConfigShow(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigFields:
+class ConfigFields(PlainCommand):
     """List the fields of a run.toml: type, default, meaning."""
 
     def execute(self) -> None:
@@ -127,7 +127,7 @@ class ConfigFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigMigrate:
+class ConfigMigrate(PlainCommand):
     """Rewrite a run.toml of an earlier version with current names.
 
     Comments and order stay. Files with the old names are read all the same, with a note.
@@ -176,7 +176,7 @@ class SchedulePlot(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quickstart:
+class Quickstart(PlainCommand):
     """See it all in three minutes: train, predict, report."""
 
     folder: Annotated[Path, flag("DIR")] = Path("quickstart")

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import scalejax
-from scalejax.cli.commands import COMMANDS, OverridingCommand, Predict, Train
+from scalejax.cli.command import OverridingCommand
+from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse, split_overrides
+from scalejax.cli.predict import Predict
+from scalejax.cli.train import Train
 from scalejax.config.run import RunConfig
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError

@@ -2,7 +2,7 @@
 
 Source: Nocedal & Wright 2006, "Numerical optimization", 2nd edition, algorithms 7.4 (two loops)
 and 3.1 (backtracking); Dean et al. 2012, section 4.2, for the division of work. Never sees vector
-contents; a `Vectors` does the operations.
+contents.
 """
 
 import math
@@ -19,16 +19,6 @@ SUFFICIENT_DECREASE = 1e-4
 """Fraction of the decrease predicted by the slope that a step must achieve (page 33)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vectors:
-    """Vector operations that a coordinator requests from the servers."""
-
-    dot: Callable[[Shards, Shards], Turn]
-    """The inner product of two vectors."""
-    combine: Callable[[Sequence[float], Sequence[Shards]], Shards]
-    """Linear combination of vectors."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Pair:
     step: Shards
@@ -39,8 +29,14 @@ class _Pair:
 class History:
     """The last steps and their gradient changes, for the search direction."""
 
-    def __init__(self, vectors: Vectors, memory_size: int) -> None:
-        self._vectors = vectors
+    def __init__(
+        self,
+        dot: Callable[[Shards, Shards], Turn],
+        combine: Callable[[Sequence[float], Sequence[Shards]], Shards],
+        memory_size: int,
+    ) -> None:
+        """No pairs; `dot` and `combine` have the servers do the operations on vectors."""
+        self._dot, self._combine = dot, combine
         self._pairs: deque[_Pair] = deque(maxlen=memory_size)
         self._scale = 1.0
 
@@ -55,9 +51,9 @@ class History:
     def add(self, step: Shards, change: Shards) -> Generator[Any, Any, None]:
         """Store a step, unless the loss is not convex along it: the direction might then not be a
         descent direction (page 537)."""
-        curvature = yield from self._vectors.dot(change, step)
+        curvature = yield from self._dot(change, step)
         if curvature > 0:
-            squared = yield from self._vectors.dot(change, change)
+            squared = yield from self._dot(change, change)
             self._pairs.append(_Pair(step, change, curvature))
             self._scale = curvature / squared
 
@@ -66,7 +62,7 @@ class History:
 
         Without a history, its length is that of the gradient, at most 1, as in Optax's `lbfgs`.
         """
-        dot, combine = self._vectors.dot, self._vectors.combine
+        dot, combine = self._dot, self._combine
         if not self._pairs:
             squared = yield from dot(gradient, gradient)
             return combine([-1 / max(1.0, math.sqrt(squared))], [gradient])

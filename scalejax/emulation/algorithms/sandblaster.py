@@ -15,7 +15,7 @@ import simpy
 
 from scalejax.config.emulation import SandblasterConfig
 from scalejax.emulation.algorithms.algorithm import Algorithm
-from scalejax.emulation.algorithms.lbfgs import SUFFICIENT_DECREASE, History, Vectors
+from scalejax.emulation.algorithms.lbfgs import SUFFICIENT_DECREASE, History
 from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy
 from scalejax.emulation.virtual_cluster import Body, after
@@ -39,7 +39,6 @@ class Sandblaster(Algorithm[SandblasterConfig], config=SandblasterConfig):
     """The coordinator, and the replicas that compute work items for it."""
 
     def __post_init__(self) -> None:
-        self._vectors = Vectors(dot=self._dot, combine=self._combine)
         self._batch: _Batch | None = None
         self._work = self.cluster.env.event()
 
@@ -51,7 +50,7 @@ class Sandblaster(Algorithm[SandblasterConfig], config=SandblasterConfig):
     # --- the coordinator ---
 
     def _coordinate(self) -> Body:
-        history = History(self._vectors, self.config.memory_size)
+        history = History(self._dot, self._combine, self.config.memory_size)
         here = yield from self._evaluated(self.servers.whole())
         self.progress.made(len(here.metrics), here.metrics, lambda: here.params)
         while True:

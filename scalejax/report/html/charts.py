@@ -4,7 +4,7 @@ Knows runs and predictions; nothing of the page around the charts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import altair as alt
@@ -12,6 +12,7 @@ import altair as alt
 from scalejax.report.sources import RunSource
 from scalejax.report.terminal.scaling import waterfall_terms
 from scalejax.simulator.predict import ScalingPrediction
+from scalejax.training.record import TrainMeasurement
 
 # Shared by all charts: colours, sizes and simple line charts.
 
@@ -86,7 +87,7 @@ _MS = 1e3
 def test_accuracy(runs: Sequence[RunSource]) -> Spec:
     """Chart of test accuracy at each evaluation."""
     rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "accuracy": m.test_accuracy}
+        {"run": run.family, "label": run.label, "epoch": m.epoch, "accuracy": m.test_accuracy}
         for run in runs
         for m in run.record.evaluations
     ]
@@ -96,22 +97,14 @@ def test_accuracy(runs: Sequence[RunSource]) -> Spec:
 
 def training_loss(runs: Sequence[RunSource]) -> Spec:
     """Chart of the loss of each logged minibatch."""
-    rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "loss": m.loss or None}  # 0 has no logarithm
-        for run in runs
-        for m in run.record.training
-    ]
+    rows = _logged(runs, "loss", lambda m: m.loss or None)  # 0 has no logarithm
     y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(type="log"))
     return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"))
 
 
 def learning_rate(runs: Sequence[RunSource]) -> Spec:
     """Chart of the learning rate of each logged update."""
-    rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "rate": m.learning_rate}
-        for run in runs
-        for m in run.record.training
-    ]
+    rows = _logged(runs, "rate", lambda m: m.learning_rate)
     y = alt.Y("rate:Q", title="learning rate")
     # The rate of an update holds from the update before to this one.
     return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"), interpolate="step-before")
@@ -119,26 +112,33 @@ def learning_rate(runs: Sequence[RunSource]) -> Spec:
 
 def noise_scale(runs: Sequence[RunSource]) -> Spec:
     """Gradient noise scale by updates, of the runs that measured it."""
-    rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "samples": m.noise_scale}
-        for run in runs
-        if run.measures_noise_scale
-        for m in run.record.training
-    ]
+    measured = [run for run in runs if run.measures_noise_scale]
+    rows = _logged(measured, "samples", lambda m: m.noise_scale)
     y = alt.Y("samples:Q", title="noise scale (samples)", scale=alt.Scale(type="log"))
     return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
 
 
 def input_wait(runs: Sequence[RunSource]) -> Spec:
     """Part of the time for which devices waited for input, of the runs that measured it."""
-    rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "share": m.data_wait_seconds / m.step_seconds}
-        for run in runs
-        for m in run.record.training
-        if m.data_wait_seconds is not None and m.step_seconds > 0
-    ]
+
+    def share(m: TrainMeasurement) -> float | None:
+        waited = m.data_wait_seconds
+        return None if waited is None or not m.step_seconds > 0 else waited / m.step_seconds
+
+    rows = [row for row in _logged(runs, "share", share) if row["share"] is not None]
     y = alt.Y("share:Q", title="time without a batch", axis=alt.Axis(format=".0%"))
     return _curves(rows, y, alt.Tooltip("share:Q", format=".1%"))
+
+
+def _logged(
+    runs: Sequence[RunSource], name: str, value: Callable[[TrainMeasurement], float | None]
+) -> list[Row]:
+    """A point for each logged update of the runs."""
+    return [
+        {"run": run.family, "label": run.label, "epoch": m.epoch, name: value(m)}
+        for run in runs
+        for m in run.record.training
+    ]
 
 
 def wall_time(runs: Sequence[RunSource]) -> Spec:
@@ -274,10 +274,6 @@ def memory(study: ScalingPrediction) -> Spec:
         .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", title="GiB on a device", format=".2f")])
     )
     return specified(bars + limit, height=_bar_height(len(study.predictions)))
-
-
-def _identity(run: RunSource) -> dict[str, str]:
-    return {"run": run.family, "label": run.label}
 
 
 def _curves(

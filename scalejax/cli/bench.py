@@ -193,16 +193,14 @@ class Bench(RunFileCommand):
 
     def _save(self, summaries: list[Summary], folder: BenchFolder) -> None:
         """Write the results and the plots."""
-        from scalejax.report.figures.bench import save_scaling, save_steps, save_usage
+        from scalejax.report.html.bench import save_bench
 
         rows: list[JsonValue] = [dict(row_of(each)) for each in summaries]
         serialization.save_text(
             serialization.stamped("bench_results", 1, {"rows": rows}), folder.results
         )
-        save_scaling(summaries, path=folder.path / "scaling.png")
-        save_steps(summaries, path=folder.path / "step_times.png")
-        save_usage(summaries, path=folder.path / "usage.png")
-        print(f"wrote results.json, scaling.png, step_times.png, usage.png in {folder.path}")
+        pictures = save_bench(summaries, folder.path)
+        print(f"wrote results.json, {', '.join(pictures)} in {folder.path}")
         print(f"scalejax report {folder.path} draws them in one page.")
 
 

@@ -1,20 +1,39 @@
-"""Report section on benches: scaling, step times, CPU and memory usage."""
+"""Report section on benches: scaling, step times, CPU and memory usage; the charts in files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import accumulate
+from pathlib import Path
 
 import altair as alt
 
 from scalejax.core.units import MIB
-from scalejax.measure.bench.results import Summary, groups, scaling_table
+from scalejax.measure.bench.monitor import Usage
+from scalejax.measure.bench.results import Summary, groups, kept_share, scaling_table
 from scalejax.measure.bench.statistics import moving_average
-from scalejax.report.figures.bench import AVERAGED
-from scalejax.report.html.charts import Row, Spec, device_axis, lines
+from scalejax.report.html.charts import (
+    Row,
+    Spec,
+    device_axis,
+    line_chart,
+    lines,
+    save_charts,
+    specified,
+)
 from scalejax.report.html.page import Page
 from scalejax.report.sources import BenchSource
 from scalejax.report.terminal import bench as bench_tables
 
+_AVERAGED = 10
+"""Steps over which times are averaged."""
+_MOST_CURVES = 12
+"""Most benchmarks with curves of their own in a file."""
+RESOURCES: dict[str, Callable[[Usage], float | None]] = {
+    "CPU, % of a core": lambda sample: sample.cpu_percent,
+    "RSS, MiB": lambda sample: sample.rss_bytes / MIB,
+    "threads": lambda sample: sample.threads,
+}
+"""Resources of a process by the title of their axis."""
 _MOST_STEPS = 2000
 """Points of one chart of step times, beyond which they are thinned out."""
 
@@ -40,62 +59,111 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
 def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
     page.add_chart(
         "Throughput over devices",
-        "Samples per second by the median step.",
+        "Samples per second by the median step, with its interval; dotted, what is ideal.",
         throughput(summaries),
     )
     page.add_chart(
+        "Kept per device", "Throughput per device over that on the fewest.", kept(summaries)
+    )
+    page.add_chart(
         "Step times over time",
-        f"Means of {AVERAGED} consecutive steps, the rounds joined. A bump is usually another "
-        "program on the same machine.",
+        f"Single steps, and means of {_AVERAGED} consecutive ones, the rounds joined. A bump is "
+        "usually another program on the same machine.",
         step_times(summaries),
     )
     if any(result.usage for each in summaries for result in each.results):
-        page.add_chart(
-            "Processor",
-            "Per cent of one core used by the first process of a benchmark, first round.",
-            usage(summaries, "cpu", "% of a core"),
-        )
-        page.add_chart(
-            "Memory",
-            "MiB held by the first process of a benchmark, first round.",
-            usage(summaries, "memory", "MiB"),
-        )
+        for resource in RESOURCES:
+            explanation = "By the first process of a benchmark, first round."
+            page.add_chart(resource, explanation, usage(summaries, resource))
 
 
 def throughput(summaries: Sequence[Summary]) -> Spec:
-    """Chart of samples per second over devices, a line for each group of benchmarks."""
+    """Chart of samples per second over devices, with the intervals of the medians and, dotted, the
+    ideal scaling from the fewest devices; a line for each group of benchmarks."""
+    rows: list[Row] = []
+    for label, members in groups(summaries).items():
+        ordered = sorted(members, key=lambda each: each.benchmark.settings.devices)
+        first = ordered[0]
+        for each in ordered:
+            count = each.benchmark.settings.devices
+            grown = count / first.benchmark.settings.devices
+            low, high = each.interval
+            rows.append(
+                {
+                    "label": label,
+                    "x": count,
+                    "y": each.global_batch / each.median_seconds,
+                    "low": each.global_batch / high,
+                    "high": each.global_batch / low,
+                    "ideal": first.global_batch / first.median_seconds * grown,
+                }
+            )
+    measured = line_chart(rows, _axis(summaries), "samples per second", has_points=True)
+    intervals = measured.mark_rule(strokeWidth=1.8).encode(y="low:Q", y2="high:Q")
+    dotted = alt.value([2, 3])
+    ideal = measured.mark_line(strokeWidth=0.8).encode(y="ideal:Q", strokeDash=dotted)
+    return specified(ideal + intervals + measured)
+
+
+def kept(summaries: Sequence[Summary]) -> Spec:
+    """Chart of the throughput kept per device over devices."""
     rows: list[Row] = [
-        {
-            "label": label,
-            "x": each.benchmark.settings.devices,
-            "y": each.global_batch / each.median_seconds,
-        }
+        {"label": label, "x": each.benchmark.settings.devices, "y": 100 * share}
         for label, members in groups(summaries).items()
         for each in sorted(members, key=lambda other: other.benchmark.settings.devices)
+        if (share := kept_share(each, summaries)) is not None
     ]
-    return lines(rows, device_axis("x"), "samples per second", has_points=True)
+    return lines(rows, _axis(summaries), "kept per device, %", has_points=True)
+
+
+def _axis(summaries: Sequence[Summary]) -> alt.X:
+    return device_axis("x", sorted({each.benchmark.settings.devices for each in summaries}))
 
 
 def step_times(summaries: Sequence[Summary]) -> Spec:
-    """Chart of moving averages of the step times over time."""
+    """Chart of the step times over time, as points, and of their moving averages."""
     rows: list[Row] = []
     for each in summaries:
-        average = moving_average([1e3 * seconds for seconds in each.step_seconds], AVERAGED)
-        ends = list(accumulate(each.step_seconds))[AVERAGED - 1 :]
-        stride = max(1, len(average) * len(summaries) // _MOST_STEPS)
-        points = list(zip(ends, average, strict=True))[::stride]
-        rows += [{"label": each.benchmark.label, "x": end, "y": mean} for end, mean in points]
-    return lines(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
+        times = [1e3 * seconds for seconds in each.step_seconds]
+        average = [None] * (_AVERAGED - 1) + [*moving_average(times, _AVERAGED)]
+        stride = max(1, len(times) * len(summaries) // _MOST_STEPS)
+        points = list(zip(accumulate(each.step_seconds), times, average, strict=False))[::stride]
+        rows += [
+            {"label": each.benchmark.label, "x": end, "y": mean, "step": step}
+            for end, step, mean in points
+        ]
+    averages = line_chart(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
+    return specified(averages.mark_circle(size=8, opacity=0.4).encode(y="step:Q") + averages)
 
 
-def usage(summaries: Sequence[Summary], resource: str, unit: str) -> Spec:
-    """Chart of "cpu" or "memory" of the first process in each benchmark's first round."""
+def usage(summaries: Sequence[Summary], resource: str) -> Spec:
+    """Chart of a resource, one of `RESOURCES`, of the first process in each benchmark's first
+    round."""
     rows: list[Row] = []
     for each in summaries:
-        samples = [sample for sample in each.results[0].usage if sample.process == 0]
-        for sample in samples:
-            value = sample.cpu_percent if resource == "cpu" else sample.rss_bytes / MIB
-            if value is not None:
+        for sample in each.results[0].usage if each.results else ():
+            if sample.process == 0 and (value := RESOURCES[resource](sample)) is not None:
                 rows.append({"label": each.benchmark.label, "x": sample.seconds, "y": value})
     x = alt.X("x:Q", title="seconds since the first timed step")
-    return lines(rows, x, unit, has_points=True)
+    return lines(rows, x, resource, has_points=True)
+
+
+def save_bench(summaries: Sequence[Summary], folder: Path) -> tuple[str, ...]:
+    """Draw the charts of a bench in files of `folder`, of many benchmarks all but the first left
+    out where each has its own lines; returns the names of the files.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    measured = [each for each in summaries if each.is_measured]
+    few = measured[:_MOST_CURVES]
+    title = bench_tables.title_of(measured)
+    steps = [step_times([each]) for each in few]
+    pictures = {
+        "scaling.png": ([throughput(measured), kept(measured)], 280),
+        "step_times.png": (steps, 110),
+        "usage.png": ([usage(few, resource) for resource in RESOURCES], 180),
+    }
+    for name, (specs, height) in pictures.items():
+        save_charts(specs, folder / name, title=title, size=(640, height))
+    return tuple(pictures)

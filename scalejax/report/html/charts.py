@@ -5,10 +5,13 @@ Knows runs and predictions; nothing of the page around the charts.
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import altair as alt
+import vl_convert
 
+from scalejax.core.serialization import save_bytes
 from scalejax.report.sources import RunSource
 from scalejax.report.terminal.scaling import waterfall_terms
 from scalejax.simulator.predict import ScalingPrediction
@@ -31,6 +34,24 @@ def specified(chart: Any, height: int = _HEIGHT) -> Spec:
     return chart.properties(width="container", height=height).to_dict()
 
 
+def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[int, int]) -> None:
+    """Write charts as one PNG, one below the other, each of `size` (width, height) in pixels.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    own = ("$schema", "config", "params")  # of a whole picture; nothing can be clicked in it
+    width, height = size
+    charts = [
+        {name: each for name, each in spec.items() if name not in own}
+        | {"width": width, "height": height}
+        for spec in specs
+    ]
+    picture = {"$schema": specs[0]["$schema"], "title": title, "vconcat": charts}
+    picture["resolve"] = {"scale": {"color": "independent"}}
+    save_bytes(vl_convert.vegalite_to_png(picture, scale=2), path)
+
+
 def colored(
     field: str, domain: list[str], *, columns: int = 4, colors: list[str] | None = None
 ) -> alt.Color:
@@ -42,18 +63,25 @@ def colored(
 
 def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
     """Line chart of `rows` (label, x, y), a line for each label; `title` names the y axis."""
+    return specified(line_chart(rows, x, title, has_points=has_points).interactive())
+
+
+def line_chart(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> alt.Chart:
+    """The chart of `lines`, to lay others over; dashes tell apart lines of one colour."""
     names = list(dict.fromkeys(str(row["label"]) for row in rows))
-    chart = (
+    dashes = [_DASHES[place // len(PALETTE) % len(_DASHES)] for place in range(len(names))]
+    dash = alt.StrokeDash("label:N", legend=None, scale=alt.Scale(domain=names, range=dashes))
+    return (
         alt.Chart(alt.Data(values=rows))
         .mark_line(point=has_points, strokeWidth=1.8)
         .encode(
             x=x,
             y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
             color=colored("label", names, columns=2),
+            strokeDash=dash,
             tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
         )
     )
-    return specified(chart.interactive())
 
 
 _PART_COLORS = {
@@ -329,9 +357,11 @@ def _legend_columns(names: Sequence[str]) -> int:
     return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names), default=1) + 4)))
 
 
-def device_axis(field: str = "devices") -> alt.X:
-    """X axis of device counts, on a base-2 logarithm."""
-    return alt.X(f"{field}:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+def device_axis(field: str = "devices", counts: Sequence[int] | None = None) -> alt.X:
+    """X axis of device counts, on a base-2 logarithm; ticks are at `counts` if they are given."""
+    axis = alt.Axis() if counts is None else alt.Axis(values=[*counts])
+    scale = alt.Scale(type="log", base=2, nice=False)
+    return alt.X(f"{field}:Q", title="devices", scale=scale, axis=axis)
 
 
 def part_colors(parts: Sequence[str]) -> list[str]:

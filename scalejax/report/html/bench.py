@@ -148,9 +148,11 @@ def usage(summaries: Sequence[Summary], resource: str) -> Spec:
     return lines(rows, x, resource, has_points=True)
 
 
-def save_bench(summaries: Sequence[Summary], folder: Path) -> tuple[str, ...]:
-    """Draw the charts of a bench in files of `folder`, of many benchmarks all but the first left
-    out where each has its own lines; returns the names of the files.
+def save_bench(summaries: Sequence[Summary], folder: Path) -> list[str]:
+    """Draw the charts of a bench in files of `folder`; returns the names of the files.
+
+    Of many benchmarks, all but the first are left out where each has its own lines. Without samples
+    of its usage there is no picture of them.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -158,12 +160,13 @@ def save_bench(summaries: Sequence[Summary], folder: Path) -> tuple[str, ...]:
     measured = [each for each in summaries if each.is_measured]
     few = measured[:_MOST_CURVES]
     title = bench_tables.title_of(measured)
-    steps = [step_times([each]) for each in few]
-    pictures = {
-        "scaling.png": ([throughput(measured), kept(measured)], 280),
-        "step_times.png": (steps, 110),
-        "usage.png": ([usage(few, resource) for resource in RESOURCES], 180),
-    }
-    for name, (specs, height) in pictures.items():
-        save_charts(specs, folder / name, title=title, size=(640, height))
-    return tuple(pictures)
+    written = []
+    for name, specs, height in (
+        ("scaling.png", [throughput(measured), kept(measured)], 280),
+        ("step_times.png", [step_times([each]) for each in few], 110),
+        ("usage.png", [usage(few, resource) for resource in RESOURCES], 180),
+    ):
+        if shown := [spec for spec in specs if spec["data"]["values"]]:
+            save_charts(shown, folder / name, title=title, size=(640, height))
+            written.append(name)
+    return written

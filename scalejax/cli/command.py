@@ -24,8 +24,6 @@ def flag(metavar: str) -> object:
     return arg(metavar=metavar, help_behavior_hint="")
 
 
-FactsFile = Annotated[Path | None, flag("FACTS.json")]
-"""The flag that gives what a run folder keeps of its data."""
 RunFile = Annotated[Positional[Path], flag("RUN.toml")]
 
 
@@ -53,6 +51,17 @@ class RunFileCommand(OverridingCommand):
 
     run_file: RunFile
     """The config of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostCommand(RunFileCommand):
+    """A command that predicts the cost of one run.toml."""
+
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    facts: Annotated[Path | None, flag("FACTS.json")] = None
+    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
+    data, or kept beside RUN.toml."""
 
 
 Command = PlainCommand | OverridingCommand

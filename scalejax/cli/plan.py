@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
+from scalejax.cli.command import CostCommand, Overrides, flag
 from scalejax.cli.predict import find_cluster, take_conditions
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRun(RunFileCommand):
+class PlanRun(CostCommand):
     """Find the devices and batch that reach a target soonest.
 
     Time to target is the number of steps that the batch needs, from measured convergence points,
@@ -34,11 +34,6 @@ class PlanRun(RunFileCommand):
     """Clusters to choose from: names in the catalogue, or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
-    framework: Annotated[str, flag("NAME")] = "xla"
-    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
-    facts: FactsFile = None
-    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
-    data, or kept beside RUN.toml."""
     target: Annotated[str | None, flag("VALUE")] = None
     """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points."""
     convergence: Annotated[str | None, flag("FILE|DIR")] = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax.cli.command import FactsFile, Overrides, PlainCommand, RunFileCommand, flag
+from scalejax.cli.command import CostCommand, Overrides, PlainCommand, flag
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predict(RunFileCommand):
+class Predict(CostCommand):
     """Predict time, efficiency and memory on GPUs not here.
 
     A flag with a dot replaces a field of the file, such as --batch.global_batch 512, or a condition
@@ -47,11 +47,6 @@ class Predict(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
-    framework: Annotated[str, flag("NAME")] = "xla"
-    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
-    facts: FactsFile = None
-    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
-    data, or kept beside RUN.toml."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
@@ -105,7 +100,7 @@ class Predict(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explain(RunFileCommand):
+class Explain(CostCommand):
     """Show where the time of a step goes, and what would shorten it.
 
     A waterfall from ideal to predicted time, the costliest operations with their source lines,
@@ -117,11 +112,6 @@ class Explain(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[int, flag("N")]
     """Number of devices."""
-    framework: Annotated[str, flag("NAME")] = "xla"
-    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
-    facts: FactsFile = None
-    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
-    data, or kept beside RUN.toml."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     output: Annotated[Path | None, flag("FILE.html")] = None

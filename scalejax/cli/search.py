@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
+from scalejax.cli.command import CostCommand, Overrides, flag
 from scalejax.cli.predict import find_cluster, parse_counts, take_conditions
 from scalejax.config.presets import costed_note
 from scalejax.config.run import given_name, load_config
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search(RunFileCommand):
+class Search(CostCommand):
     """Rank the parallelisation strategies of a transformer.
 
     Every layout over data, fsdp, tensor, context and pipeline, with pipeline chunks, microbatches,
@@ -39,11 +39,6 @@ class Search(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Number of devices, or several to choose from, such as 64 or 64,128,256."""
-    framework: Annotated[str, flag("NAME")] = "xla"
-    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
-    facts: FactsFile = None
-    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
-    data, or kept beside RUN.toml."""
     global_batch: Annotated[int | None, flag("B")] = None
     """Samples per update; by default that of the file."""
     objective: Literal["time", "cost", "memory"] = "time"

@@ -98,14 +98,13 @@ def ranges(predictions: Sequence[Prediction]) -> Table:
     """Table of the p10 to p90 band of each step time, and of goodput."""
     table = figures("devices", "step p10", "p50", "p90", "goodput")
     for each in predictions:
-        table.add_row(
-            str(each.device_count),
-            format_seconds(each.p10_step_seconds),
-            format_seconds(each.step_seconds),
-            format_seconds(each.p90_step_seconds),
-            format_fraction(each.goodput),
-        )
+        table.add_row(str(each.device_count), *_band(each))
     return table
+
+
+def _band(each: Prediction) -> list[str]:
+    seconds = (each.p10_step_seconds, each.step_seconds, each.p90_step_seconds)
+    return [*map(format_seconds, seconds), format_fraction(each.goodput)]
 
 
 def time_split(predictions: Sequence[Prediction]) -> Table:
@@ -192,14 +191,7 @@ def _ranges(prediction: RampPrediction) -> Table:
     for position, count in enumerate(prediction.device_counts):
         for phase in prediction.phases:
             each = phase.study.predictions[position]
-            table.add_row(
-                str(count),
-                _epochs(phase),
-                format_seconds(each.p10_step_seconds),
-                format_seconds(each.step_seconds),
-                format_seconds(each.p90_step_seconds),
-                format_fraction(each.goodput),
-            )
+            table.add_row(str(count), _epochs(phase), *_band(each))
     return table
 
 

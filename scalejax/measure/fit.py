@@ -10,13 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal
 from scalejax.core.serialization import load
-from scalejax.hardware import CalibratedRange, Chip, Cluster, Link, Network, load_cluster
+from scalejax.hardware import (
+    Attainable,
+    CalibratedRange,
+    Chip,
+    Cluster,
+    CollectiveMethod,
+    Link,
+    MeasuredRates,
+    Network,
+    load_cluster,
+)
 from scalejax.measure.trace import refuse_other_kind
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.program import Program
@@ -38,6 +49,13 @@ _WIDEST = 0.5  # spread of steps above which it is no measure of stragglers
 _FEWEST_TIMES = 8  # fewest times for quartiles
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
 _SLOW_LINES = 1  # first lines of the record, left out as warm-up
+_COMPUTE_FRACTIONS = (
+    *("matmul_fraction", "convolution_fraction", "convolution_f32_fraction"),
+    *("depthwise_fraction", "attention_fraction"),
+)
+
+Part = TypeVar("Part", CollectiveMethod, Link, Network, Attainable, MeasuredRates)
+"""A part of a cluster with constants that are scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,86 +267,54 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
     Does not adjust the efficiency ramps of matmuls, nor the time of the smallest message where a
     link has a table of measured collectives.
     """
-    library = cluster.library
-    methods = tuple(
-        replace(
-            method,
-            base_seconds=method.base_seconds * factors.communication,
-            link_hop_seconds=method.link_hop_seconds * factors.communication,
-            network_hop_seconds=method.network_hop_seconds * factors.communication,
-        )
-        for method in library.methods
-    )
+    library, factor = cluster.library, factors.communication
+    hops = ("base_seconds", "link_hop_seconds", "network_hop_seconds")
+    link = _scaled(cluster.link, factor, "ramp_seconds", "in_switch_ramp_seconds")
+    network = cluster.network
+    if network is not None:
+        network = _scaled(network, factor, "message_seconds", "ramp_seconds")
+        network = _scaled(network, 1 / factor, "bytes_per_second")
     return replace(
         cluster,
         chip=_adjusted_chip(cluster.chip, factors),
         shared=tuple(
             replace(each, chip=_adjusted_chip(each.chip, factors)) for each in cluster.shared
         ),
-        library=replace(library, methods=methods),
-        link=_adjusted_link(cluster.link, factors.communication),
-        network=cluster.network and _adjusted_network(cluster.network, factors.communication),
-    )
-
-
-def _adjusted_link(link: Link, factor: float) -> Link:
-    host_rate = link.host_bytes_per_second
-    return replace(
-        link,
-        bytes_per_second=link.bytes_per_second / factor,
-        host_bytes_per_second=None if host_rate is None else host_rate / factor,
-        ramp_seconds=link.ramp_seconds * factor,
-        in_switch_ramp_seconds=link.in_switch_ramp_seconds * factor,
-    )
-
-
-def _adjusted_network(network: Network, factor: float) -> Network:
-    return replace(
-        network,
-        bytes_per_second=network.bytes_per_second / factor,
-        message_seconds=network.message_seconds * factor,
-        ramp_seconds=network.ramp_seconds * factor,
+        library=replace(
+            library, methods=tuple(_scaled(method, factor, *hops) for method in library.methods)
+        ),
+        link=_scaled(link, 1 / factor, "bytes_per_second", "host_bytes_per_second"),
+        network=network,
     )
 
 
 def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
-    attainable, measured, contention = chip.attainable, chip.measured, factors.contention
+    attainable, measured = chip.attainable, chip.measured
     if measured is not None:
-        measured = replace(
-            measured,
-            compute_scale=measured.compute_scale * factors.compute,
-            memory_scale=measured.memory_scale * factors.memory,
-        )
+        measured = _scaled(measured, factors.compute, "compute_scale")
+        measured = _scaled(measured, factors.memory, "memory_scale")
     else:
-        f32_fraction = attainable.convolution_f32_fraction
-        # Fractions of the peak; the other fractions are relative to these.
-        attainable = replace(
-            attainable,
-            matmul_fraction=_scaled(attainable.matmul_fraction, factors.compute),
-            convolution_fraction=_scaled(attainable.convolution_fraction, factors.compute),
-            convolution_f32_fraction=f32_fraction and _scaled(f32_fraction, factors.compute),
-            depthwise_fraction=_scaled(attainable.depthwise_fraction, factors.compute),
-            attention_fraction=_scaled(attainable.attention_fraction, factors.compute),
-            memory_fraction=_scaled(attainable.memory_fraction, factors.memory),
-        )
-    return replace(
-        chip,
-        measured=measured,
-        attainable=replace(
-            attainable,
-            launch_seconds=attainable.launch_seconds * factors.launch,
-            dispatch_seconds=attainable.dispatch_seconds * factors.launch,
-            step_overhead_seconds=attainable.step_overhead_seconds * factors.launch,
-            contention_fraction=(
-                attainable.contention_fraction if contention is None else contention
-            ),
-        ),
-    )
+        # Fractions of the peak, at most 1; the other fractions are relative to these.
+        slower = dict.fromkeys(_COMPUTE_FRACTIONS, factors.compute)
+        slower["memory_fraction"] = factors.memory
+        fractions = {name: getattr(attainable, name) for name in slower}
+        changed = {
+            name: min(1.0, fraction / slower[name])
+            for name, fraction in fractions.items()
+            if fraction is not None
+        }
+        attainable = replace(attainable, **changed)
+    if factors.contention is not None:
+        attainable = replace(attainable, contention_fraction=factors.contention)
+    launches = ("launch_seconds", "dispatch_seconds", "step_overhead_seconds")
+    attainable = _scaled(attainable, factors.launch, *launches)
+    return replace(chip, measured=measured, attainable=attainable)
 
 
-def _scaled(fraction: float, time_factor: float) -> float:
-    """Fraction of the peak at which work takes `time_factor` times as long, at most 1."""
-    return min(1.0, fraction / time_factor)
+def _scaled(part: Part, factor: float, *names: str) -> Part:
+    """`part` with the fields `names` multiplied by `factor`; one that is None stays None."""
+    values = {name: getattr(part, name) for name in names}
+    return replace(part, **{n: v * factor for n, v in values.items() if v is not None})
 
 
 def _step_seconds(cluster: Cluster, program: Program) -> float:

@@ -72,14 +72,10 @@ def run_sweep(
                 waiting.append(position)
         if not waiting:
             return []
-        count = _process_count(len(waiting), processes)
+        if processes is None:
+            processes = 1 if has_accelerator() else worker_count(len(waiting))
+        count = min(processes, len(waiting))
         return _train(plan, folder, lock, count, waiting, on_progress)
-
-
-def _process_count(jobs: int, wanted: int | None) -> int:
-    if wanted is not None:
-        return min(wanted, jobs)
-    return 1 if has_accelerator() else worker_count(jobs)
 
 
 def _train(

@@ -11,16 +11,15 @@ from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
-from scalejax.core import serialization
-from scalejax.core.errors import ConfigError
 from scalejax.core.process_group import GO_ON
 from scalejax.core.units import UNKNOWN, format_seconds
 from scalejax.data.loader.loader import Batches, evaluation_batches, training_batches
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Source
-from scalejax.simulator.predict import Prediction, slow_note
+from scalejax.simulator.predict import slow_note
 from scalejax.training.evaluation import Evaluation, build_evaluation
 from scalejax.training.record import RunFolder
+from scalejax.training.run_folder import kept_prediction
 from scalejax.training.step import Step, build_step
 
 
@@ -111,9 +110,7 @@ def measured_and_predicted(files: RunFolder, step_times: Sequence[float]) -> str
     if not step_times:
         return ""
     step_seconds = median(step_times)
-    try:
-        prediction = serialization.load(Prediction, files.prediction)
-    except ConfigError:  # none was made, or it was damaged since: no reason to end in an error
+    if (prediction := kept_prediction(files)) is None:
         return f"; median step {format_seconds(step_seconds)}, predicted {UNKNOWN}"
     predicted = format_seconds(prediction.step_seconds)
     note = slow_note(prediction, step_seconds)

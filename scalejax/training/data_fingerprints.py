@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from scalejax.config.data import DataConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.filesystem import DataFile, absolute_location
-from scalejax.core.serialization import document, load, save
+from scalejax.core.serialization import document, load
 from scalejax.data.datasets import reader_of
 from scalejax.data.source import Split
 from scalejax.training.record import RunFolder
@@ -38,12 +38,6 @@ class UsedFiles:
     """Training files."""
     test: tuple[UsedFile, ...]
     """Test files."""
-
-
-def save_used_files(folder: RunFolder, data: DataConfig) -> None:
-    """Save to `folder` the fingerprints of the files of `data`, if it has files."""
-    if (used := used_files(data)) is not None:
-        save(used, folder.data_files)
 
 
 def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:

@@ -76,18 +76,22 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
             check_vma=run.config.gradient_sync is None,
         )
     mapped = jax.pmap(
-        per_device,
+        lambda params, model_state, batch, scale: per_device(
+            params, model_state, batch, scale, None
+        )[:3],
         axis_name=DATA,
-        in_axes=(None, None, 0, None, None),
+        in_axes=(None, None, 0, None),
         out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
         devices=list(mesh.devices.flat),
     )
-    return lambda params, model_state, batch, *others: mapped(
-        params,
-        model_state,
-        jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
-        *others,
-    )
+
+    def over_devices(
+        params: PyTree, model_state: PyTree, batch: Batch, scale: Any, sync_state: PyTree
+    ) -> PyTree:
+        batch = jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch)
+        return *mapped(params, model_state, batch, scale), sync_state
+
+    return over_devices
 
 
 def _reduced_once_per_step(

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 from scalejax.config.input import InputConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.core import serialization
-from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import chosen_workers
 from scalejax.data.source import Shared, Source
-from scalejax.simulator.predict import Prediction
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Reporter
+from scalejax.training.run_folder import kept_prediction
 from scalejax.training.step import Step
 
 
@@ -37,22 +35,16 @@ def tuned_input(
     if config.input.workers != "auto":
         return run, ""
     reporter.say("measuring the input ...")
+    prediction = kept_prediction(files)
     choice = chosen_workers(
         open_source(config.data, "train", seed=config.seed, augmentation=config.input.augmentation),
         step.batch,
         seed=config.seed,
         how=config.input,
-        step_seconds=_predicted_seconds(files),
+        step_seconds=prediction and prediction.step_seconds,
     )
     how = replace(config.input, workers=choice.workers)
     return replace(run, config=replace(config, input=how)), f"; {choice}"
-
-
-def _predicted_seconds(files: RunFolder) -> float | None:
-    try:
-        return serialization.load(Prediction, files.prediction).step_seconds
-    except ConfigError:  # none was made, or it was damaged
-        return None
 
 
 def share_memory_with_workers(source: Source, how: InputConfig) -> Source:

@@ -382,8 +382,13 @@ class TrainingLoop:
 
     def _end(self, member: _Member, state: TrainState) -> None:
         """Save the final weights of a run, and append its final status."""
-        save_weights(member.logger.files.weights, self._final_weights(member, state))
-        self._change_status(member, *self._ending(member))
+        status, logger = member.status, member.logger
+        save_weights(logger.files.weights, self._final_weights(member, state))
+        measured = [update.step_seconds for update in status.updates]
+        remarks = measured_and_predicted(logger.files, measured) + self._programs.together
+        seconds = logger.elapsed_seconds
+        ending = status.ending(self._step, seconds, remarks, is_tuned=self._is_tuned)
+        self._change_status(member, *ending)
         self._open.remove(member)
 
     def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
@@ -402,12 +407,6 @@ class TrainingLoop:
         for each in self._open:
             self._change_status(each, "interrupted", message)
         raise Interrupted(128 + signal_number)
-
-    def _ending(self, member: _Member) -> tuple[Status, str, DivergenceCause | None]:
-        status, logger = member.status, member.logger
-        measured = [update.step_seconds for update in status.updates]
-        remarks = measured_and_predicted(logger.files, measured) + self._programs.together
-        return status.ending(self._step, logger.elapsed_seconds, remarks, is_tuned=self._is_tuned)
 
     def _change_status(
         self, member: _Member, status: Status, message: str, cause: DivergenceCause | None = None

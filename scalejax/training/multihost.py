@@ -53,9 +53,7 @@ def all_gather_text(text: str) -> tuple[str, ...]:
 
 # The consistency checks.
 
-_PER_HOST = {
-    "data.train",
-    "data.test",
+HOW_IT_IS_READ = {
     "data.reading.memory_bytes",
     "data.reading.cache_folder",
     "data.reading.cache_bytes",
@@ -63,6 +61,8 @@ _PER_HOST = {
     "input.read_ahead_batches",
     "input.workers",
 }
+"""Fields of how the data is read, which the rows do not depend on."""
+_PER_HOST = HOW_IT_IS_READ | {"data.train", "data.test"}
 """Fields that may differ between hosts: where the data is, and how it is read."""
 _SHOWN = 3
 """Most differing fields named in a message."""

@@ -18,8 +18,8 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.filesystem import absolute_location
 from scalejax.core.serialization import JsonValue, load, save, save_text, save_toml
 from scalejax.simulator.predict import Prediction
-from scalejax.training.data_fingerprints import refuse_other_files, save_used_files
-from scalejax.training.multihost import broadcast_from_first, is_first
+from scalejax.training.data_fingerprints import refuse_other_files, used_files
+from scalejax.training.multihost import HOW_IT_IS_READ, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
 
 _README = """\
@@ -46,14 +46,8 @@ A run that a sweep trained in one program with others has neither program.json, 
 time.jsonl, checkpoints/ nor traces/: it goes on by the --resume of its sweep.
 """
 
-_CHANGEABLE = {
-    "data.reading.memory_bytes",
-    "data.reading.cache_folder",
-    "data.reading.cache_bytes",
-    "input.memory_bytes",
-    "input.read_ahead_batches",
+_CHANGEABLE = HOW_IT_IS_READ | {
     "input.unreadable",
-    "input.workers",
     "layout.data",
     "layout.fsdp",
     "layout.tensor",
@@ -137,26 +131,33 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """
     if not folder.config.exists():
         refuse_no_run(folder)
-    before = fields_of(load_kept_config(folder.config))
-    after = fields_of(resolved_config(run))
-    _refuse_other_devices(before["layout.data"], run)
+    before = load_kept_config(folder.config)
+    _refuse_other_devices(before.layout.data, run)
     changeable = set(_CHANGEABLE)
     if not run.config.schedule.depends_on_length:
         changeable.add("train.epochs")
     if run.config.train.early_stopping is None:
         changeable |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
     changed = [
-        f"{name}={after.get(name)!r} (was {before.get(name)!r})"
-        for name in sorted(before | after)
-        if before.get(name) != after.get(name) and name not in changeable
+        f"{name}={now!r} (was {was!r})"
+        for name, (was, now) in _changed(folder, run).items()
+        if name not in changeable
     ]
     if changed:
         raise ConfigError(
             f"{str(folder.path)!r} holds a run of another config: {', '.join(changed)}. "
             "Resume with the config of its run.toml, or begin a new run in another folder."
         )
-    _refuse_other_evaluations(before["train.epochs"], run)
+    _refuse_other_evaluations(before.train.epochs, run)
     refuse_other_files(folder, run.config.data)
+
+
+def _changed(folder: RunFolder, run: ResolvedRun) -> dict[str, tuple[JsonValue, JsonValue]]:
+    """What the fields were in `folder` that differ from those of `run`, and what they are now."""
+    before = fields_of(load_kept_config(folder.config))
+    after = fields_of(resolved_config(run))
+    pairs = {name: (before.get(name), after.get(name)) for name in sorted(before | after)}
+    return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
 def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
@@ -166,7 +167,7 @@ def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
     return [] if now == before else [f"train.epochs is {now}, and was {before}"]
 
 
-def _refuse_other_devices(devices_before: JsonValue, run: ResolvedRun) -> None:
+def _refuse_other_devices(devices_before: int | None, run: ResolvedRun) -> None:
     """Refuse another number of devices where the gradient synchronisation depends on it."""
     gradient_sync, devices = run.config.gradient_sync, run.layout.data
     if gradient_sync is not None and devices != devices_before:
@@ -177,12 +178,11 @@ def _refuse_other_devices(devices_before: JsonValue, run: ResolvedRun) -> None:
         raise ConfigError(refusal("layout.data", devices, accepted))
 
 
-def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> None:
+def _refuse_other_evaluations(epochs_before: int, run: ResolvedRun) -> None:
     """Refuse more epochs where early stopping watched a last epoch that is now one of many."""
     wanted, every = run.config.train, run.config.train.evaluate_every_epochs
-    if wanted.early_stopping is None or not isinstance(epochs_before, int):
-        return
-    if wanted.epochs > epochs_before and epochs_before % every:
+    is_watched = wanted.early_stopping is not None
+    if is_watched and wanted.epochs > epochs_before and epochs_before % every:
         accepted = (
             f"the run was to end after {epochs_before} epochs, with an evaluation that early "
             f"stopping watches and a longer run with train.evaluate_every_epochs={every} would "
@@ -214,10 +214,13 @@ def describe_run(folder: RunFolder, run: ResolvedRun, command: str) -> None:
     A prediction of another layout or model is removed first, so that a prediction in the folder is
     always of the config beside it, even if the process is killed in between.
     """
-    if not (_holds_same_program(folder, run) and _is_predicted(folder, run)):
+    prediction = kept_prediction(folder)
+    is_of_as_many = prediction is not None and prediction.device_count == run.layout.device_count
+    if not (is_of_as_many and _holds_same_program(folder, run)):
         folder.prediction.unlink(missing_ok=True)
         folder.program.unlink(missing_ok=True)
-    save_used_files(folder, run.config.data)
+    if (used := used_files(run.config.data)) is not None:
+        save(used, folder.data_files)
     save(run.dataset, folder.facts)
     save_toml(resolved_config(run), folder.config)
     save_text(_README.format(path=folder.path, command=command), folder.readme)
@@ -227,24 +230,16 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     """Whether the run in `folder` compiles to the step that `run` compiles to."""
     if not folder.config.exists():
         return False
-    before = fields_of(load_kept_config(folder.config))
-    after = fields_of(resolved_config(run))
-    return all(
-        before.get(name) == after.get(name)
-        for name in before | after
-        if name.startswith(_PROGRAM_PREFIXES)
-    )
+    return not any(name.startswith(_PROGRAM_PREFIXES) for name in _changed(folder, run))
 
 
-def _is_predicted(folder: RunFolder, run: ResolvedRun) -> bool:
-    """Whether `folder` holds a prediction that can be read, for as many devices."""
-    if not folder.prediction.exists():
-        return False
+def kept_prediction(folder: RunFolder) -> Prediction | None:
+    """The prediction in `folder`; None if there is none, or it is damaged or of an earlier version:
+    no reason to end a run."""
     try:
-        prediction = load(Prediction, folder.prediction)
-    except ConfigError:  # perhaps of an earlier version: predict again
-        return False
-    return prediction.device_count == run.layout.device_count
+        return load(Prediction, folder.prediction)
+    except ConfigError:
+        return None
 
 
 def versions() -> str:

@@ -154,7 +154,7 @@ class StopSignals:
         self._received = number
         self._restore()
         if not self._is_training:
-            words = f"interrupted while {self._phase}: the run stands where it was"
+            words = f"interrupted while {self._heartbeat.phase}: the run stands where it was"
             print(words, file=sys.stderr, flush=True)
             if self._leave and LAUNCHER in os.environ:
                 # The process serves this run alone; JAX might swallow an exception.
@@ -165,10 +165,6 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  what `signal` returned
         self._previous.clear()
-
-    @property
-    def _phase(self) -> str:
-        return self._heartbeat.phase
 
     def _listen(self, pipe: int, leave: Callable[[int], None]) -> None:
         """Enforce the time limit after the first signal."""
@@ -185,9 +181,7 @@ class StopSignals:
             outcome = (
                 "the run stands at its latest checkpoint" if is_training else "nothing was saved"
             )
-            print(
-                f"interrupted, and {self._phase} did not end within {seconds:.0f} s: {outcome}",
-                file=sys.stderr,
-                flush=True,
-            )
+            phase = self._heartbeat.phase
+            words = f"interrupted, and {phase} did not end within {seconds:.0f} s: {outcome}"
+            print(words, file=sys.stderr, flush=True)
             leave(128 + number)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.data import DatasetFacts
@@ -47,18 +47,14 @@ from scalejax.training.state import (
 # Shapes, types and shardings of a global batch.
 
 
-def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
-    """Shapes of one global batch of `run`, sharded over the batch axes of `mesh`.
+def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
+    """Shapes of one global batch of `run`, sharded over the batch axes of `mesh` if there is one.
 
     Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32. Besides, float32
     "weights" of the rows where not all of them count, and float32 "mix" of pairs for mixup.
     """
-    return batch_shapes_on(run, batch_sharding(mesh))
-
-
-def batch_shapes_on(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
-    """Shapes of one global batch of `run` with `sharding`; without any if it is None."""
     dataset = run.dataset
+    sharding = None if mesh is None else batch_sharding(mesh)
     parts: dict[str, tuple[tuple[int, ...], Any]]
     parts = {"inputs": (dataset.input_shape, input_dtype(dataset))}
     if reads_features(run.config):
@@ -241,7 +237,7 @@ def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple
 
 def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
     """Shapes of parameters, statistics and a global batch."""
-    state, batch = abstract_state(setup), batch_shapes_on(setup.run, sharding=None)
+    state, batch = abstract_state(setup), batch_shapes(setup.run, None)
     return state.params, state.model_state, batch
 
 

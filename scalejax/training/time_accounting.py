@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from scalejax.core.environment import process_fields
 from scalejax.core.errors import ConfigError, require_at_least
@@ -26,7 +26,7 @@ from scalejax.core.units import UNKNOWN, counted, format_fraction, format_second
 
 Part = Literal["startup", "compile", "input_wait", "step", "evaluation", "checkpoint"]
 """Activities of a session."""
-PARTS: tuple[Part, ...] = ("startup", "compile", "input_wait", "step", "evaluation", "checkpoint")
+PARTS: tuple[Part, ...] = get_args(Part)
 
 LINE_BYTES = 512
 """Length of every line: the last one is rewritten in place as time passes. It divides the page
@@ -34,7 +34,25 @@ size, so that no line crosses a page boundary: the system writes a page whole, o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class Activities:
+    """Time of one or several sessions by activity."""
+
+    startup_seconds: float = 0.0
+    """Process start, imports, connecting to the other processes, opening and restoring."""
+    compile_seconds: float = 0.0
+    """Compiling the programs."""
+    input_wait_seconds: float = 0.0
+    """Time that devices waited for a batch."""
+    step_seconds: float = 0.0
+    """Updates, without their waits for input."""
+    evaluation_seconds: float = 0.0
+    """Evaluations."""
+    checkpoint_seconds: float = 0.0
+    """Time that training was blocked by a checkpoint, or by the last one at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval(Activities):
     """Time of a session from one pause to the end of the next, or until its last write."""
 
     session: int
@@ -51,18 +69,6 @@ class Interval:
     """Updates of the run so far, this interval included."""
     is_finished: bool = False
     """Whether it ended in a pause or with its session; else it is open, or was cut off."""
-    startup_seconds: float = 0.0
-    """Process start, imports, connecting to the other processes, opening and restoring."""
-    compile_seconds: float = 0.0
-    """Compiling the programs."""
-    input_wait_seconds: float = 0.0
-    """Time that devices waited for a batch."""
-    step_seconds: float = 0.0
-    """Updates, without their waits for input."""
-    evaluation_seconds: float = 0.0
-    """Evaluations."""
-    checkpoint_seconds: float = 0.0
-    """Time that training was blocked by a checkpoint, or by the last one at the end."""
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
@@ -76,25 +82,16 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeAccount:
-    """Wall time of a run by activity; each second is counted once."""
+class TimeAccount(Activities):
+    """Wall time of a run by activity; each second is counted once.
+
+    What was lost is `wasted_seconds`, and in none of the other activities.
+    """
 
     sessions: int
     """How often the run's processes were started."""
     repeated_steps: int
     """Updates that were lost and repeated: those after the step at which a later session began."""
-    startup_seconds: float
-    """Process starts, imports, connecting to the other processes, opening and restoring."""
-    compile_seconds: float
-    """Compiling the programs."""
-    input_wait_seconds: float
-    """Time that devices waited for a batch, in updates that counted."""
-    step_seconds: float
-    """Updates that counted, without their waits for input."""
-    evaluation_seconds: float
-    """Evaluations, except lost ones."""
-    checkpoint_seconds: float
-    """Time that training was blocked by checkpoints, except lost ones."""
     wasted_seconds: float
     """Lost time: updates, waits for input, evaluations and checkpoints after the step at which a
     later session began."""

@@ -16,7 +16,7 @@ from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
 from scalejax.measure.devices.collectives import MeasuredCollective, fit_ring
 from scalejax.measure.devices.machine import probe_count
-from scalejax.measure.devices.processes import Between, Probe, between_processes
+from scalejax.measure.devices.processes import Between, between_processes
 from scalejax.measure.fit import fit_runs, read_runs
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
@@ -153,10 +153,9 @@ def test_ring_is_found_again_in_its_own_times():
 @pytest.mark.slow  # two processes import JAX, and measure this machine
 def test_processes_communicate_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
-    probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
 
     stages: list[Progress] = []
-    between = between_processes(2, probe, stages.append)
+    between = between_processes(2, TINY_GRID, "a test", stages.append, sizes=(64, 2**20))
 
     small, large = between.collectives
     assert between.chip.measured is not None
@@ -192,7 +191,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
 def test_processes_that_cannot_communicate_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 
-    def refuse(count: int, probe: Probe, on_progress: object) -> Between:
+    def refuse(*unused: object) -> Between:
         raise ConfigError("processes=2 is refused: no loopback.")
 
     monkeypatch.setattr("scalejax.measure.devices.between_processes", refuse)

@@ -18,7 +18,7 @@ from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, Share
 from scalejax.measure.devices import collectives, host, machine, probes
 from scalejax.measure.devices.collectives import MeasuredCollective
 from scalejax.measure.devices.probes import GRID, TINY_GRID, Grid
-from scalejax.measure.devices.processes import Between, Probe, between_processes
+from scalejax.measure.devices.processes import Between, between_processes
 
 __all__ = ["GRID", "TINY_GRID", "Calibration", "Grid", "calibrate", "stage_count"]
 
@@ -166,11 +166,9 @@ def _inside(calls: int, on_progress: OnProgress) -> list[MeasuredCollective]:
 
 
 def _between(grid: Grid, source: str, on_progress: OnProgress) -> dict[int, Between]:
-    found = {}
-    for count in _process_counts():
-        probe = Probe(grid=grid, calls=4 * grid.calls, sizes=collectives.SIZES, source=source)
-        found[count] = between_processes(count, probe, on_progress)
-    return found
+    return {
+        count: between_processes(count, grid, source, on_progress) for count in _process_counts()
+    }
 
 
 def _cluster(

@@ -5,7 +5,7 @@ of the mesh under the same load.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -31,7 +31,7 @@ _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolv
 _STATE = 24  # arrays of an empty step: parameters and moments of a small network
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Convolution:
     """A convolution to time: square images and windows, padded so that strides divide."""
 
@@ -77,27 +77,17 @@ class Grid:
     """Number of timed calls of each program."""
 
 
-def _convolutions() -> Iterator[Convolution]:
-    sizes = (
-        (32, 1, 16, 3, 2),
-        (32, 3, 64, 3, 1),
-        (32, 16, 32, 3, 1),
-        (16, 32, 64, 3, 2),
-        (16, 64, 64, 3, 1),
-        (8, 64, 128, 3, 2),
-        (8, 128, 128, 3, 1),
-        (16, 64, 128, 1, 1),
-    )
-    for samples, (size, channels_in, channels_out, window, stride) in product((8, 64), sizes):
-        yield Convolution(
-            samples=samples,
-            size=size,
-            channels_in=channels_in,
-            channels_out=channels_out,
-            window=window,
-            stride=stride,
-        )
-
+_CONVOLUTIONS = (
+    (32, 1, 16, 3, 2),
+    (32, 3, 64, 3, 1),
+    (32, 16, 32, 3, 1),
+    (16, 32, 64, 3, 2),
+    (16, 64, 64, 3, 1),
+    (8, 64, 128, 3, 2),
+    (8, 128, 128, 3, 1),
+    (16, 64, 128, 1, 1),
+)
+"""Size, channels in and out, window and stride, as the fields of `Convolution`."""
 
 GRID = Grid(
     matmul=(
@@ -106,7 +96,9 @@ GRID = Grid(
         (8, 256, 256, 64),
         (8, 256, 64, 256),
     ),
-    convolutions=tuple(_convolutions()),
+    convolutions=tuple(
+        Convolution(samples, *each) for samples, each in product((8, 64), _CONVOLUTIONS)
+    ),
     stream_bytes=tuple(2**power for power in (15, 18, 20, 22, 24)),
     touched_bytes=tuple(2**20 * size for size in (4, 16, 30, 34, 64, 128)),
     calls=12,

@@ -4,6 +4,7 @@ They communicate over loopback.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,20 +23,6 @@ _PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Measurements to make in the processes."""
-
-    grid: Grid
-    """Shapes to time on the chip."""
-    calls: int
-    """Number of timed calls of each all-reduce."""
-    sizes: tuple[int, ...] = SIZES
-    """Payloads of the all-reduces in bytes."""
-    source: str
-    """Source of the numbers, for the file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
     """Measurements of the processes."""
 
@@ -45,18 +32,27 @@ class Between:
     """All-reduces between them."""
 
 
-def between_processes(count: int, probe: Probe, on_progress: OnProgress = no_display) -> Between:
+def between_processes(
+    count: int,
+    grid: Grid,
+    source: str,
+    on_progress: OnProgress = no_display,
+    *,
+    sizes: Sequence[int] = SIZES,
+) -> Between:
     """Measurements of `count` concurrent processes of one device each.
 
     Args:
         count: number of processes.
-        probe: measurements to make.
+        grid: shapes to time on the chip, and how often.
+        source: source of the numbers, for the file.
         on_progress: called with the name of each stage as it begins.
+        sizes: payloads of the all-reduces in bytes.
 
     Raises:
         ConfigError: if they could not communicate, with their last output.
     """
-    call = partial(_measured, f"{LOOPBACK}:{free_port()}", count, probe)
+    call = partial(_measured, f"{LOOPBACK}:{free_port()}", count, grid, source, sizes)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     measured: dict[int, Between] = {}
     with Pool(lambda rank: Worker(call, environment=environment), count) as pool:
@@ -75,7 +71,9 @@ def between_processes(count: int, probe: Probe, on_progress: OnProgress = no_dis
     return measured[0]
 
 
-def _measured(coordinator: str, processes: int, probe: Probe, rank: int) -> Between:
+def _measured(
+    coordinator: str, processes: int, grid: Grid, source: str, sizes: Sequence[int], rank: int
+) -> Between:
     """What one of the processes measures, together with the others; the first reports stages."""
     jax.distributed.initialize(coordinator, processes, rank)
     mesh = mesh_of(jax.devices())
@@ -85,12 +83,12 @@ def _measured(coordinator: str, processes: int, probe: Probe, rank: int) -> Betw
             report(replace(probe, part=f"{probe.part} in {processes} processes"))
 
     collectives = []
-    for size in probe.sizes:
+    for size in sizes:
         begin(Progress(part="collectives"))
-        seconds = all_reduce_seconds(mesh, size, probe.calls)
+        seconds = all_reduce_seconds(mesh, size, 4 * grid.calls)
         collectives.append(
             MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)
         )
-    chip = measure_chip(mesh, probe.grid, probe.source, begin)
+    chip = measure_chip(mesh, grid, source, begin)
     jax.distributed.shutdown()
     return Between(chip=chip, collectives=tuple(collectives))

@@ -53,6 +53,12 @@ def has_accelerator() -> bool:
     return is_there if wanted is None else wanted != "cpu"
 
 
+def avoid_absent_accelerator() -> None:
+    """Have JAX, once it starts, use the CPU where no accelerator is: see `choose_platform`."""
+    if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def choose_platform(cpu_devices: int | None = None) -> None:
     """Have JAX use the accelerator here, or else the CPU, without logged errors.
 
@@ -67,9 +73,8 @@ def choose_platform(cpu_devices: int | None = None) -> None:
         ConfigError: if JAX already runs with another number of devices.
     """
     if cpu_devices is None:
-        if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        elif Path(_NVIDIA_DRIVER).exists():
+        avoid_absent_accelerator()
+        if Path(_NVIDIA_DRIVER).exists():
             # The user's own flags come last and override ours.
             flags = (*GPU_FLAGS, os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()

@@ -108,7 +108,8 @@ def durations_of(
     host = find_route(cluster, members=per_host, members_per_node=per_host, nodes=1)
     network = cluster.network
     if network is None:
-        rate = host.host_bytes_per_second
+        link = cluster.link
+        rate = link.host_bytes_per_second or link.bytes_per_second * link.attainable_fraction
         latency = method.link_hop_seconds
     else:
         rate = network.bytes_per_second * network.attainable_fraction

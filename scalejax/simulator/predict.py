@@ -397,13 +397,13 @@ def _notes(
             notes.append(f"compiled for {program.target} in place of {own}")
     if opaque := what_if(program).schedule.custom_calls:
         notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")
-    if matmul_type is not None:
+    if matmul_type is not None and program.model_flop is not None:
         peak = float(f"{chip.peak_flop_per_second[matmul_type] / TFLOP:.3g}")
         notes.append(f"MFU against the {matmul_type} peak, {peak:g} TFLOP/s")
-        if matmul_type == "f32" and any(
-            item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk()
-        ):
-            notes.append(f"{chip.name} has no rate for float16: costed as float32; try bfloat16")
+    if matmul_type == "f32" and any(
+        item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk()
+    ):
+        notes.append(f"{chip.name} has no rate for float16: costed as float32; try bfloat16")
     calibrated = cluster.calibrated
     if calibrated is not None and calibrated.is_extrapolated(program.device_count):
         notes.append(

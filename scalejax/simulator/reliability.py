@@ -199,7 +199,7 @@ def expected_maximum(count: int) -> float:
     places = (i * step for i in range(_INTERVALS + 1))
     # 1 - F(x)^n on both sides of 0, less 1 on the left.
     both = [_at_least_one_above(x, count) + _at_least_one_above(-x, count) - 1 for x in places]
-    return float(np.trapezoid(both, dx=step))
+    return max(0.0, float(np.trapezoid(both, dx=step)))  # of one it is 0 but for rounding
 
 
 def _at_least_one_above(x: float, count: int) -> float:

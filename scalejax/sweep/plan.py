@@ -153,8 +153,8 @@ class WrittenPlan:
 
     runs: tuple[dict[str, Any], ...]
     """Fields that each run replaces in the run.toml."""
-    jobs: tuple[tuple[int, ...], ...]
-    """As `SweepPlan.jobs`."""
+    jobs: tuple[tuple[int, ...], ...] = ()
+    """As `SweepPlan.jobs`; older sweeps have none."""
     cpu_devices: int | None
     """As `SweepPlan.cpu_devices`."""
     target: Target | None

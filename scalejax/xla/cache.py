@@ -15,6 +15,7 @@ from functools import cache
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -129,17 +130,20 @@ def _path(folder: Path, job: RunJob) -> Path:
         "versions": _versions(),
         "scalejax": package_digest(),
         "settings": compiler_settings(),
-        "network": _own_network(job),
+        "own": {**_own_network(job), **_own_members(job)},
     }
     return folder / f"{_key(material)}.json.gz"
+
+
+_PARTS = ("model", "optimizer", "schedule", "loss", "averaging", "fine_tuning", "gradient_sync")
+"""Parts of a config that shape its compiled step, and may be members of families."""
 
 
 def _shaping(job: RunJob) -> JsonValue:
     """Fields of a run on which its compiled step depends; epochs and seeds do not matter."""
     run, config = job.run, job.run.config
-    parts = ("model", "optimizer", "schedule", "loss", "averaging", "fine_tuning", "gradient_sync")
     return {
-        **{name: plain(getattr(config, name)) for name in (*parts, "layout")},
+        **{name: plain(getattr(config, name)) for name in (*_PARTS, "layout")},
         "mix": run.is_mixed,
         "weights": run.is_weighted,
         "shares": dict(gradient_sync_shares(run)),
@@ -150,20 +154,29 @@ def _shaping(job: RunJob) -> JsonValue:
     }
 
 
-def _own_network(job: RunJob) -> dict[str, str] | None:
+def _own_members(job: RunJob) -> dict[str, str]:
+    """The files of the parts of a config whose classes are a user's own, and their digests."""
+    modules = {type(getattr(job.run.config, name)).__module__ for name in _PARTS}
+    own = [name for name in modules if name.partition(".")[0] not in ("builtins", "scalejax")]
+    files = [getattr(sys.modules[name], "__file__", None) for name in own]
+    # A class of a notebook may change at any time: nothing is found for it again.
+    return {file or uuid4().hex: _digest(Path(file)) if file else "" for file in files}
+
+
+def _own_network(job: RunJob) -> dict[str, str]:
     """The file of a user's own network and its digest; the same import path may mean another
-    file in another folder. None for networks that come with scalejax."""
+    file in another folder. Empty for networks that come with scalejax."""
     module = job.run.config.model.own_module
     if module is None:
-        return None
+        return {}
     name, places, origin = "", [*sys.path, os.getcwd()], None
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, places)
         if spec is None:
-            return None  # the worker will say what is wrong
+            return {}  # the worker will say what is wrong
         origin, places = spec.origin, list(spec.submodule_search_locations or ())
-    return {origin: _digest(Path(origin))} if origin else None
+    return {origin: _digest(Path(origin))} if origin else {}
 
 
 @cache

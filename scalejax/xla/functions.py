@@ -141,6 +141,9 @@ def _data_parallel(
     import jax
     from jax.sharding import PartitionSpec
 
+    if not arguments:
+        accepted = "a function is compiled with its arguments, such as (params, opt_state, batch)"
+        raise ConfigError(refusal("arguments", arguments, accepted))
     given = len(arguments) - 1 if batch_argnums is None else batch_argnums
     given = given if isinstance(given, Sequence) else (given,)
     for position in given:

@@ -4,6 +4,7 @@ importing it is all that it takes to read it from a run file, list its fields an
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from scalejax.core.serialization import build, plain
 from scalejax.emulation.checks import emulated_run
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state
+from scalejax.xla.cache import _path as program_path
+from scalejax.xla.job import RunJob
+from scalejax.xla.target import Target
 
 TABLES: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": [16]},
@@ -121,3 +125,19 @@ def test_a_module_that_was_not_imported_is_refused():
     """Its name is unknown then."""
     with pytest.raises(ConfigError, match=r"optimizer\.name='sign_sgd' is refused"):
         build(RunConfig, dict(TABLES, optimizer={"name": "sign_sgd"}))
+
+
+def test_another_file_of_an_optimizer_is_another_program(
+    toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two projects may each have an optimizer of that name in a module of that name."""
+    run = resolve(build(RunConfig, TABLES | {"optimizer": {"name": "sign_sgd"}}), 1)
+    job = RunJob(target=Target(backend="cpu", name="cpu", device_count=1), run=run)
+    kept = program_path(tmp_path, job)
+    toy = sys.modules["toy_optimizer"]
+    other = tmp_path / "toy_optimizer.py"
+    other.write_text(Path(toy.__file__ or "").read_text() + "# another")
+
+    assert program_path(tmp_path, job) == kept
+    monkeypatch.setattr(toy, "__file__", str(other))
+    assert program_path(tmp_path, job) != kept

@@ -81,7 +81,7 @@ def render(explained: Explanation) -> str:
     )
     page.add("<p>Operations are sums over all their runs in one step; collectives count as far as ")
     page.add("they are exposed, but in full where they are compared with a trace.</p>")
-    page.add_parts(findings(explained))
+    page.add_parts(findings(explained, most=_MOST_MATCHES))
     if explained.trace is not None:
         page.add_parts(trace_match(explained.trace, most=_MOST_MATCHES))
     page.add_notes(explained.notes)

@@ -47,13 +47,14 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
         yield from trace_match(explained.trace)
 
 
-def findings(explained: Explanation) -> Iterator[RenderableType]:
-    """The costliest operations, and the collectives that the layout does not call for."""
+def findings(explained: Explanation, *, most: int = _MOST_SHOWN) -> Iterator[RenderableType]:
+    """The costliest operations, and the collectives that the layout does not call for, at most
+    `most` of these."""
     yield Text("Costliest operations", style="bold")
     yield operations(explained)
     yield Text("Collectives that the layout does not call for", style="bold")
     yield (
-        unexpected(explained.unexpected)
+        unexpected(explained.unexpected, most=most)
         if explained.unexpected
         else Text("None that takes a thousandth of the step.")
     )
@@ -169,10 +170,11 @@ def operations(explained: Explanation) -> Table:
     return table
 
 
-def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
-    """Table of collectives that the layout does not call for, with the reason for each."""
+def unexpected(found: Sequence[UnexpectedCollective], *, most: int = _MOST_SHOWN) -> Table:
+    """Table of collectives that the layout does not call for, with the reason for each; others than
+    the first `most` in one row."""
     table = _located("adds", "takes", "runs")
-    for each in found[:_MOST_SHOWN]:
+    for each in found[:most]:
         axes = " x ".join(each.axes) or "no axis"
         kind = each.collective.replace("_", "-")
         what = f"{kind} {each.payload_bytes / 1e6:.3g} MB over {axes}: {each.reason}"
@@ -183,8 +185,7 @@ def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
             what,
             each.source or UNKNOWN,
         )
-    if len(found) > _MOST_SHOWN:
-        rest = found[_MOST_SHOWN:]
+    if rest := found[most:]:
         seconds = sum(each.step_seconds for each in rest)
         table.add_row(format_seconds(seconds), "", str(len(rest)), "others", "")
     return table

@@ -161,7 +161,7 @@ def _changes(each: Ranked, report: SearchReport) -> str:
         more = one.peak_memory_bytes - first.peak_memory_bytes
         return f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}"
     if not each.losses:
-        return "the same to a thousandth, and more memory"
+        return "each term the same to a thousandth, and more memory"
     slower = [change for change in each.losses if change[1] > 0]
     faster = [change for change in reversed(each.losses) if change[1] < 0]
     shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])

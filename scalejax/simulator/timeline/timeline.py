@@ -312,22 +312,22 @@ class WhatIf:
             if known.chip is chip:
                 return known
         times = [operation_time(operation, chip) for operation in self.schedule.operations]
-        self._chips.append(
-            _ChipTimes(
-                chip,
-                np.array([time.bound == "compute" for time in times], bool),
-                np.array([time.busy_seconds for time in times], float),
-                np.array([time.launch_seconds for time in times], float),
-            )
+        prepared = _ChipTimes(
+            chip,
+            np.array([time.bound == "compute" for time in times], bool),
+            np.array([time.busy_seconds for time in times], float),
+            np.array([time.launch_seconds for time in times], float),
         )
-        return self._chips[-1]
+        self._chips.append(prepared)
+        return prepared
 
     def _collective_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
         """Times of the distinct collectives, shape (collectives,); kept for the last cluster."""
-        if self._collectives is None or self._collectives[0] is not cluster:
+        known = self._collectives  # read once: threads may share this object
+        if known is None or known[0] is not cluster:
             seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
-            self._collectives = cluster, np.array(seconds, float)
-        return self._collectives[1]
+            known = self._collectives = cluster, np.array(seconds, float)
+        return known[1]
 
 
 _prepared: deque[WhatIf] = deque(maxlen=_PROGRAMS_KEPT)

@@ -371,7 +371,8 @@ def test_a_framework_other_than_xla_is_in_the_headings():
 
     assert explain(STEP, CLUSTER).title == title
     assert megatron.title == f"{title}, by Megatron-LM or Megatron-DeepSpeed, bf16"
-    assert printed([*explanation_tables.explanation(megatron)])[0] == megatron.title
+    said = " ".join(printed([*explanation_tables.explanation(megatron)]))
+    assert " ".join(said.split()).startswith(megatron.title)
     assert f"<h1>{megatron.title}</h1>" in render(megatron)
 
 

@@ -1,7 +1,6 @@
 """Operations outside the blocks: casts, embeddings, logits, loss, gradient sums, optimizer update.
 
-As in `block`, read off compiled programs and derived from shapes. Left out: fusions of scalars.
-Knows no hardware.
+As in `block`, read off compiled programs and derived from shapes. Knows no hardware.
 """
 
 from dataclasses import dataclass, replace

@@ -34,7 +34,7 @@ def memory_use(
 
     Arguments are parameters, moments and tokens. All else is temporary: matrices and their
     gradients in the compute type, accumulated gradients in float32, the kept activations of the
-    microbatches in flight, and the larger of the peaks of one block and of the logits.
+    microbatches in flight, and the largest of the peaks of loss, backward pass and transposes.
     """
     held = memory_by_zero_stage(shape, [strategy])[strategy.zero_stage]
     state = held.state_bytes(strategy.zero_stage)

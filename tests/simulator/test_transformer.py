@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from statistics import median
 from time import perf_counter
+from typing import get_args
 
 import pytest
 from program_cases import kept_jobs, require_same
@@ -18,6 +19,8 @@ from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
+    Recompute,
+    StepParts,
     Strategy,
     TransformerShape,
     step_parts,
@@ -285,6 +288,34 @@ def strategy(samples: int = 1, microbatches: int = 1, **changed: object) -> Stra
     batch = layout.batch_shards * samples * microbatches
     split = BatchSplit(global_batch=batch, layout=layout, microbatches=microbatches)
     return Strategy(split=split, **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2},
+        {"data": 2, "zero_stage": 1, "microbatches": 2},
+        {"data": 2, "zero_stage": 2, "microbatches": 2},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"tensor": 2, "sequence_parallel": True},
+        {"context": 2},
+        {"data": 2, "pipeline": 3, "microbatches": 3},
+    ],
+    ids=str,
+)
+def test_operations_have_names_of_their_own(axes: dict, recompute: Recompute):
+    """As `Operation.name` says, in all parts of the steps of a gpt and a llama."""
+    for changed in ({}, {"is_gated": True, "kv_heads": 4}):
+        for is_fused in (True, False):
+            shape = dataclasses.replace(SMALL, is_fused=is_fused, **changed)
+            parts = step_parts(shape, strategy(samples=2, recompute=recompute, **axes))
+            names = Counter(
+                operation.name
+                for part in StepParts.__slots__
+                for operation in getattr(parts, part).operations
+            )
+            assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_flop_are_three_forward_passes_and_a_recompute():

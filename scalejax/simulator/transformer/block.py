@@ -240,7 +240,7 @@ def _attention_half(block: _Block, *, is_first: bool) -> None:
     extra = shard.qkv_bytes if block.has_biases else 0
     write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
     if block.has_biases:
-        write.copy("qkv.slice", shard.qkv_bytes)
+        write.copy("qkv.bias.slice", shard.qkv_bytes)
     else:
         for name, size in heads(shard):
             write.copy(f"{name}.rotate", size)
@@ -411,7 +411,8 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
         kept.append(("kept.inner", shard.inner_bytes))
     if not shard.shape.is_fused and shard.recompute == "none":
         # Of grouped queries in both layouts that the backward pass reads.
-        kept += [("kept.scores", shard.score_bytes)] * (1 + _is_grouped(shard))
+        layouts = range(1 + _is_grouped(shard))
+        kept += [(f"kept.scores.{index}", shard.score_bytes) for index in layouts]
     return kept
 
 
@@ -422,16 +423,13 @@ def kept_stacks(shard: BlockShard) -> tuple[int, ...]:
     return (shard.kept_stream_bytes, *(size for _, size in kept))
 
 
-_READ_IN_PLACE = ("kept.stream", "kept.up", "kept.gate", "kept.scores")
-"""Kept activations that the one fusion that uses them slices itself."""
-
-
 def _read_kept(block: _Block, *names: str) -> None:
-    """Copies of kept activations out of their stacks: those whose names start so."""
+    """Copies of kept activations out of their stacks: those whose names start so. The stream, the
+    up projection and scores are read in place, by the one fusion that uses each."""
     if block.shard.recompute == "full":
         return
     for name, size in _kept(block.shard):
-        if name.startswith(names) and name not in _READ_IN_PLACE:
+        if name.startswith(names):
             block.write.copy(name, size)
 
 

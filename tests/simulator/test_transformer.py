@@ -318,6 +318,17 @@ def test_operations_have_names_of_their_own(axes: dict, recompute: Recompute):
             assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_sums_of_accumulated_gradients_are_there_before_any_update():
+    """Those of all matrices are small enough to be one, copied together, summed, and sliced; then
+    each is updated."""
+    names = [
+        operation.name.removeprefix("update.")
+        for operation in step_parts(SMALL, strategy(data=8, microbatches=2)).update.operations
+    ]
+    summed = ["sum.qkv.concatenate", "sum.qkv", "sum.qkv.done", "sum.qkv.slice"]
+    assert names[:9] == [*summed, "qkv", "projection", "up", "down", "tables"]
+
+
 def test_flop_are_three_forward_passes_and_a_recompute():
     """Of one token: 24 h^2 + 4 s h in a block, 2 h V for logits; forward, and twice back. What
     is computed again is all but the last product of each block, 8 h^2."""

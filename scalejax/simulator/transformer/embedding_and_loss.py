@@ -308,14 +308,15 @@ def update(end: Update) -> tuple[Operation, ...]:
         back = Writer("update", _F32, whole)
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
-    if end.is_accumulated and end.is_summed_once:
-        _start_sums(write, end, counts)
+    summed = _start_sums(write, end, counts) if end.is_accumulated and end.is_summed_once else {}
     if end.tables is not None:
         _start_table_sums(write, end.tables)
     parts = layout.data if end.zero_stage else 1
     state = (1 + end.moments) * _F32_BYTES
     for name, count in counts.items():
         write.wait(f"sum.{name}")
+        if name in summed:
+            write.copy(f"sum.{name}.slice", summed[name])
         if name == "tables" and end.tables is not None:
             _add_table_sums(write, end.tables)
         if shape.compute_dtype == "float16":  # whether every gradient is finite
@@ -339,20 +340,25 @@ def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) 
     write.wait("gather")
 
 
-def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> None:
-    """Start the sums of accumulated gradients over the batch, as XLA combines them; each is waited
-    for before its update."""
-    along = sum_axes(end.layout)
+def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str, int]:
+    """Start the sums of accumulated gradients over the batch, as XLA combines them; each has the
+    name of its first member, before whose update it is waited for.
+
+    Returns:
+        Bytes of the sums of several members, to be sliced once they are there, by that name.
+    """
+    along, summed = sum_axes(end.layout), dict[str, int]()
     if not along:
-        return
+        return summed
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}
     if end.zero_stage and DATA in along:
         for name, size in sizes.items():
             write.start(f"sum.{name}", "reduce_scatter", size, along, dtype=_F32)
-        return
+        return summed
     for group in combined(sizes.items()):
         payload = sum(sizes[name] for name in group)
         if len(group) > 1:
             write.copy(f"sum.{group[0]}.concatenate", payload)
-            write.copy(f"sum.{group[0]}.slice", payload)
-        write.start(f"sum.{group[-1]}", "all_reduce", payload, along, dtype=_F32)
+            summed[group[0]] = payload
+        write.start(f"sum.{group[0]}", "all_reduce", payload, along, dtype=_F32)
+    return summed

@@ -49,6 +49,7 @@ LAYOUTS = {
     "one device": {},
     "data 8": {"data": 8},
     "data 8, ZeRO 1": {"data": 8, "zero_stage": 1},
+    "data 8, ZeRO 2": {"data": 8, "zero_stage": 2},
     "data 8, ZeRO 2, 4 microbatches": {"data": 8, "zero_stage": 2, "microbatches": 4},
     "fsdp 8": {"fsdp": 8},
     "tensor 8": {"tensor": 8},

@@ -18,6 +18,7 @@ LAYOUTS = (
     "one device",
     "data 8",
     "data 8, ZeRO 1",
+    "data 8, ZeRO 2",
     "data 8, ZeRO 2, 4 microbatches",
     "fsdp 8",
     "tensor 8",

@@ -4,6 +4,7 @@ Left out: fragmentation between buffers, a few per cent. Knows no hardware.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -66,11 +67,11 @@ class DeviceMemory:
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
         self._is_cast = shape.element_bytes != _F32_BYTES
         self._kept = sum(kept_stacks(shard)) * layers
-        is_manual = layout.data > 1 and microbatches > 1
-        self._fixed = _fixed_bytes(shard, layers, is_manual)
+        self._fixed = _fixed_bytes(shard, layers, layout.data > 1 and microbatches > 1)
         self._fixed_scattered = self._fixed
-        if is_manual and layout.pipeline == 1:
-            self._fixed_scattered = _fixed_bytes(shard, layers, True, True)
+        if layout.data > 1:  # ZeRO 2 sums after each microbatch, not in its backward pass
+            apart = replace(shard, layout=replace(shard.layout, data=1))
+            self._fixed_scattered = _fixed_bytes(apart, layers, True, layout.pipeline == 1)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 

@@ -4,6 +4,7 @@ Refuses everything that can be refused. Knows configs and files; starts no proce
 JAX.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +43,8 @@ MOST_TOGETHER = 12
 """Most runs in one program: more take memory, and gain little (`experiments/warmup_by_batch`)."""
 _ALTERNATIVES = ("seed", "schedule")
 """Fields in which runs of one program may differ: seeds, and numbers that are program inputs."""
+_KNOWN = ("builtins", "scalejax")
+"""Packages that every worker has imported."""
 _RATES = ("learning_rate", "warmup_epochs")
 """Scaling rules that change only the schedule."""
 
@@ -136,6 +139,12 @@ class SweepPlan:
         return tuple(self.runs[0].varied)
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules that read its runs, outside scalejax: those of members of families, by name."""
+        found = set().union(*(_modules_of(planned.run.config) for planned in self.runs))
+        return tuple(sorted(name for name in found if name.partition(".")[0] not in _KNOWN))
+
+    @property
     def written(self) -> "WrittenPlan":
         """The plan as its file holds it."""
         return WrittenPlan(
@@ -222,6 +231,13 @@ def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> No
                 nearest = nearest_name(name, known)
                 accepted = f"; did you mean {nearest!r}?" if nearest else "."
                 raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
+
+
+def _modules_of(part: object) -> set[str]:
+    """The modules that define `part` and the parts of it."""
+    parts = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    inner = (_modules_of(getattr(part, each.name)) for each in parts)
+    return {type(part).__module__}.union(*inner)
 
 
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:

@@ -87,7 +87,8 @@ def _train(
     on_progress: OnProgress,
 ) -> list[str]:
     """Train the jobs at `positions` in `count` workers; returns error messages."""
-    trainer = JobTrainer(folder, int(_PART_FOR_PROGRAMS * free_bytes() / count))
+    memory_bytes = int(_PART_FOR_PROGRAMS * free_bytes() / count)
+    trainer = JobTrainer(folder, memory_bytes, plan.modules)
     environment = _environment(plan)
 
     def start(number: int) -> Worker:

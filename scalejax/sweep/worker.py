@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from scalejax.config.run import ResolvedRun
 from scalejax.core.environment import limit_arenas
@@ -40,19 +41,23 @@ class _Steps(Silent):
 
 
 class JobTrainer:
-    """Trains jobs of the sweep in `folder`, each within `memory_bytes`."""
+    """Trains jobs of the sweep in `folder`, each within `memory_bytes`; `modules` are those of
+    its plan."""
 
-    def __init__(self, folder: SweepFolder, memory_bytes: int) -> None:
+    def __init__(self, folder: SweepFolder, memory_bytes: int, modules: Sequence[str]) -> None:
         self._folder = folder
         self._memory_bytes = memory_bytes
+        self._modules = modules
         self._runs: list[ResolvedRun] = []
 
     def __call__(self, indices: Sequence[int]) -> None:
         """Train the runs of `indices` to their end, resuming those that began."""
-        if not self._runs:
-            limit_arenas()
-            self._runs = read_runs(self._folder)
         try:
+            if not self._runs:
+                limit_arenas()
+                for name in self._modules:
+                    import_module(name)
+                self._runs = read_runs(self._folder)
             self._train(indices)
         except ScalejaxError:
             raise

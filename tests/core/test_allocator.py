@@ -73,7 +73,7 @@ def test_threads_share_an_arena_for_each_core() -> None:
     assert heaps("limit") == shared
 
 
-class _Asked(Exception):
+class _Asked(BaseException):
     """Arenas were to be limited."""
 
 
@@ -90,7 +90,7 @@ def test_what_trains_limits_them_first(monkeypatch, tmp_path) -> None:
     with pytest.raises(_Asked):
         train.Train(run_file=EXAMPLE).execute({})
     with pytest.raises(_Asked):
-        worker.JobTrainer(SweepFolder(path=tmp_path), 0)([0])
+        worker.JobTrainer(SweepFolder(path=tmp_path), 0, ())([0])
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ import math
 import runpy
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from scalejax.cli.main import main
-from scalejax.config.optimizer import SgdConfig
+from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import load_config, resolve
-from scalejax.core.errors import ConfigError
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.units import UNKNOWN
 from scalejax.planning.convergence.sources import read_data
 from scalejax.report.figures import sweep as sweep_figures
@@ -31,6 +33,7 @@ from scalejax.sweep import (
 from scalejax.sweep.optuna import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target
 from scalejax.sweep.results import arms, mean_and_deviation
+from scalejax.sweep.worker import JobTrainer
 from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
@@ -394,6 +397,37 @@ def test_states_that_a_killed_job_left_are_removed(run_file, tmp_path):
     assert run_sweep(plan, folder) == []
 
     assert not left.exists()
+
+
+def test_a_worker_imports_the_members_of_families_that_are_not_of_scalejax(
+    run_file, tmp_path, monkeypatch
+):
+    """As a process that has imported scalejax alone."""
+    known = dict(OptimizerConfig._members)
+    monkeypatch.setattr(OptimizerConfig, "_members", {**known})
+    monkeypatch.delitem(sys.modules, "toy_optimizer", raising=False)
+    import_module("toy_optimizer")
+    run_file.write_text(RUN.replace('"sgd"', '"sign_sgd"'))
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    begin_sweep(plan, folder, resume=False)
+    trained = []
+    monkeypatch.setattr(JobTrainer, "_train", lambda self, indices: trained.extend(self._runs))
+    monkeypatch.setattr(OptimizerConfig, "_members", known)
+    monkeypatch.delitem(sys.modules, "toy_optimizer")
+    serialization._adapter.cache_clear()
+
+    JobTrainer(folder, 0, plan.modules)([0])
+
+    serialization._adapter.cache_clear()
+    assert plan.modules == ("toy_optimizer",)
+    assert [run.config.optimizer.name for run in trained] == ["sign_sgd"] * 2
+
+
+def test_a_job_whose_runs_cannot_be_read_says_why(tmp_path):
+    """Here since a module of the user's is not there."""
+    with pytest.raises(ScalejaxError, match="ModuleNotFoundError: No module named 'no_module'"):
+        JobTrainer(SweepFolder(path=tmp_path), 0, ("no_module",))([0])
 
 
 def record(folder: RunFolder, accuracies: list, status: Status | None = "completed"):

@@ -52,6 +52,13 @@ class WorkerFailed(Exception):
         """Whether the worker was killed, as the system does when memory runs out."""
         return self.return_code == -signal.SIGKILL
 
+    @property
+    def reason(self) -> str:
+        """Why, in a few words: want of memory if it was killed, else the last line of the rest."""
+        if self.was_killed:
+            return "it was killed, most likely because memory ran out"
+        return str(self).splitlines()[-1]
+
 
 class Worker:
     """A Python process that is sent requests, and answers them in order."""

@@ -207,8 +207,7 @@ class _Compiling:
         try:
             found = self.worker.answer()
         except WorkerFailed as failed:
-            last = str(failed).splitlines()[-1]
-            raise ProfileError(f"{self._title} does not compile: {last}") from failed
+            raise ProfileError(f"{self._title} does not compile: {failed.reason}") from failed
         if "refused" in found:
             lines = (f"{self._title}: {line}" for line in found["refused"].splitlines())
             raise ConfigError("\n".join(lines))

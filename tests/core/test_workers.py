@@ -69,6 +69,11 @@ def test_the_requests_of_a_worker_that_dies_are_answered_by_another():
     with pool_of(signal.raise_signal, 1) as pool:
         ((_, _, killed),) = pool.work([signal.SIGKILL])
     assert killed.was_killed
+    assert [failed.reason.rpartition(" ")[2] for failed in (first[2], second[2], killed)] == [
+        "words",
+        "7",
+        "out",
+    ]
 
 
 def test_workers_that_take_too_long_are_killed():

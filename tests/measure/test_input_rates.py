@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from test_predict import data_parallel
 
 from scalejax.config.data import ParquetConfig, PythonDocsConfig
 from scalejax.config.run import load_config
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.progress import Progress
 from scalejax.core.serialization import build, load_toml, save_toml
 from scalejax.hardware import (
@@ -142,6 +143,14 @@ def test_measured_speedups_are_no_larger_than_their_counts(monkeypatch: pytest.M
     found = input_bench._worker_speedups(PythonDocsConfig(), 4, input_bench.GRID)
 
     assert found == ((1, 1.0), (2, 2.0), (4, 3.8))
+
+
+def test_a_process_that_reads_examples_and_dies_says_why(monkeypatch: pytest.MonkeyPatch):
+    """In a sentence: here with what it was asked as its last words."""
+    monkeypatch.setattr(probes, "_Throughput", lambda data: sys.exit)
+
+    with pytest.raises(ScalejaxError, match=r"^A process that reads examples ended: 0\.0\.$"):
+        probes.side_by_side(1, PythonDocsConfig(), 1.0)
 
 
 def test_the_process_that_trains_takes_batches_one_at_a_time():

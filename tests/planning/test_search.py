@@ -203,16 +203,20 @@ def test_processes_side_by_side_find_what_one_finds(monkeypatch):
     assert told[1][-1].done == told[1][-1].total
 
 
-def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
-    """As the system does where memory runs out; no other process is left."""
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "memory ran out"), (signal.SIGTERM, "ended: it ended with -15")],
+)
+def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch, number, words):
+    """As the system does where memory runs out, or another; no other process is left."""
     monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)
     monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
 
     def kill(progress: Progress) -> None:
         for child in children_of():
-            os.kill(child, signal.SIGKILL)
+            os.kill(child, number)
 
-    with pytest.raises(ScalejaxError, match="memory ran out"):
+    with pytest.raises(ScalejaxError, match=words):
         search(SHAPE, CLUSTER, (64,), 64, processes=2, on_progress=kill)
 
     assert not children_of()

@@ -17,7 +17,8 @@ from scalejax.config.data import DataConfig
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import DATA
 from scalejax.core.environment import limit_cores
-from scalejax.core.workers import Worker
+from scalejax.core.errors import ScalejaxError
+from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
 from scalejax.data.loader.loader import training_batches
@@ -105,6 +106,9 @@ def side_by_side(count: int, data: DataConfig, seconds: float) -> float:
         count: processes.
         data: the data set.
         seconds: duration.
+
+    Raises:
+        ScalejaxError: if a process ends.
     """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     with ExitStack() as leaving:
@@ -116,7 +120,13 @@ def side_by_side(count: int, data: DataConfig, seconds: float) -> float:
         for duration in (0.0, seconds):  # all are ready before any is timed
             for worker in workers:
                 worker.send(duration)
-            rates = [worker.answer() for worker in workers]
+            try:
+                rates = [worker.answer() for worker in workers]
+            except WorkerFailed as failed:
+                if failed.return_code is None:  # a bug, with its traceback
+                    raise
+                said = f"A process that reads examples ended: {failed.reason}."
+                raise ScalejaxError(said) from failed
         return sum(rates)
 
 

@@ -48,7 +48,7 @@ def candidates(
 
     Raises:
         DoesNotFit: if a collective spans nodes that no network joins.
-        ScalejaxError: if the system ends a process.
+        ScalejaxError: if a process ends.
     """
     processes = min(processes, len(parts) // _PARTS_PER_PROCESS)
     if processes > 1:
@@ -68,9 +68,7 @@ def _in_processes(
         # Two for each: none waits while what it found is ranked here.
         for index, kind, value in pool.work(parts, ahead=2):
             if kind == "failed" and value.return_code is not None:
-                raise ScalejaxError(
-                    "A process of the search was ended, most likely because memory ran out."
-                ) from value
+                raise ScalejaxError(f"A process of the search ended: {value.reason}.") from value
             if kind != "answer":
                 raise value
             found[index] = value

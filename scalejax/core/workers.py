@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
 from typing import Any, Literal, Self
 
+from scalejax.core.environment import end_with_caller
 from scalejax.core.errors import ScalejaxError
 
 Kind = Literal["progress", "answer", "refused", "failed"]
@@ -77,7 +78,7 @@ class Worker:
         """Start it.
 
         Args:
-            first: message sent at once: the function of a request that gives its answer, or an
+            first: message sent by `begin`: the function of a request that gives its answer, or an
                 instance with settings that can be called like one, for the default program.
             program: source to run; the descriptor of its end of the connection is `sys.argv[1]`.
             name: shown by `ps`, and kept by a `WorkerFailed`.
@@ -86,17 +87,21 @@ class Worker:
             log: descriptor for what it prints; if None, a temporary file for `WorkerFailed.said`.
             descriptors: further descriptors that it inherits.
         """
-        message = pickle.dumps(first)  # before it starts: not every source of a user's can be
+        self._first = pickle.dumps(first)  # before it starts: not every source of a user's can be
         folders = sys.path if search_path is None else search_path
         path = os.pathsep.join(folder or os.getcwd() for folder in folders)
         self.connection, theirs = Pipe()
         self._name = name
+        # The kernel's end with a caller is that of the thread that starts the worker, and only the
+        # main thread surely outlives it; other callers are those of `_listen` alone.
+        is_main = threading.current_thread() is threading.main_thread()
+        caller = os.getpid() if is_main else 0
         self._log = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115  `close` does
         output = self._log.fileno() if self._log is not None else log
         with theirs:
             self._process = subprocess.Popen(
                 # -P: the working folder may hold a json.py of the user's.
-                [sys.executable, "-P", "-c", program, str(theirs.fileno()), name],
+                [sys.executable, "-P", "-c", program, str(theirs.fileno()), str(caller), name],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -107,16 +112,22 @@ class Worker:
                 # priority.
                 process_group=0,
             )
-        with contextlib.suppress(OSError):  # it has died, which `receive` says
-            self.connection.send_bytes(message)
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
+    def begin(self) -> None:
+        """Send the first message, if it has not been sent; a large one waits until it is read."""
+        message, self._first = self._first, b""
+        if message:
+            with contextlib.suppress(OSError):  # it has died, which `receive` says
+                self.connection.send_bytes(message)
+
     def send(self, request: object) -> None:
-        """Send a request; `receive` says if the worker has died."""
+        """Send a request, after `begin`; `receive` says if the worker has died."""
+        self.begin()
         with contextlib.suppress(OSError):
             self.connection.send(request)
 
@@ -216,8 +227,9 @@ class Pool:
         """
         waiting = deque(range(len(requests)))
         deadline = None if seconds is None else time.monotonic() + seconds
-        for number in range(min(self._count, len(requests))):
-            self._give(self._started(number), requests, waiting, ahead)
+        count = min(self._count, len(requests))
+        for member in [self._started(number) for number in range(count)]:
+            self._give(member, requests, waiting, ahead)
         while self._members:
             for connection in self._ready(deadline):
                 member = self._members[connection]
@@ -288,6 +300,8 @@ def serve() -> None:
     """Answer requests until the caller ends."""
     caller = Connection(int(sys.argv[1]))
     os.set_inheritable(caller.fileno(), False)
+    if (process := int(sys.argv[2])) != 0:
+        end_with_caller(process)
     try:
         call: Callable[[Any], object] = caller.recv()
     except (EOFError, OSError):  # the caller has ended already

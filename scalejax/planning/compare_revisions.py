@@ -196,6 +196,7 @@ class _Compiling:
             "framework": request.framework.name,
         }
         self.worker = Worker(wanted, program=_COMPILE, search_path=self._places)
+        self.worker.begin()
 
     def program(self, notes: list[str]) -> Program:
         """The program, once it is compiled; adds to `notes` where its code is of no commit.

@@ -4,12 +4,13 @@ import math
 import operator
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
 
 import pytest
-from child_processes import children_of
+from child_processes import children_of, is_running, wait_until
 
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.core.workers import Pool, Worker, report
@@ -104,3 +105,38 @@ def test_what_cannot_be_sent_starts_no_process():
     with pytest.raises((AttributeError, TypeError), match=r"pickle|local"):
         Worker(lambda: None)
     assert not children_of(os.getpid())
+
+
+def test_workers_start_side_by_side_however_much_they_are_sent_first():
+    """None waits until the one before it reads."""
+    begin = time.monotonic()
+
+    worker = Worker(bytes(2**22), program="import time; time.sleep(20)")
+
+    assert time.monotonic() - begin < 10
+    worker.close()
+
+
+CALLER = """
+import os, signal, time
+from scalejax.core.workers import Worker
+worker = Worker(sum)
+worker.send((1, 2))
+worker.answer()
+holder = os.fork() or time.sleep(600)
+print(worker.pid, holder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of the kernel")
+def test_a_worker_ends_with_its_caller_though_another_process_holds_the_connection():
+    """The caller is killed; what it forked goes on."""
+    command = [sys.executable, "-c", CALLER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        worker, holder = map(int, caller.stdout.readline().split())
+        try:
+            assert wait_until(lambda: not is_running(worker), 5)
+        finally:
+            os.kill(holder, signal.SIGKILL)

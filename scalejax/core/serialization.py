@@ -130,7 +130,8 @@ class Family:
         usual = source.unnamed
 
         def name_of(member: object) -> str:
-            found = member.get("name") if isinstance(member, dict) else getattr(member, "name")  # noqa: B009
+            found = getattr(member, "name", None)  # any value is asked, before it is refused
+            found = member.get("name") if isinstance(member, dict) else found
             return str(usual if found is None else found)
 
         return core_schema.tagged_union_schema(choices, name_of if usual else "name")

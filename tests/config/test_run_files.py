@@ -86,6 +86,8 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ({"train.epochs": 0}, r"train\.epochs=0 is refused: it must be at least 1"),
         ({"model.hidden": [3, "a"]}, r"model\.hidden\.1='a' is refused"),
         ({"layout": 3}, r"layout=3 is refused: it must be a table"),
+        ({"schedule": 3}, r"schedule=3 is refused: it must be a table"),
+        ({"optimizer": 3}, r"optimizer=3 is refused: it must be a table"),
         ({"optimizer": {}}, r"optimizer\.name is missing"),
         ({"schedule.base_learning_rate": -1.0}, r"must be above 0"),
         ({"schedule.base_learning_rate": float("nan")}, r"must be above 0|must be a"),

@@ -97,24 +97,42 @@ class Family:
     __slots__ = ()
     unnamed: typing.ClassVar[str | None] = None
     """Name of the member that a table without a name is read as; None if it needs one."""
-    _members: typing.ClassVar[dict[str, type]]
+    _members: typing.ClassVar[list[type]]
 
     def __init_subclass__(cls) -> None:
         if Family in cls.__bases__:
-            cls._members = {}
-        else:  # by name, as `dataclass(slots=True)` makes the class a second time
-            cls._members[cls.__qualname__] = cls
+            cls._members = []
+        else:
+            cls._members.append(cls)
             _adapter.cache_clear()
 
     @classmethod
     def members(cls) -> tuple[type, ...]:
         """The classes of the family that a `name` selects, in order of definition."""
-        return tuple(member for member in cls._members.values() if _tags(member))
+        return tuple(dict.fromkeys(cls._by_name().values()))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Every `name` of a member."""
-        return tuple(name for member in cls.members() for name in _tags(member))
+        return tuple(cls._by_name())
+
+    @classmethod
+    def _by_name(cls) -> dict[str, type]:
+        """The member that each `name` selects.
+
+        Raises:
+            ConfigError: if two have the same name.
+        """
+        # The last of its place counts: `dataclass(slots=True)` makes each class a second time, as
+        # importing its module again does. Only now do both have the `__qualname__` they are given.
+        last = {(each.__module__, each.__qualname__): each for each in cls._members}
+        found: dict[str, type] = {}
+        for member in last.values():
+            for name in _tags(member):
+                if (other := found.setdefault(name, member)) is not member:
+                    both = " and ".join(f"{e.__module__}.{e.__qualname__}" for e in (other, member))
+                    raise ConfigError(f"{both} have the same name {name!r}: rename one of them.")
+        return found
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -123,9 +141,7 @@ class Family:
         if Family not in source.__bases__:
             return handler(source)
         choices = {
-            name: handler.generate_schema(member)
-            for member in source.members()
-            for name in _tags(member)
+            name: handler.generate_schema(member) for name, member in source._by_name().items()
         }
         usual = source.unnamed
 

@@ -31,7 +31,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The files of a toy model and a toy data set, imported, and forgotten again."""
     with monkeypatch.context() as patch:
         for family in (ModelConfig, DataConfig):
-            patch.setattr(family, "_members", dict(family._members))
+            patch.setattr(family, "_members", list(family._members))
         for module in ("toy_model", "toy_data"):
             patch.delitem(sys.modules, module, raising=False)
             import_module(module)

@@ -3,16 +3,17 @@ importing it is all that it takes to read it from a run file, list its fields an
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import pytest
 
 from scalejax.config.gradient_sync import GradientSyncConfig
-from scalejax.config.optimizer import OptimizerConfig
+from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.reference import run_reference
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core import serialization
@@ -47,7 +48,7 @@ TABLES: dict[str, Any] = {
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The modules of both, imported for one test."""
     for family in (OptimizerConfig, GradientSyncConfig):
-        monkeypatch.setattr(family, "_members", dict(family._members))
+        monkeypatch.setattr(family, "_members", list(family._members))
     for name in ("toy_optimizer", "toy_gradient_sync"):
         monkeypatch.delitem(sys.modules, name, raising=False)
         import_module(name)
@@ -119,6 +120,30 @@ def test_checks_ask_what_a_member_says_of_itself():
         emulated_run(build(RunConfig, layer_wise))
     with pytest.raises(ConfigError, match="a gradient that overflows is not seen everywhere"):
         build(RunConfig, lossy)
+
+
+@pytest.mark.usefixtures("toys")
+def test_members_are_told_apart_by_name_and_not_by_class():
+    """A class called as a built-in one leaves it there; the name of another is refused, and a
+    class that is defined anew replaces the one before."""
+
+    def define(tag: Any) -> type:
+        @dataclass(frozen=True, slots=True, kw_only=True)
+        class SgdConfig(OptimizerConfig):
+            """An optimizer."""
+
+            name: Literal[tag] = tag  # type: ignore[valid-type]
+
+        return SgdConfig
+
+    for _ in range(2):
+        define("mine")
+    assert {"mine", "sgd"} < set(OptimizerConfig.names())
+    assert build(RunConfig, TABLES).optimizer == SgdConfig(momentum=0.0)
+    define("lars")
+    both = r"optimizer\.LarsConfig and .*SgdConfig have the same name 'lars'"
+    with pytest.raises(ConfigError, match=both):
+        build(RunConfig, TABLES)
 
 
 def test_a_module_that_was_not_imported_is_refused():

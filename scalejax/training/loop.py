@@ -115,10 +115,12 @@ class TrainingLoop:
         self._skipped: dict[Split, list[Skipped]] = {
             part: [Skipped() for _ in self._of_seed] for part in ("train", "test")
         }
-        self._test_sources = [
-            share_memory_with_workers(source, self._run.config.input)
-            for source in self._sources("test")
-        ]
+        self._test_sources = self._sources("test")
+        if not programs.together:  # else there are no input workers
+            how = self._run.config.input
+            self._test_sources = [
+                share_memory_with_workers(each, how) for each in self._test_sources
+            ]
         self._clock = UpdateClock()
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()

@@ -8,10 +8,13 @@ import re
 import shutil
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import scalejax.training.logger
+import scalejax.training.loop as loop_module
 from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
@@ -533,3 +536,19 @@ def test_a_small_llama_trains_and_goes_on(tmp_path):
     statuses = [change.status for change in record.statuses]
     assert statuses == ["started", "completed", "resumed", "completed"]
     assert record.statuses[-1].step == 8
+
+
+@pytest.mark.parametrize(("together", "shares"), [("", [3]), ("; beside run 1", [])])
+def test_memory_is_shared_with_input_workers_only_by_a_run_that_has_some(
+    together, shares, monkeypatch
+):
+    """Runs in one program have none."""
+    found = []
+    source = SimpleNamespace(share_of=found.append)
+    monkeypatch.setattr(loop_module, "open_examples", lambda *words: source)
+    run = resolve(with_fields(CONFIG, {"input.workers": 2}), 1)
+
+    each: Any = SimpleNamespace(together=together, reporter=None)
+    loop_module.TrainingLoop([run], each, each, [each], each, each, resume_command="")
+
+    assert found == shares

@@ -104,6 +104,11 @@ class DataConfig(Family):
         return {}
 
     @property
+    def may_be_missing(self) -> bool:
+        """Whether its words ask for what may not be installed, which its reader finds out."""
+        return False
+
+    @property
     def known_facts(self) -> DatasetFacts | None:
         """Its counts and shapes where they follow from its words; None where they are in files,
         which `scalejax.data.facts.read_facts` reads."""
@@ -139,6 +144,11 @@ class FashionMnistConfig(DataConfig):
     def found_here(self) -> dict[str, str]:
         """The edition that is used."""
         return {"edition": "full" if self.is_full else "embedded"}
+
+    @property
+    def may_be_missing(self) -> bool:
+        """The full edition; with "auto" it is only used where it is there."""
+        return self.edition == "full"
 
     @property
     def known_facts(self) -> DatasetFacts:

@@ -60,7 +60,11 @@ def open_source(
 
 def reader_of(config: DataConfig) -> type[Reader]:
     """The class that reads the data set that `config` names."""
-    if config.name not in READERS:  # imported here, and each registers its readers
-        for module in iter_modules(readers.__path__, f"{readers.__name__}."):
-            import_module(module.name)
+    modules = (module.name for module in iter_modules(readers.__path__))
+    # Each registers its readers as it is imported; those of other data sets wait for Arrow and
+    # Pillow, so the one called as this begins comes first, and the rest only until it is found.
+    for module in sorted(modules, key=lambda name: not config.name.startswith(name)):
+        if config.name in READERS:
+            break
+        import_module(f"{readers.__name__}.{module}")
     return READERS[config.name]

@@ -18,7 +18,7 @@ def read_facts(config: DataConfig) -> DatasetFacts:
         ConfigError: if a text is too short for one example of the length asked for, or files
             cannot be read or hold something else.
     """
-    known = None if config.found_here else config.known_facts
+    known = None if config.may_be_missing else config.known_facts
     return known or reader_of(config).facts(config)
 
 

@@ -21,7 +21,8 @@ from scalejax.config.data import (
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
 from scalejax.core.errors import ConfigError
-from scalejax.data.datasets import open_source
+from scalejax.data import datasets
+from scalejax.data.datasets import open_source, reader_of
 from scalejax.data.facts import read_facts
 from scalejax.data.loader.loader import (
     evaluation_batches,
@@ -83,6 +84,25 @@ def order_of(length, global_batch, *, seed=0, start=0, stop, layout=None):
     shapes = shapes_of(SMALL_IMAGES, global_batch, layout)
     batches = training_batches(Numbers(length), shapes, seed=seed, start_step=start, stop_step=stop)
     return np.stack([np.asarray(batch["targets"]) for batch in batches])
+
+
+@pytest.mark.parametrize(
+    ("config", "module"),
+    [(EMBEDDED, "fashion_mnist"), (SMALL_IMAGES, "synthetic")],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_reader_imports_no_other(config, module, monkeypatch):
+    """Those of files would wait for Arrow."""
+    reader, imported = reader_of(config), []
+
+    def import_module(name):
+        imported.append(name.rpartition(".")[2])
+        datasets.READERS[config.name] = reader
+
+    monkeypatch.setattr(datasets, "READERS", {})
+    monkeypatch.setattr(datasets, "import_module", import_module)
+    assert (reader_of(config), reader_of(config)) == (reader, reader)
+    assert imported == [module]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

@@ -12,6 +12,7 @@ from scalejax.config.data import FashionMnistConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.data import facts as facts_module
 from scalejax.data.facts import fitting_facts, read_facts, resolve
 
 NOWHERE = {"train": "/nowhere/train", "test": "/nowhere/test"}
@@ -100,9 +101,10 @@ def test_a_run_is_resolved_with_facts_in_place_of_data(tmp_path):
     assert "below the 8 pixels" in refused[1]
 
 
-def test_facts_that_the_words_say_are_those_that_are_read():
-    """No caller has to give them."""
+def test_facts_that_the_words_say_are_those_that_are_read(monkeypatch):
+    """No caller has to give them, and no reader is imported for them."""
     config = run_on({"name": "fashion_mnist", "edition": "embedded"})
 
+    monkeypatch.delattr(facts_module, "reader_of")
     assert config.data.known_facts == read_facts(FashionMnistConfig(edition="embedded"))
     assert config_run.resolve(config, 1) == resolve(config, 1)

@@ -153,7 +153,6 @@ class ImageNetworkConfig(ModelConfig):
     EfficientNet-Lite0 (Tan & Le 2019, arXiv 1905.11946)."""
 
     is_convolutional = True
-    shares_programs = False
 
     name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
     """Selects the network."""
@@ -179,6 +178,11 @@ class ImageNetworkConfig(ModelConfig):
     def has_batch_norm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
         """Whether it keeps running statistics."""
         return self.name in ("inception_v3", "xception", "efficientnet_lite0")
+
+    @property
+    def shares_programs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
+        """Whether several runs may be one program, as in plans of sweeps that are kept."""
+        return self.name == "efficientnet_lite0"
 
     @property
     def pretrained_pixels(self) -> tuple[float, float] | None:

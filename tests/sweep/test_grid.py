@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from scalejax.cli.main import main
+from scalejax.config.model import ImageNetworkConfig
 from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import load_config, resolve
 from scalejax.core import serialization
@@ -230,6 +231,15 @@ def test_runs_that_differ_in_seed_and_rates_share_a_program(run_file):
         "schedule.base_learning_rate": 0.02,
     }
     assert len(plan_sweep(run_file, grammar, one_by_one=True).jobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [("vgg16", False), ("alexnet", False), ("xception", False), ("efficientnet_lite0", True)],
+)
+def test_image_networks_are_grouped_as_in_sweeps_that_are_kept(name, shares):
+    """Otherwise they could not be resumed."""
+    assert ImageNetworkConfig(name=name).shares_programs == shares
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,12 @@ def _display(
     *,
     total: float | None = None,
     done: int = 0,
+    visible: bool = True,
 ) -> Iterator[OnProgress]:
-    """A bar with `columns`, updated by what `show` returns; without a terminal lines of `say`."""
+    """A bar with `columns`, updated by what `show` returns; without a terminal lines of `say`.
+
+    A bar that is not `visible` becomes so by the first progress.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
 
@@ -68,7 +72,7 @@ def _display(
         return
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
     with Bar(*shown, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total, completed=done, visible=False)
+        task = bar.add_task(description, total=total, completed=done, visible=visible)
         yield lambda progress: bar.update(task, **{"visible": True, **show(progress)})
 
 
@@ -109,6 +113,7 @@ def compiling_programs() -> AbstractContextManager[OnProgress]:
         columns,
         lambda each: f"compiled {each.done:.0f} of {each.total:.0f} programs",
         lambda each: {"completed": each.done, "total": each.total},
+        visible=False,
     )
 
 

@@ -55,3 +55,17 @@ def test_terminal_shows_bars(capsys, monkeypatch):
     said = capsys.readouterr().err
     for words in ("compiling", "a ", "training 8 runs", "reading", "rows/s", "searching", "1/2"):
         assert words in said
+
+
+def test_bars_are_there_before_any_progress(capsys, monkeypatch):
+    """But for programs, of which there may be none."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    for display in (progress.searching(), progress.compiling_programs()):
+        with display:
+            pass
+
+    said = capsys.readouterr().err
+    assert "searching" in said
+    assert "compiling" not in said

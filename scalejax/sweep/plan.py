@@ -31,8 +31,8 @@ from scalejax.core.serialization import (
     load,
     parse_toml,
     plain,
-    save,
     save_text,
+    stamped,
 )
 from scalejax.data.facts import resolve
 from scalejax.emulation.checks import emulated_run
@@ -155,7 +155,10 @@ class SweepPlan:
         )
 
 
-@document("sweep")
+_DOCUMENT = "sweep", 1
+
+
+@document(*_DOCUMENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPlan:
     """The file of a plan, beside the run.toml that its runs start from."""
@@ -258,7 +261,8 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
                 "give another folder."
             )
         save_text(plan.text, folder.run_file)
-        save(plan.written, folder.plan)
+        # Not by `save`: fields may be infinite, and pydantic writes what may be anything as null.
+        save_text(stamped(*_DOCUMENT, asdict(plan.written)), folder.plan)
         return
     if not resume:
         raise ConfigError(

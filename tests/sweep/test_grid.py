@@ -32,7 +32,7 @@ from scalejax.sweep import (
     write_results,
 )
 from scalejax.sweep.optuna import best_of, search
-from scalejax.sweep.plan import begin_sweep, parse_target
+from scalejax.sweep.plan import begin_sweep, parse_target, written
 from scalejax.sweep.results import arms, mean_and_deviation
 from scalejax.sweep.worker import JobTrainer
 from scalejax.training.record import (
@@ -231,6 +231,20 @@ def test_runs_that_differ_in_seed_and_rates_share_a_program(run_file):
         "schedule.base_learning_rate": 0.02,
     }
     assert len(plan_sweep(run_file, grammar, one_by_one=True).jobs) == 4
+
+
+def test_a_plan_keeps_numbers_that_are_not_finite(run_file, tmp_path):
+    """It is what `--resume` compares with."""
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    fields = plan.runs[0].fields | {"optimizer.clip": math.inf}
+    first = dataclasses.replace(plan.runs[0], fields=fields)
+    plan = dataclasses.replace(plan, runs=(first, *plan.runs[1:]))
+    folder = SweepFolder(path=tmp_path / "sweep")
+
+    begin_sweep(plan, folder, resume=False)
+
+    assert written(folder) == (plan.text, plan.written)
+    begin_sweep(plan, folder, resume=True)
 
 
 @pytest.mark.parametrize(

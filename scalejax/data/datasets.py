@@ -67,4 +67,6 @@ def reader_of(config: DataConfig) -> type[Reader]:
         if config.name in READERS:
             break
         import_module(f"{readers.__name__}.{module}")
+    if config.name not in READERS:
+        raise NotImplementedError(f"a reader is not registered for {type(config).__name__}")
     return READERS[config.name]

@@ -86,6 +86,8 @@ def network_class(model: ModelConfig) -> type[Network]:
     Raises:
         ConfigError: if it is a user's own and cannot be imported.
     """
+    if model.name not in _NETWORKS:
+        raise NotImplementedError(f"a network is not registered for {type(model).__name__}")
     return _NETWORKS[model.name]
 
 

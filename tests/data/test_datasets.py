@@ -105,6 +105,15 @@ def test_a_reader_imports_no_other(config, module, monkeypatch):
     assert imported == [module]
 
 
+def test_a_data_set_without_a_reader_is_named(monkeypatch):
+    """As members of other families are that nothing builds."""
+    monkeypatch.setattr(datasets, "READERS", {})
+    monkeypatch.setattr(datasets, "import_module", lambda name: None)
+
+    with pytest.raises(NotImplementedError, match="reader is not registered for FashionMnist"):
+        reader_of(EMBEDDED)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_source_holds_what_the_facts_say(config, split):

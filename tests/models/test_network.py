@@ -296,3 +296,9 @@ def test_images_of_any_size_and_colour_are_taken():
     )
 
     assert logits.shape == (2, 7)
+
+
+def test_a_model_without_a_network_is_named():
+    """As members of other families are that nothing builds."""
+    with pytest.raises(NotImplementedError, match="network is not registered for ModelConfig"):
+        network_class(ModelConfig(name="unknown"))  # type: ignore[call-arg]

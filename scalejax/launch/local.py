@@ -134,6 +134,11 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  what `signal` returned
 
+    def require_none(self) -> None:
+        """Raise KeyboardInterrupt if any came."""
+        if self.received:
+            raise KeyboardInterrupt
+
 
 class _Attempt:
     """One start of all processes, until they have ended."""

@@ -558,3 +558,22 @@ def test_signal_that_a_benchmark_outlived_ends_the_bench_all_the_same(
         run_bench(planned(tmp_path, "-V", "devices=[1,2]"), folder)
 
     assert calls == ["1/0"]
+
+
+def test_signal_between_benchmarks_ends_the_bench(tmp_path, pretended, monkeypatch):
+    """While those that are finished are looked for, also of the last."""
+    calls, _ = pretended
+    folder, plan = BenchFolder(path=tmp_path / "bench"), planned(tmp_path, "-V", "devices=[1]")
+    run_bench(plan, folder)
+    read = bench_run.read_result
+
+    def signalled(*words):
+        os.kill(os.getpid(), signal.SIGINT)
+        return read(*words)
+
+    monkeypatch.setattr(bench_run, "read_result", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(plan, folder)
+
+    assert calls == ["1/0"]
+    assert progress(folder)["status"] == "interrupted"

@@ -92,6 +92,7 @@ def run_bench(
         lost: set[str] = set()
         try:
             for repeat, each in plan.rounds:
+                signals.require_none()
                 if each.name in lost:
                     progress.total -= 1
                     continue
@@ -102,13 +103,13 @@ def run_bench(
                 progress.save(folder, "running")
                 on_progress(Progress(part=progress.active))
                 problem = _time(each, folder, repeat, monitor_seconds, signals)
-                if signals.received:  # whether or not the benchmark that got it ended normally
-                    raise KeyboardInterrupt
+                signals.require_none()  # whether or not the benchmark that got one ended normally
                 if problem is None:
                     progress.finished += 1
                 else:
                     lost.add(each.name)
                     progress.failed.append(f"{each.label}: {problem}")
+            signals.require_none()
         except KeyboardInterrupt:
             progress.save(folder, "interrupted")
             raise

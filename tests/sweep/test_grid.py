@@ -427,8 +427,8 @@ def test_a_worker_imports_the_members_of_families_that_are_not_of_scalejax(
     run_file, tmp_path, monkeypatch
 ):
     """As a process that has imported scalejax alone."""
-    known = dict(OptimizerConfig._members)
-    monkeypatch.setattr(OptimizerConfig, "_members", {**known})
+    known = [*OptimizerConfig._members]
+    monkeypatch.setattr(OptimizerConfig, "_members", [*known])
     monkeypatch.delitem(sys.modules, "toy_optimizer", raising=False)
     import_module("toy_optimizer")
     run_file.write_text(RUN.replace('"sgd"', '"sign_sgd"'))

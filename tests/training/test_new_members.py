@@ -156,7 +156,8 @@ def test_another_file_of_an_optimizer_is_another_program(
     toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Two projects may each have an optimizer of that name in a module of that name."""
-    run = resolve(build(RunConfig, TABLES | {"optimizer": {"name": "sign_sgd"}}), 1)
+    tables: dict[str, Any] = {**TABLES, "optimizer": {"name": "sign_sgd"}}
+    run = resolve(build(RunConfig, tables), 1)
     job = RunJob(target=Target(backend="cpu", name="cpu", device_count=1), run=run)
     kept = program_path(tmp_path, job)
     toy = sys.modules["toy_optimizer"]

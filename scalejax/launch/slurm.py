@@ -4,6 +4,7 @@ The script runs `scalejax train` itself, and no pickled function, so that it can
 submitted by hand. Knows nothing of training but the flag that resumes it.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -164,6 +165,9 @@ def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
 
 
 def _executor(run: SlurmRun) -> "SlurmExecutor":
+    # Else importing it closes all handlers of `logging`, and with absl's the stream that is
+    # standard error where a notebook or a test captures it.
+    os.environ.setdefault("SUBMITIT_LOG_LEVEL", "NOCONFIG")
     try:
         import submitit
     except ImportError as error:

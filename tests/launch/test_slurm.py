@@ -1,6 +1,8 @@
 """A run is handed to SLURM as a script that one can read, and followed to its end."""
 
+import importlib.util
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +15,10 @@ from scalejax.core.errors import ConfigError
 from scalejax.launch import LOST, slurm
 from scalejax.launch.slurm import SlurmRun, follow, script
 
+# Found, not imported: how the package imports it is tested here.
+needs_submitit = pytest.mark.skipif(
+    importlib.util.find_spec("submitit") is None, reason="needs submitit"
+)
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "scalejax" / "config" / "examples" / "fashion_no_warmup.toml"
 CODE = (
@@ -63,9 +69,9 @@ def options_of(text):
     return dict(line.partition("=")[::2] for line in lines)
 
 
+@needs_submitit
 def test_the_script_asks_for_what_the_flags_say(tmp_path):
     """Two nodes have the GPUs; further options are passed on; nothing else is asked for."""
-    pytest.importorskip("submitit")
     given = ("account=vision", "--cpus-per-task=6", "reservation=night", "setup=module load cuda")
 
     text = script(run(tmp_path, partition="gpu", time="2:00:00", options=given))
@@ -82,9 +88,22 @@ def test_the_script_asks_for_what_the_flags_say(tmp_path):
     assert "--wait=120 --cpus-per-task=6 python train 'a file.toml' $resume" in text
 
 
+@needs_submitit
+def test_logs_of_others_stay_open(tmp_path, monkeypatch):
+    """Though submitit, as it is imported, would set up logging and close them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "submitit"]:
+        monkeypatch.delitem(sys.modules, name)
+    log = logging.FileHandler(tmp_path / "log")
+
+    script(run(tmp_path))
+
+    assert log.stream is not None
+    log.close()
+
+
+@needs_submitit
 def test_a_job_that_begins_elsewhere_finds_its_files(tmp_path, monkeypatch, capsys):
     """The run, and the folder whose record says that it can go on, by whole paths."""
-    pytest.importorskip("submitit")
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text(RUN)
 
@@ -95,9 +114,9 @@ def test_a_job_that_begins_elsewhere_finds_its_files(tmp_path, monkeypatch, caps
     assert f"-e {tmp_path}/out/" in said
 
 
+@needs_submitit
 def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
     """Though srun says the code of another, which the kill of the step has ended."""
-    pytest.importorskip("submitit")
     for name, does in (("srun", 'touch "$SCALEJAX_REFUSAL_MARKER"; exit 137'), ("scontrol", "")):
         command = tmp_path / name
         command.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\n{does}\n")
@@ -110,6 +129,7 @@ def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
     assert (tmp_path / "calls").read_text().split() == ["srun"]
 
 
+@needs_submitit
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
     [(0, 0, False), (2, 0, False), (130, 0, False), (76, 0, True), (143, 1, True), (137, 2, False)],
@@ -118,7 +138,6 @@ def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
     tmp_path, code, restarts, is_requeued
 ):
     """Run by bash, with commands of SLURM that note how they were called."""
-    pytest.importorskip("submitit")
     (tmp_path / "run.toml").touch()
     for name, ends in (("srun", code), ("scontrol", 0)):
         command = tmp_path / name
@@ -203,12 +222,12 @@ def test_the_job_is_followed_to_its_end(tmp_path, monkeypatch, ends, code):
     assert (code == 0) == ("job 7 ended" not in out.getvalue())
 
 
+@needs_submitit
 @pytest.mark.slow  # two jobs of two processes that each import JAX
 @pytest.mark.alone
 def test_a_job_of_two_processes_trains_and_passes_its_code_on(tmp_path, slurm, monkeypatch):
     """On a scheduler of one node: it ends with 0; and where the processes refuse, with 2.
     Tasks of srun meet with nothing said."""
-    pytest.importorskip("submitit")
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN)
     monkeypatch.setenv("SLURM_CONF", slurm)

@@ -37,6 +37,7 @@ def fuzzed(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_configs_are_accepted_or_refused_by_name():
     """Another seed than that of the campaign. Forty configs take 5 s, half of which are starts."""
     out = fuzzed("--seed", "1", "--configs", "40", "--apart", "1", "--files", "0")

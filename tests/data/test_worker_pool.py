@@ -63,6 +63,7 @@ def assert_same(some, others):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.slow_except("synthetic_images", "python_docs")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_batches_do_not_depend_on_the_number_of_processes(config):
     """For every data set, over an epoch's end, from the beginning and from a later step; one and

@@ -39,6 +39,7 @@ def failing(algorithm, failures: FailuresConfig, *, workers: int = 4):
     return emulated(emulation, VARIED, {"optimizer": {"name": "adagrad"}})
 
 
+@pytest.mark.slow_except("all_reduce")
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_killing_workers_leaves_synchronous_sgd_as_it_is(name: str, monkeypatch):
     """The very losses and parameters of the run without failures; only later."""

@@ -51,6 +51,7 @@ def trained(folder, fields: dict[str, Any]) -> tuple[list[tuple[Any, ...]], Any]
         return lines, checkpoints.restore(run.total_steps, state).params
 
 
+@pytest.mark.slow_except("decay")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_replica_trains_as_train_does(tmp_path, name: str):
     """The parameters and every loss of the real step, bit for bit, on one server."""
@@ -80,6 +81,7 @@ def plain(tmp_path_factory) -> tuple[list[tuple[Any, ...]], Any]:
     return trained(tmp_path_factory.mktemp("plain"), {})
 
 
+@pytest.mark.slow_except("parameter_server")
 @pytest.mark.parametrize("gradient_sync", ["all_reduce", "parameter_server"])
 def test_one_synchronous_worker_trains_as_train_does(plain, gradient_sync: Any):
     """One synchronous worker on three servers is plain SGD too, bit for bit."""

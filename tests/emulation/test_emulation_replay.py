@@ -58,7 +58,7 @@ def test_a_run_is_computed_again_from_its_file(tmp_path, name: str):
     assert same_bits(whole(run, emulation, last.parts), ran.params)
 
 
-@pytest.mark.slow_except("37")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [9, 37])
 def test_gradients_are_the_same_in_every_company(size: int, monkeypatch):
     """Alone, with seven others, or with seven of whom three are others: the same bits."""

@@ -44,6 +44,7 @@ def test_synchronous_step_takes_what_predict_says():
     assert virtual_cluster.now / run.total_steps == pytest.approx(predicted.step_seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_time_of_a_gradient_by_hand_varies_as_a_step_of_that_length():
     """Of four times the seconds, by twice as much, where disturbances come at random."""
     calm = load_cluster("dgx-a100")

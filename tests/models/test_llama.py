@@ -137,6 +137,7 @@ def test_a_token_changes_no_logit_before_it():
     assert not np.allclose(a[:, 9:], b[:, 9:], atol=1e-4)
 
 
+@pytest.mark.slow_except("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_recompute_changes_no_gradient(name):
     """`selective` makes scores once more, `selective_op` besides them the projection and what is

@@ -27,6 +27,7 @@ CONFIG = build(RunConfig, TABLES)
 CLUSTER = load_cluster("dgx-h100")
 
 
+@pytest.mark.slow_except("fields0")
 @pytest.mark.parametrize(
     "fields",
     [

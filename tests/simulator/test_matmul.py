@@ -48,7 +48,7 @@ def cross_validation():
     return module
 
 
-@pytest.mark.slow_except("h100")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_products_that_were_left_out_are_within_five_percent(name: str):
     """The claim, in 5-fold cross-validation over shapes: mean absolute error of all types.

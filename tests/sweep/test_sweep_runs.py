@@ -60,7 +60,7 @@ def run_file(tmp_path):
     return path
 
 
-@pytest.mark.slow_except('name = "lamb"')
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ['name = "sgd"\nweight_decay = 1e-4', 'name = "lamb"'])
 def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimizer):
     """Other seeds and other schedules, within rounding: 1e-5 after 36 steps."""
@@ -187,6 +187,7 @@ def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
         assert (last.status, "with 0 others" in last.message) == ("completed", True)
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("of_evaluations", [1, 3])
 def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
     run_file, tmp_path, monkeypatch, of_evaluations

@@ -273,6 +273,7 @@ def assert_same(run: Any, reference: Any, rtol: float = RTOL) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * max(scale, 1e-2))
 
 
+@pytest.mark.slow_except("cnn-data=2 x fsdp=4", "mlp-tensor=4", "mlp-data=8")
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -306,7 +307,6 @@ def pairs(by_default: Iterable[Any], slow: Iterable[tuple[Any, ...]]) -> list[An
     "cnn-lars-data=8",
     "cnn-sgd-data=2 x tensor=4",
     "cnn-sgd-data=2 x fsdp=4",
-    "gpt-adamw-tensor=4",
     "gpt-lamb-data=2 x fsdp=4",
 )
 @pytest.mark.parametrize(
@@ -360,6 +360,9 @@ def variant_table() -> list[Any]:
     return pairs([row for row, _ in rows], [row for _, row in rows])
 
 
+@pytest.mark.slow_except(
+    "lars of the paper-mlp-data=2 x fsdp=4", "schedule-free-mlp-data=2 x tensor=4"
+)
 @pytest.mark.parametrize(("optimizer", "model", "layout"), variant_table())
 def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, model, layout):
     """Trust ratios, clips and averages are of whole layers, however they are split."""
@@ -544,6 +547,7 @@ def test_microbatches_of_hidden_words_keep_their_places(mode):
     assert_same(trained(run), on_one_device("bert_base", "adamw", None, 1))
 
 
+@pytest.mark.slow_except("data=2 x tensor=4", "data=2 x fsdp=4")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_local_batch_norm_keeps_its_groups(layout):
     """One device with the same groups computes the same, whatever the layout."""
@@ -573,6 +577,7 @@ def test_a_per_device_mode_trains_what_one_device_trains(mode, model, bn_scope, 
     assert_same(trained(run), on_one_device(model, optimizer, group_size, 1))
 
 
+@pytest.mark.slow_except("mlp-shard_map", "mlp-pmap", "mlp-jit")
 @pytest.mark.parametrize(
     ("model", "mode"),
     [
@@ -619,6 +624,7 @@ def test_gradients_of_microbatches_cross_the_data_axis_once():
     assert min(runs[("tensor",)]) >= 4
 
 
+@pytest.mark.slow_except("mlp-layout0-1", "mlp-layout2-1")
 @pytest.mark.parametrize(
     ("model", "layout", "microbatches"),
     [

@@ -139,6 +139,7 @@ def test_an_update_is_that_of_the_rows_that_count(model, layout):
     assert_same(trained(run, batches_of(run)), of_the_counted(model))
 
 
+@pytest.mark.slow_except("jit")
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
 def test_statistics_are_of_all_rows(mode):
     """Local BatchNorm over 8 devices: what one device has of the same groups and weights."""

@@ -112,6 +112,7 @@ def part_on_one_device() -> tuple[TrainState, TrainState, list[float]]:
     return trained(run_of(PART))
 
 
+@pytest.mark.slow_except("layout1-1", "layout2-2")
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [
@@ -131,6 +132,7 @@ def test_every_layout_trains_the_same_part(layout, microbatches):
     assert_close(ours.params, theirs.params)
 
 
+@pytest.mark.slow_except("optimizer0", "optimizer1", "optimizer3")
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -242,6 +242,7 @@ def test_the_last_batch_norm_of_each_residual_block_starts_at_zero(resnet_params
     assert all(found[path] == 1 for path in found.keys() - zero)
 
 
+@pytest.mark.slow
 def test_gamma_can_start_at_one():
     """The paper's ablation (table 2b)."""
     found = scales(params_of(ResNetConfig(name="resnet18", zero_gamma=False)))

@@ -191,9 +191,7 @@ def as_given(name: str, devices: int) -> dict[str, Any]:
     return gradient_sync | samples
 
 
-@pytest.mark.slow_except(
-    "adasum-4-sgd-mlp", "fp16 with feedback-2-sgd-mlp", "two_bit-4-sgd-mlp", "top_k-2-adamw-mlp"
-)
+@pytest.mark.slow_except("adasum-4-sgd-mlp", "two_bit-4-sgd-mlp", "top_k-2-adamw-mlp")
 @pytest.mark.parametrize(("name", "devices", "optimizer", "model"), exchange_rows())
 def test_an_exchange_trains_what_its_definition_says(name, devices, optimizer, model):
     """Five updates of momentum or Adam on the gradients of devices brought together in NumPy.

@@ -164,7 +164,7 @@ def test_the_scale_stays_a_number_that_float32_can_divide_by(exponent, gradient)
     assert float(by_hand([gradient], edge)[1].scale) == 2.0**exponent
 
 
-@pytest.mark.slow_except("data", "microbatches", "pmap", "ZeRO 1")
+@pytest.mark.slow_except("data", "ZeRO 1")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS],

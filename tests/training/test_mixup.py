@@ -102,6 +102,12 @@ def on_one_device():
     return trained(run_of({"data": 1}))
 
 
+@pytest.mark.slow_except(
+    "{'data': 4, 'zero_stage': 2}-2",
+    "{'data': 4, 'mode': 'pmap'}-1",
+    "{'data': 2, 'fsdp': 4}-1",
+    "{'data': 4, 'mode': 'shard_map'}-2",
+)
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [
@@ -147,6 +153,7 @@ def gradient_syncs(run):
     return sorted((each.name, each.payload_bytes, times) for each, times in found if each)
 
 
+@pytest.mark.slow_except("{'data': 8}-1", "{'data': 4, 'mode': 'shard_map'}-1")
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [({"data": 8}, 1), ({"data": 2, "fsdp": 2}, 2), ({"data": 4, "mode": "shard_map"}, 1)],

@@ -84,9 +84,7 @@ def squared_norms(run: ResolvedRun, batch: dict[str, np.ndarray]) -> tuple[float
     return small, float(np.sum(np.mean(flat, axis=0) ** 2)), len(flat)
 
 
-@pytest.mark.slow_except(
-    "data", "data, microbatches", "shard_map", "pmap", "ZeRO 1", "ZeRO 2 x tensor", "data x fsdp"
-)
+@pytest.mark.slow_except("data, microbatches", "pmap", "ZeRO 1", "data x fsdp")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )

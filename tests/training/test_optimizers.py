@@ -385,6 +385,7 @@ def test_decay_holds_for_kernels_and_embeddings_only(kind):
     assert all(jax.tree.leaves(changed(True)))
 
 
+@pytest.mark.slow_except("config0")
 @pytest.mark.parametrize("config", [LarsConfig(weight_decay=0.1), LambConfig(weight_decay=0.1)])
 @settings(deadline=None, max_examples=25)  # each example compiles; the first may wait
 @given(scales=st.lists(st.floats(0.01, 100), min_size=3, max_size=3))

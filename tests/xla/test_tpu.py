@@ -60,6 +60,7 @@ def test_numbers_of_devices_that_make_no_slice_are_refused(cluster, device_count
         target_for(load_cluster(cluster), device_count, "tpu")
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_step_compiles_for_tpus_that_are_not_here():
     """On one chip and on a torus of 16, side by side; all gradients are summed over `data`."""

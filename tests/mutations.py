@@ -339,8 +339,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- layouts, FSDP, pipelines ---
     Mutation(
         path="scalejax/config/parallelism.py",
-        old="AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)",
-        new="AXES = (PIPELINE, DATA, FSDP, TENSOR, CONTEXT)",
+        old="AXES = (PIPELINE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)",
+        new="AXES = (PIPELINE, DATA, FSDP, EXPERT, TENSOR, CONTEXT)",
         mistake="neighbours along tensor are no neighbours in a node",
         first_tests=("tests/config/test_parallelism.py",),
     ),

@@ -93,7 +93,8 @@ def require_mixup_pairs(split: BatchSplit) -> None:
         divisor = 2 * split.layout.batch_shards * split.microbatches
         accepted = (
             f"input.augmentation.mixup_alpha mixes pairs, and a device sees {split.microbatch} "
-            f"samples at a time; it must be a multiple of 2*data*fsdp*microbatches={divisor} "
+            f"samples at a time; it must be a multiple of "
+            f"2*{split.layout.batch_axes}*microbatches={divisor} "
             f"(nearest: {nearest_multiples(split.global_batch, divisor)})"
         )
         raise ConfigError(refusal("batch.global_batch", split.global_batch, accepted))
@@ -126,6 +127,20 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
         microbatches = batch.microbatches
         require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
+
+
+def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse an expert axis for networks without experts, and one that does not divide them.
+
+    Raises:
+        ConfigError: naming the nearest number of devices that divides.
+    """
+    if layout.expert == 1:
+        return
+    if not model.expert_count:
+        accepted = f"it splits the experts of a network, and {model.name!r} has none here; use 1"
+        raise ConfigError(refusal("layout.expert", layout.expert, accepted))
+    require_multiple("model.moe.experts", model.expert_count, layout.expert, "layout.expert")
 
 
 def require_divisible_tokens(dataset: DatasetFacts, layout: LayoutConfig) -> None:

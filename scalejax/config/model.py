@@ -68,6 +68,11 @@ class ModelConfig(Family):
         return {}
 
     @property
+    def expert_count(self) -> int:
+        """Routed experts of each of its layers that have any; 0 for a network without."""
+        return 0
+
+    @property
     def pretrained_pixels(self) -> tuple[float, float] | None:
         """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None without
         such weights."""

@@ -15,18 +15,20 @@ DATA = "data"
 """Mesh axis over which the batch is sharded and parameters are replicated."""
 FSDP = "fsdp"
 """Mesh axis over which both the batch and the parameters are sharded (ZeRO 3)."""
+EXPERT = "expert"
+"""Mesh axis over which the batch is sharded, and of the parameters those of experts alone."""
 CONTEXT = "context"
 """Mesh axis over which the tokens of a sample are sharded."""
 TENSOR = "tensor"
 """Mesh axis over which the parameters of one layer are sharded (Megatron)."""
 
-AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
+AXES = (PIPELINE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 """All axes, major to minor: neighbours on the last one are neighbours in a node."""
 
-BATCH_AXES = (DATA, FSDP)
+BATCH_AXES = (DATA, FSDP, EXPERT)
 """The axes that shard the batch."""
 
-MODEL_AXES = (PIPELINE, FSDP, CONTEXT, TENSOR)
+MODEL_AXES = (PIPELINE, FSDP, EXPERT, CONTEXT, TENSOR)
 """The axes whose sizes a run gives: the data axis takes the devices that they leave."""
 
 
@@ -51,6 +53,8 @@ class Layout:
     """Devices along the context axis."""
     pipeline: int = 1
     """Devices along the pipeline axis: pipeline stages."""
+    expert: int = 1
+    """Devices along the expert axis."""
 
     def __post_init__(self) -> None:
         for axis, size in self.axis_sizes.items():
@@ -68,8 +72,14 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """Shards of the global batch: data x fsdp."""
-        return self.data * self.fsdp
+        """Shards of the global batch: data x fsdp x expert."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def batch_axes(self) -> str:
+        """The axes that shard the batch, as refusals name their product: "data*fsdp", and
+        "*expert" where that axis is used."""
+        return "data*fsdp" if self.expert == 1 else "data*fsdp*expert"
 
     def __str__(self) -> str:
         """The axes of more than one device: "data=4 x tensor=2"."""
@@ -165,7 +175,8 @@ class BatchSplit:
     def __post_init__(self) -> None:
         require_at_least("batch.global_batch", self.global_batch, 1)
         require_at_least("batch.microbatches", self.microbatches, 1)
-        divisor_name = "data*fsdp" if self.microbatches == 1 else "data*fsdp*microbatches"
+        axes = self.layout.batch_axes
+        divisor_name = axes if self.microbatches == 1 else f"{axes}*microbatches"
         require_multiple(
             "batch.global_batch",
             self.global_batch,

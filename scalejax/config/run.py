@@ -17,6 +17,7 @@ from scalejax.config.checks import (
     require_compatible_gradient_sync,
     require_correction_in_every_step,
     require_divisible_blocks,
+    require_divisible_experts,
     require_divisible_heads,
     require_divisible_tokens,
     require_evaluated_devices,
@@ -132,6 +133,7 @@ class RunConfig:
         model, layout, train = self.model, self.layout, self.train
         require_divisible_heads(model, layout)
         require_divisible_blocks(model, self.batch, layout)
+        require_divisible_experts(model, layout)
         if (facts := self.data.known_facts) is not None:
             require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)
@@ -300,8 +302,8 @@ def resolve(
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (
-            f"{per_device} samples x data*fsdp={shards} are {global_batch} a step, more than the "
-            f"{dataset.train_examples} training examples (at most data*fsdp={most})"
+            f"{per_device} samples x {layout.batch_axes}={shards} are {global_batch} a step, more "
+            f"than the {dataset.train_examples} training examples (at most {layout.batch_axes}={most})"
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
     config.schedule.scaled_optimizer(config.optimizer, global_batch)  # refuses invalid scaling

@@ -56,6 +56,9 @@ class LayoutConfig:
     """Devices along the data axis; if absent, all that the other axes leave."""
     fsdp: int = 1
     """Devices along the fsdp axis, which shards both the batch and the parameters (ZeRO 3)."""
+    expert: int = 1
+    """Devices along the expert axis, which shards the batch, and of the parameters those of experts
+    alone (mixtures of experts)."""
     tensor: int = 1
     """Devices along the tensor axis, which shards each layer (Megatron tensor parallelism)."""
     context: int = 1

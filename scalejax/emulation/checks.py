@@ -7,6 +7,7 @@ import math
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
+from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import resolve
@@ -82,7 +83,7 @@ def require_enough(workers: int, minibatch: int, examples: int) -> None:
 def _require_plain(config: RunConfig) -> None:
     """Refuse features of training that emulated workers with servers do not have."""
     layout, model = config.layout, config.model
-    for axis in ("data", "fsdp", "tensor", "context", "pipeline"):
+    for axis in ("data", *MODEL_AXES):
         if getattr(layout, axis) not in (None, 1):
             accepted = "each worker of an emulation has one device; say how many by --workers"
             raise ConfigError(refusal(f"layout.{axis}", getattr(layout, axis), accepted))

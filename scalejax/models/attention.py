@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from scalejax.config.model import AttentionKind, DecoderConfig, ModelConfig, Remat
-from scalejax.config.parallelism import DATA, FSDP, TENSOR
+from scalejax.config.parallelism import DATA, EXPERT, FSDP, TENSOR
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models.remat import kept
 from scalejax.models.sharding import constrained_keys, is_data_manual
@@ -110,7 +110,7 @@ def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array
     if not is_data_manual():
         return attend(q_BSHK, k_BSGK, v_BSGK)
     others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
-    split = PartitionSpec(FSDP, None, TENSOR, None)
+    split = PartitionSpec((FSDP, EXPERT), None, TENSOR, None)
     return jax.shard_map(
         attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
     )(q_BSHK, k_BSGK, v_BSGK)

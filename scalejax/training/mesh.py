@@ -18,7 +18,7 @@ def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     Example:
         >>> from scalejax import Layout, build_mesh
         >>> build_mesh(Layout(data=1)).axis_names
-        ('pipeline', 'data', 'fsdp', 'context', 'tensor')
+        ('pipeline', 'data', 'fsdp', 'expert', 'context', 'tensor')
 
     Axes are of type Auto: the compiler propagates shardings from the step's inputs.
 

@@ -25,10 +25,11 @@ def test_devices_are_the_product_of_the_axes():
 
 def test_neighbours_along_tensor_are_neighbours_in_a_node():
     """Devices are counted along the axes, major to minor; a node holds devices of like number."""
-    layout = Layout(tensor=6, context=5, fsdp=4, data=3, pipeline=2)
+    layout = Layout(tensor=6, context=5, expert=7, fsdp=4, data=3, pipeline=2)
 
-    assert list(layout.axis_sizes) == ["pipeline", "data", "fsdp", "context", "tensor"]
-    assert str(layout) == "pipeline=2 x data=3 x fsdp=4 x context=5 x tensor=6"
+    assert list(layout.axis_sizes) == ["pipeline", "data", "fsdp", "expert", "context", "tensor"]
+    assert str(layout) == "pipeline=2 x data=3 x fsdp=4 x expert=7 x context=5 x tensor=6"
+    assert layout.batch_shards == 3 * 4 * 7
 
 
 def test_data_axis_takes_what_the_others_leave():

@@ -242,6 +242,7 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             {"layout.pipeline": 2, "layout.pipeline_chunks": 2, "batch.microbatches": 3},
             r"batch\.microbatches=3 .* layout\.pipeline=2",
         ),
+        ({"layout.expert": 2}, r"layout\.expert=2 is refused.* has none"),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
         ({"layout.context": 5}, "data.tokens=64 .* layout.context=5"),

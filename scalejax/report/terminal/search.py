@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from scalejax.config.parallelism import AXES
+from scalejax.config.parallelism import AXES, EXPERT
 from scalejax.core.units import counted, format_bytes, format_count, format_fraction, format_seconds
 from scalejax.planning.search.run import Ranked, SearchReport
 from scalejax.report.terminal.tables import figures
@@ -60,13 +60,14 @@ def confirmed(report: SearchReport) -> Iterator[RenderableType]:
 def _ranking(report: SearchReport) -> RenderableType:
     has_price, has_counts = _has_price(report), "," in report.devices
     headings = ["", *(["dev"] if has_counts else [])]
-    headings += [*(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
+    axes = _axes(report)
+    headings += [*(_AXIS_HEADINGS[axis] for axis in axes), "b", "re", "Z"]
     headings += ["step", "samples/s", "MFU", "memory"]
     table = figures(*headings, *(["price"] if has_price else []))
     for each in report.ranked:
         one = each.prediction
         row = [f"{each.place}", *([f"{one.device_count}"] if has_counts else [])]
-        row += [*_strategy(each.strategy), format_seconds(one.step_seconds)]
+        row += [*_strategy(each.strategy, axes), format_seconds(one.step_seconds)]
         row += [format_count(one.samples_per_second), format_fraction(one.mfu)]
         row.append(format_bytes(one.peak_memory_bytes))
         if has_price:
@@ -86,19 +87,25 @@ _AXIS_HEADINGS = {
     "pipeline": "pp x v",
     "data": "data",
     "fsdp": "fsdp",
+    "expert": "ep",
     "context": "ctx",
     "tensor": "tp",
 }
 
 
-def _strategy(strategy: Strategy) -> list[str]:
+def _axes(report: SearchReport) -> list[str]:
+    """The axes of the table; that of experts where a strategy uses it."""
+    has_experts = any(each.strategy.layout.expert > 1 for each in report.ranked)
+    return [axis for axis in AXES if axis != EXPERT or has_experts]
+
+
+def _strategy(strategy: Strategy, axes: list[str]) -> list[str]:
     sizes = {axis: str(size) for axis, size in strategy.layout.axis_sizes.items()}
     if strategy.pipeline_chunks > 1:
         sizes["pipeline"] += f" x {strategy.pipeline_chunks}"
     zero = f"{strategy.zero_stage}{'s' if strategy.sequence_parallel else ''}"
-    return [
-        *sizes.values(), f"{strategy.split.microbatch}", _SHORT[strategy.recompute], zero
-    ]  # fmt: skip
+    used = [sizes[axis] for axis in axes]
+    return [*used, f"{strategy.split.microbatch}", _SHORT[strategy.recompute], zero]
 
 
 def _confirmation(report: SearchReport) -> RenderableType:

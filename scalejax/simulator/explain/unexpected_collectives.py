@@ -1,17 +1,18 @@
 """Collectives that the layout does not call for (unintended resharding), and their cost.
 
 Each axis of a layout implies collectives: gradients are summed over data; parameters are gathered
-and gradients scattered over fsdp; activations are summed over tensor; keys are gathered over
-context; stages of a pipeline send activations on, and share the embedding and the output layer.
-With ZeRO, gradients are scattered over data and parameters gathered. Any other collective that the
-compiler inserted moves an array from one sharding to another, mostly because a dimension does not
-divide or two annotations disagree. User-defined axes have no rules.
+and gradients scattered over fsdp; tokens go to their experts and back over expert; activations are
+summed over tensor; keys are gathered over context; stages of a pipeline send activations on, and
+share the embedding and the output layer. With ZeRO, gradients are scattered over data and
+parameters gathered. Any other collective that the compiler inserted moves an array from one
+sharding to another, mostly because a dimension does not divide or two annotations disagree. User-
+defined axes have no rules.
 """
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from scalejax.config.parallelism import AXES, CONTEXT, DATA, FSDP, PIPELINE, TENSOR
+from scalejax.config.parallelism import AXES, CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, CollectiveName, Program
 from scalejax.simulator.timeline.attribution import Attribution
 
@@ -22,6 +23,7 @@ _CALLED_FOR: dict[str, frozenset[CollectiveName]] = {
     PIPELINE: frozenset({"all_reduce", "all_gather", "reduce_scatter", "collective_permute"}),
     DATA: frozenset({"all_reduce"}),
     FSDP: frozenset({"all_reduce", "all_gather", "reduce_scatter"}),
+    EXPERT: frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}),
     CONTEXT: frozenset({"all_reduce", "all_gather", "reduce_scatter"}),
     TENSOR: frozenset({"all_reduce"}),
 }
@@ -112,6 +114,8 @@ def _reason(
         return "its devices are no axis of the mesh: an array changes its sharding"
     if collective.name == "all_to_all" and axes == (PIPELINE,):
         return "blocks are redistributed that equal stages of one chunk would hold already"
+    if collective.name == "all_to_all" and axes == (EXPERT,):
+        return None
     if collective.name == "all_to_all":
         return "no axis calls for one: an array changes its sharding"
     if collective.name == "collective_permute":

@@ -301,9 +301,10 @@ def resolve(
     dataset = _with_model_pixels(facts, config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
+        axes = layout.batch_axes
         accepted = (
-            f"{per_device} samples x {layout.batch_axes}={shards} are {global_batch} a step, more "
-            f"than the {dataset.train_examples} training examples (at most {layout.batch_axes}={most})"
+            f"{per_device} samples x {axes}={shards} are {global_batch} a step, more "
+            f"than the {dataset.train_examples} training examples (at most {axes}={most})"
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
     config.schedule.scaled_optimizer(config.optimizer, global_batch)  # refuses invalid scaling

@@ -9,7 +9,7 @@ from typing import Literal
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware.measured import MeasuredRates
 
-RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]
+RateType = Literal["fp4", "fp8", "bf16", "f16", "tf32", "f32"]
 """Operand type of the matrix units."""
 
 _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
@@ -42,6 +42,9 @@ class CudaArchitecture:
     """Largest shared memory of one block, by opt-in."""
     fpus_per_sm: int
     """f32 units of one multiprocessor."""
+    stands_in: bool = False
+    """Whether this is no NVIDIA GPU (AMD's): programs are compiled for this target in place of the
+    chip, whose compiler is not used here, and costed at the chip's own rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +208,7 @@ class Chip:
     runtime_reserve_bytes: int
     """Device memory reserved by driver, communication library and allocator."""
     cuda: CudaArchitecture | None = None
-    """Compiler target; None if it is no NVIDIA GPU."""
+    """Compiler target; None if programs are not compiled for a GPU."""
     tpu: TpuArchitecture | None = None
     """Compiler target; None if it is no TPU."""
     residuals: Residuals | None = None
@@ -236,8 +239,10 @@ class Chip:
         without units of its own is converted to f32, as compilers do; so are integers and f64,
         which training steps do not multiply (too fast by 2x or more for f64).
         """
-        if dtype.startswith("f8"):
-            wanted: tuple[RateType, ...] = ("fp8", "bf16", "f32")
+        if dtype.startswith("f4"):
+            wanted: tuple[RateType, ...] = ("fp4", "fp8", "bf16", "f32")
+        elif dtype.startswith("f8"):
+            wanted = ("fp8", "bf16", "f32")
         else:
             wanted = _RATE_TYPES.get(dtype, ("f32",))
         return next(name for name in wanted if name in self.peak_flop_per_second)

@@ -24,7 +24,7 @@ _TITLES: dict[str, str] = {"cuda": "NVIDIA GPUs", "tpu": "TPUs", "cpu": "CPUs"}
 def chip_kind(chip: Chip) -> ChipKind | None:
     """Kind of the chip; None if its description does not say."""
     if chip.cuda is not None:
-        return "cuda"
+        return None if chip.cuda.stands_in else "cuda"
     return "tpu" if chip.tpu is not None else _KINDS.get(chip.name)
 
 
@@ -45,7 +45,8 @@ def refuse_other_kind(
     Raises:
         ConfigError: if the kinds differ, or the instruction sets of two GPUs.
     """
-    kind, cuda = chip_kind(cluster.chip), cluster.chip.cuda
+    kind = chip_kind(cluster.chip)
+    cuda = cluster.chip.cuda if kind == "cuda" else None
     own = "" if cuda is None else "sm_{}{}".format(*cuda.compute_capability)
     is_other_kind = kind is not None and kind != backend
     is_other_gpu = kind == "cuda" and bool(own) and target is not None and target != own

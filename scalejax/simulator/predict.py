@@ -393,7 +393,12 @@ def _notes(
         )
     elif chip.cuda is not None and program.backend == "cuda":
         own = "sm_{}{}".format(*chip.cuda.compute_capability)
-        if program.target != own:
+        if chip.cuda.stands_in:
+            notes.append(
+                f"compiled for an NVIDIA GPU ({own}): its fusions and schedule stand in for "
+                f"those of {chip.name}, at whose rates they are costed"
+            )
+        elif program.target != own:
             notes.append(f"compiled for {program.target} in place of {own}")
     if opaque := what_if(program).schedule.custom_calls:
         notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")

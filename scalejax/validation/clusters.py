@@ -27,6 +27,10 @@ CHIPS = {
     "h100_sxm_96gb_500w": "h100-96gb",
     "h200_sxm": "h200",
     "h200_sxm_141gb": "h200",
+    "h200_140gb_sxm": "h200",
+    "b200_sxm": "b200",
+    "b300_sxm": "b300",
+    "tpu7x_ironwood_chip": "tpu-7x",
 }
 """The catalogue's chip for each name of the ledger."""
 _LINKS: dict[str, LinkKind] = {

@@ -26,8 +26,9 @@ _OLDEST_SHARED_MEMORY = (167_936, 166_912)
 """Shared memory per multiprocessor, and per block at most, of compute capability 8.0 (XLA's
 GPU target descriptions, Apache-2.0)."""
 
-CUDNN_VERSION = (9, 10)
-"""The cuDNN that is compiled for: contemporary with CUDA 12.8."""
+_CUDNN_VERSIONS = {(10, 3): (9, 15), (0, 0): (9, 10)}
+"""The cuDNN that is compiled for, by oldest compute capability: 9.10 is contemporary with CUDA
+12.8; of 10.3, 9.15 (XLA's GPU target description of GB300, Apache-2.0), since 9.10 lacks it."""
 
 MAX_CPU_DEVICES = 2048
 """Virtual CPU devices that compile; 4096 do not (tried with jax 0.10.2 and 0.12.0)."""
@@ -157,6 +158,7 @@ def _describe(chip: Chip, architecture: CudaArchitecture) -> str:
     programming guide, "Compute capabilities"); library versions are those of CUDA 12.8.
     """
     major, minor = _capability(architecture)
+    cudnn = cudnn_version((major, minor))
     if architecture.compute_capability >= OLDEST_CAPABILITY:
         shared = architecture.shared_memory_per_sm_bytes
         shared_optin = architecture.shared_memory_per_block_optin_bytes
@@ -176,7 +178,7 @@ def _describe(chip: Chip, architecture: CudaArchitecture) -> str:
   cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: {CUDNN_VERSION[0]} minor: {CUDNN_VERSION[1]} }}
+dnn_version_info {{ major: {cudnn[0]} minor: {cudnn[1]} }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{chip.title}"
 """
@@ -185,6 +187,11 @@ device_description_str: "{chip.title}"
 @cache
 def _substitute() -> Chip:
     return load_chip(OLDEST_SUBSTITUTE)
+
+
+def cudnn_version(capability: tuple[int, int]) -> tuple[int, int]:
+    """(major, minor) of the cuDNN that is compiled for on a GPU of `capability`."""
+    return next(found for oldest, found in _CUDNN_VERSIONS.items() if capability >= oldest)
 
 
 def _capability(architecture: CudaArchitecture) -> tuple[int, int]:

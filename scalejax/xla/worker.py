@@ -22,7 +22,7 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.simulator.program import Program
 from scalejax.xla.functions import unpickled
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
-from scalejax.xla.target import CUDNN_VERSION, Target
+from scalejax.xla.target import Target, cudnn_version
 
 
 def compile_job(job: RunJob | FunctionJob) -> Compiled:
@@ -71,7 +71,7 @@ def _describe_cudnn(target: Target) -> bool:
     def asked(capability: str) -> tuple[int, ...]:
         return tuple(map(int, capability.split(".")))
 
-    major, minor = CUDNN_VERSION
+    major, minor = cudnn_version(own)
     fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor
     fused.check_compute_capability = lambda capability: own >= asked(capability)
     fused.is_cuda_compute_capability_equal = lambda capability: own == asked(capability)

@@ -51,11 +51,13 @@ def test_a_number_without_source_is_noticed():
 def test_catalogue_holds_what_the_documentation_names():
     """Chips and clusters that the README, the quickstart and the ledger speak of are there."""
     gpus = {"p100", "v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200"}
+    gpus |= {"h800", "b300", "gb300", "mi300x", "mi325x", "mi350x", "mi355x"}
     servers = {"dgx1-p100", "dgx1-v100", "dgx-a100", "dgx-a100-80gb", "dgx-h100", "dgx-h200"}
     racks = {"dgx-b200", "gb200-nvl72", "big-basin-goyal2017", "selene", "eos"}
-    rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p"}
+    racks |= {"dgx-b300", "gb300-nvl72", "h800", "mi300x", "mi325x", "mi350x", "mi355x"}
+    rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"}
 
-    assert set(chip_names()) >= gpus | {"tpu-v5e", "tpu-v5p"}
+    assert set(chip_names()) >= gpus | {"tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"}
     assert set(cluster_names()) >= servers | racks | rented
 
 
@@ -74,7 +76,7 @@ def test_every_chip_is_physically_sensible(name: str):
     chip = load_chip(name)
     rates = [
         chip.peak_flop_per_second[dtype]
-        for dtype in ("f32", "tf32", "bf16", "fp8")
+        for dtype in ("f32", "tf32", "bf16", "fp8", "fp4")
         if dtype in chip.peak_flop_per_second
     ]
 
@@ -103,6 +105,8 @@ def test_a_type_without_units_runs_as_f32():
     assert v100.peak("s32") == v100.peak("f32")
     assert load_chip("a100-80gb").rate_type("f8e4m3fn") == "bf16"
     assert load_chip("h100").rate_type("f8e5m2") == "fp8"
+    assert load_chip("h100").rate_type("f4e2m1fn") == "fp8"
+    assert load_chip("b300").rate_type("f4e2m1fn") == "fp4"
 
 
 def test_unknown_names_are_refused_with_the_nearest():

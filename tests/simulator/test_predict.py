@@ -178,6 +178,9 @@ def test_notes_say_what_the_program_stands_in_for():
     for_cpu = replace(data_parallel(8), backend="cpu", target="cpu")
 
     assert "compiled for sm_80 in place of sm_60" in predict(for_ampere, big_basin).notes
+    for_hopper = replace(for_ampere, target="sm_90")
+    amd = predict(for_hopper, load_cluster("mi300x")).notes
+    assert any("compiled for an NVIDIA GPU (sm_90)" in note for note in amd)
     assert not any("in place of" in n for n in predict(for_ampere, load_cluster("selene")).notes)
     assert any("no overlap assumed" in note for note in predict(for_cpu, big_basin).notes)
 

@@ -112,6 +112,15 @@ def predict(
         ProfileError: if the compiler refuses the step.
     """
     where = _cluster(cluster)
+    is_run = isinstance(subject, RunConfig | Path | str)
+    is_step = isinstance(getattr(subject, "run", None), ResolvedRun)
+    if is_run or is_step or isinstance(subject, Program):
+        for name, value in (("arguments", arguments or None), ("batch_argnums", batch_argnums)):
+            if value is not None:
+                raise ConfigError(refusal(name, value, "it is of a function; leave it out"))
+    if not is_run and scaling != "weak":
+        accepted = "only a run is scaled to several numbers of devices; leave it out"
+        raise ConfigError(refusal("scaling", scaling, accepted))
     if isinstance(subject, Program):
         _refuse_devices(devices, "a program")
         _refuse_framework(framework)
@@ -133,10 +142,10 @@ def predict(
     if not callable(subject):
         accepted = "it must be a config, a run file, a program, a step or a function"
         raise ConfigError(refusal("subject", subject, accepted))
-    if devices is None or isinstance(devices, Sequence):
+    if devices is None or (isinstance(devices, Sequence) and not isinstance(devices, str)):
         raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
     program = profile_call(
-        subject, arguments, cluster=where, device_count=index(devices), batch_argnums=batch_argnums
+        subject, arguments, cluster=where, device_count=_count(devices), batch_argnums=batch_argnums
     )
     return predict_program(program, where)
 
@@ -441,7 +450,19 @@ def _framework(framework: Framework | str) -> Framework:
 def _counts(devices: int | Sequence[int] | None) -> Sequence[int]:
     if devices is None:
         raise ConfigError(refusal("devices", None, "the number of devices is needed for a run"))
-    return devices if isinstance(devices, Sequence) else [index(devices)]
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return [_count(each) for each in devices]
+    return [_count(devices)]
+
+
+def _count(devices: Any) -> int:
+    """A number of devices as an int, NumPy's too."""
+    try:
+        if not isinstance(devices, bool):
+            return index(devices)
+    except TypeError:
+        pass
+    raise ConfigError(refusal("devices", devices, "it must be a whole number, or a list of them"))
 
 
 def _refuse_framework(framework: Framework | str) -> None:

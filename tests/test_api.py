@@ -47,6 +47,8 @@ def product(weights, rows):
 
 
 WEIGHTS, ROWS = jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+TABLE = jax.ShapeDtypeStruct((8, 3), "float32")
+EXAMPLE = Path(scalejax.__file__).parent / "config/examples/fashion_small_batch.toml"
 
 
 GPT = {
@@ -156,6 +158,14 @@ def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tm
         ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm' is refused"),
         ({"framework": "megatrom-lm"}, ConfigError, r"framework='megatrom-lm' is refused"),
         ({"subject": 7}, ConfigError, r"subject=7 is refused"),
+        ({"devices": "8"}, ConfigError, r"devices='8' is refused: it must be a whole number"),
+        ({"scaling": "strong"}, ConfigError, r"scaling='strong' is refused: only a run"),
+        ({"subject": EXAMPLE}, ConfigError, r"arguments=.* is refused: it is of a function"),
+        (
+            {"arguments": (WEIGHTS, {"rows": ROWS, "table": TABLE})},
+            ConfigError,
+            r"batch_argnums=\(1,\) is refused: its arrays have 8, 16 rows",
+        ),
         ({"cluster": "dgx-h1000"}, UnknownHardware, r"dgx-h1000.*dgx-h100"),
         ({"cluster": SMALL, "devices": 16}, DoesNotFit, r"devices=16 is refused"),
     ],
@@ -184,6 +194,19 @@ def test_a_function_without_shardings_is_data_parallel():
     mesh = jax.make_mesh((8,), ("data",))
     _, (weights, rows) = last.builder(mesh)
     assert (weights.sharding.spec, rows.sharding.spec) == (PartitionSpec(), PartitionSpec("data"))
+
+
+def test_a_number_of_python_takes_the_type_of_what_it_meets():
+    """As without the compiler elsewhere: it would make bfloat16 parameters float32."""
+
+    def step(weights, rate, rows):
+        return weights - rate * (rows @ weights).sum()
+
+    weights, rows = (jax.ShapeDtypeStruct(each.shape, "bfloat16") for each in (WEIGHTS, ROWS))
+    call = call_of(step, (weights, 0.1, rows), 8)
+
+    function, arguments = call.builder(jax.make_mesh((8,), ("data",)))
+    assert jax.eval_shape(function, *arguments).dtype == "bfloat16"
 
 
 def test_shardings_of_ones_own_are_kept():

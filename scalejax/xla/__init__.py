@@ -17,7 +17,7 @@ from scalejax.simulator.program import Program
 from scalejax.xla.batch import CacheFolder, profile_many
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import ProfileJob, require_type
-from scalejax.xla.functions import Builder, call_of, pickled
+from scalejax.xla.functions import Builder, call_of, name_of, pickled
 from scalejax.xla.job import Compiled, FunctionJob
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
@@ -100,7 +100,7 @@ def profile_function(
         require_at_least(f"mesh_axes.{axis}", size, 1)
         device_count *= size
     is_name = isinstance(build, str)
-    name = build if is_name else getattr(build, "__name__", type(build).__name__)
+    name = build if isinstance(build, str) else name_of(build)
     job = FunctionJob(
         target=target_for(cluster, device_count, backend),
         builder=name,
@@ -139,7 +139,7 @@ def profile_call(
     Args:
         function: jitted or not; also one typed into a notebook.
         arguments: arrays or `jax.ShapeDtypeStruct`, of the whole step over all devices; those with
-            a `NamedSharding`, over an abstract mesh for example, keep it.
+            a `NamedSharding`, over an abstract mesh for example, keep it. Close over static ones.
         cluster: the cluster to compile for; none of its devices need be present.
         device_count: devices to run on.
         batch_argnums: where no argument has a sharding, positions of those that hold samples, which

@@ -88,6 +88,11 @@ def unpickled(text: str, path: Sequence[str]) -> Builder:
     return cloudpickle.loads(base64.b64decode(text))
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of another thing that is called."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def call_of(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -107,7 +112,7 @@ def call_of(
     """
     import jax
 
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     leaves = jax.tree.leaves(tuple(arguments))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     named = [each for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
@@ -117,6 +122,9 @@ def call_of(
         raise ConfigError(refusal("shardings", sorted(meshes), accepted))
     if meshes:
         (axes,) = meshes
+        if batch_argnums is not None:
+            accepted = "its arguments have shardings, which say what is divided; leave it out"
+            raise ConfigError(refusal("batch_argnums", batch_argnums, accepted))
         if math.prod(size for _, size in axes) != device_count:
             accepted = f"its mesh must have devices={device_count} devices"
             raise ConfigError(refusal("shardings", dict(axes), accepted))
@@ -152,7 +160,7 @@ def _data_parallel(
             raise ConfigError(refusal("batch_argnums", position, accepted))
     positions = tuple(sorted({position % len(arguments) for position in given}))
     specs: list[Any] = []
-    rows = None
+    counts: set[int] = set()
     for index, argument in enumerate(arguments):
         is_batch = index in positions
         for leaf in jax.tree.leaves(argument):
@@ -162,17 +170,23 @@ def _data_parallel(
                 continue
             require_multiple(f"arguments[{index}].shape[0]", shape[0], device_count, "devices")
             specs.append(PartitionSpec(DATA))
-            rows = shape[0] if rows is None else rows
-    if rows is None:
+            counts.add(shape[0])
+    if not counts:
         accepted = (
             f"none of its {len(arguments)} arguments holds arrays of samples; name those that do"
+        )
+        raise ConfigError(refusal("batch_argnums", positions, accepted))
+    if len(counts) > 1:
+        accepted = (
+            f"its arrays have {', '.join(map(str, sorted(counts)))} rows, and samples are counted "
+            "by one number; pass what is no sample as another argument, or give shardings"
         )
         raise ConfigError(refusal("batch_argnums", positions, accepted))
     return Call(
         builder=_Builder(function, _shapes(arguments), specs),
         mesh_axes={DATA: device_count},
         name=name,
-        global_batch=rows,
+        global_batch=counts.pop(),
         batch_argnums=positions,
     )
 
@@ -185,7 +199,9 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         try:
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+            # A number of Python takes the type of what it meets, and must do so when compiled too.
+            is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, weak_type=is_weak)
         except TypeError as error:
             accepted = "it must be an array, a number, or a jax.ShapeDtypeStruct; close over others"
             raise ConfigError(refusal("arguments", leaf, accepted)) from error
@@ -201,6 +217,10 @@ class _Builder:
     shapes: tuple[Any, ...]
     specs: list[Any]
 
+    @property
+    def __name__(self) -> str:
+        return name_of(self.function)
+
     def __call__(self, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -210,6 +230,7 @@ class _Builder:
             jax.ShapeDtypeStruct(
                 leaf.shape,
                 leaf.dtype,
+                weak_type=leaf.weak_type,
                 sharding=NamedSharding(mesh, PartitionSpec() if spec is None else spec),
             )
             for leaf, spec in zip(leaves, self.specs, strict=True)

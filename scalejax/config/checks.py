@@ -248,6 +248,19 @@ def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: Inpu
             raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
 
 
+def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelConfig) -> None:
+    """Refuse adapters of networks that have none, and of one half of a matrix."""
+    if fine_tuning is None or fine_tuning.lora is None:
+        return
+    targets = fine_tuning.lora.targets
+    if not isinstance(model, DecoderConfig):
+        accepted = f"adapters are of decoders (gpt, llama), not of {model.name!r}"
+        raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
+    if model.is_gated and ("up_proj" in targets) != ("gate_proj" in targets):
+        accepted = "gate and up are one matrix here: name both gate_proj and up_proj"
+        raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
+
+
 def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
     """Refuse rate factors with a schedule-free optimizer, whose average is weighted by one rate."""
     if not optimizer.averages_iterates:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalejax.config.checks import (
+    require_adaptable_model,
     require_batch_norm_statistics,
     require_cacheable_features,
     require_compatible_augmentation,
@@ -142,6 +143,7 @@ class RunConfig:
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
         require_cacheable_features(self.fine_tuning, self.input)
+        require_adaptable_model(self.fine_tuning, model)
         if self.averaging is not None:
             self.averaging.require_within(train.epochs)
         require_unmasked_rows(self.input, train)

@@ -128,6 +128,68 @@ class LossConfig:
             raise ConfigError(refusal("loss.label_smoothing", self.label_smoothing, accepted))
 
 
+_EVERY_LINEAR = "all-linear"
+"""PEFT's name of all linear layers of the blocks."""
+
+_LAYERS_OF = {
+    _EVERY_LINEAR: (),
+    "q_proj": ("qkv",),
+    "k_proj": ("qkv",),
+    "v_proj": ("qkv",),
+    "o_proj": ("projection",),
+    "gate_proj": ("gated",),
+    "up_proj": ("gated", "up"),
+    "down_proj": ("down",),
+    "linear_qkv": ("qkv",),
+    "linear_proj": ("projection",),
+    "linear_fc1": ("gated", "up"),
+    "linear_fc2": ("down",),
+}
+"""The linear layers of gpt and llama that a target means: PEFT's names of Llama's layers, and
+Megatron Bridge's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters of linear layers, trained in place of their matrices: x W + scale x (x A) B
+    with A [in, rank] and B [rank, out] (LoRA; Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = 16
+    """Columns of A and rows of B."""
+    alpha: float = 32.0
+    """Numerator of the scale of the adapters' output: alpha / rank."""
+    rank_stabilized: bool = False
+    """Whether the scale is alpha / sqrt(rank) (rsLoRA; Kalajdzievski 2023, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = (_EVERY_LINEAR,)
+    """Linear layers of the blocks that get adapters: by their names here ("qkv", "projection",
+    "gated" or "up", "down"), by PEFT's ("q_proj", "o_proj", "gate_proj", ...) or by Megatron
+    Bridge's ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"); or "all-linear". Queries,
+    keys and values are one matrix here, with one A, as are gate and up: all of a matrix are
+    targets, or none."""
+
+    def __post_init__(self) -> None:
+        require_at_least("fine_tuning.lora.rank", self.rank, 1)
+        require_above("fine_tuning.lora.alpha", self.alpha, 0)
+        if not self.targets:
+            accepted = f'name at least one layer, or "{_EVERY_LINEAR}"'
+            raise ConfigError(refusal("fine_tuning.lora.targets", [], accepted))
+        heads = [f"{each}_proj" for each in "qkv"]
+        if (named := set(heads).intersection(self.targets)) and len(named) < len(heads):
+            accepted = f"queries, keys and values are one matrix here: name all of {heads}"
+            raise ConfigError(refusal("fine_tuning.lora.targets", list(self.targets), accepted))
+
+    @property
+    def scale(self) -> float:
+        """Factor on the adapters' output."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+    @property
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """The names of the layers that each target means, of which a network has some; none for all
+        layers."""
+        return {target: _LAYERS_OF.get(target, (target,)) for target in self.targets}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuningConfig:
     """Fine-tuning of a pretrained network: which parameters are trained, and at which rate.
@@ -139,7 +201,12 @@ class FineTuningConfig:
     trainable: tuple[str, ...] = ()
     """Path prefixes of the parameters that are trained; the others are frozen, with no gradient and
     no optimizer state, and their BatchNorm uses the running statistics. If empty, all are
-    trained."""
+    trained, or with `lora` none but the adapters."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, trained beside what `trainable` names (decoders); if absent, none."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type in which frozen matrices and embeddings are kept: bfloat16 is half the memory,
+    and with `model.compute_dtype = "bfloat16"` the same results."""
     rate_factors: dict[str, float] = field(default_factory=dict)
     """Factor on the learning rate of the schedule, by path prefix; the longest match counts
     (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
@@ -155,14 +222,22 @@ class FineTuningConfig:
         if self.cache_features and not self._is_head_alone:
             accepted = 'features stay the same only if nothing learns but trainable = ["head"]'
             raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
-        if not self.trainable and not self.rate_factors:
+        if not self.freezes and not self.rate_factors:
             accepted = "it would change nothing; name parts, or leave fine_tuning out"
             raise ConfigError(refusal("fine_tuning.trainable", [], accepted))
+        if not self.freezes and self.base_dtype != "float32":
+            accepted = "nothing is frozen; name fine_tuning.trainable or fine_tuning.lora"
+            raise ConfigError(refusal("fine_tuning.base_dtype", self.base_dtype, accepted))
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are frozen."""
+        return bool(self.trainable) or self.lora is not None
 
     @property
     def _is_head_alone(self) -> bool:
         parts = {part.split("/")[0] for part in self.trainable}
-        return parts == {"head"}
+        return parts == {"head"} and self.lora is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

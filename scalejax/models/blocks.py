@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import PIPELINE, TENSOR
+from scalejax.models.lora import ADAPTERS
 from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
 from scalejax.models.pipeline import through_stages
@@ -86,5 +87,5 @@ def through_blocks(
 
 def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
     """A matrix cast to the type of its products; biases and norms unchanged."""
-    is_kernel = "kernel" in parameter_path(path).split("/")
-    return leaf.astype(dtype) if is_kernel else leaf
+    is_matrix = not {"kernel", *ADAPTERS}.isdisjoint(parameter_path(path).split("/"))
+    return leaf.astype(dtype) if is_matrix else leaf

@@ -13,10 +13,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import PartitionSpec
 
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import FSDP, TENSOR
+from scalejax.models.lora import AdaptedLayer, adapter_specs
 from scalejax.models.sharding import (
     axis_size,
     constrained,
@@ -173,27 +175,42 @@ def _product(
 
 
 def _product_forward(
-    equation: str, kept: PartitionSpec, activations: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(equation, kept, activations, kernel), (activations, kernel)  # type: ignore[return-value]
+    equation: str, kept: PartitionSpec, activations: CustomVJPPrimal, kernel: CustomVJPPrimal
+) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array]]:
+    """The product, and what its gradients need: without that of a frozen matrix no activations."""
+    result = _product(equation, kept, activations.value, kernel.value)
+    saved = activations.value if kernel.perturbed else None
+    return result, (saved, kernel.value)  # type: ignore[return-value]
 
 
 def _product_backward(
     equation: str,
     kept: PartitionSpec,
-    saved: tuple[jax.Array, jax.Array],
+    saved: tuple[jax.Array | None, jax.Array],
     gradient: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     activations, kernel = saved
     whole = _brought(kernel, kept)
     # A product is linear in either operand; `jax.vjp` would trace it once more for its value.
-    to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), activations)
+    shape = _operand_shape(equation, gradient, kernel)
+    to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), shape)
+    (of_activations,) = to_activations(gradient)
+    if activations is None:  # the matrix is frozen
+        return of_activations, None
     to_kernel = jax.linear_transpose(lambda w: jnp.einsum(equation, activations, w), whole)
-    (of_activations,), (of_kernel,) = to_activations(gradient), to_kernel(gradient)
+    (of_kernel,) = to_kernel(gradient)
     return of_activations, constrained(of_kernel, kept)
 
 
-_product.defvjp(_product_forward, _product_backward)
+def _operand_shape(equation: str, result: jax.Array, kernel: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and type of the activations of an einsum, from its result and its matrix."""
+    operands, after = equation.split("->")
+    rows, matrix = operands.split(",")
+    sizes = dict(zip(after + matrix, (*result.shape, *kernel.shape), strict=True))
+    return jax.ShapeDtypeStruct([sizes[letter] for letter in rows], kernel.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
 def _is_summed(kept: PartitionSpec) -> bool:
@@ -239,7 +256,32 @@ def linear(
     """
     bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
     result = multiplied(layer.kernel[...], equation, kept, x, remat)
+    if (adaptation := adapted(layer, equation, kept, x, remat)) is not None:
+        result = result + adaptation
     return result if bias is None else result + jnp.expand_dims(bias, (0, 1))
+
+
+def adapted(
+    layer: nnx.Linear | nnx.LinearGeneral,
+    equation: str,
+    kept: PartitionSpec,
+    x: jax.Array,
+    remat: Remat,
+) -> jax.Array | None:
+    """What the adapters of `layer` (`scalejax.models.lora`) add to its product with `x`: scale x
+    (x A) B; None if it has none. Arguments as for `linear`."""
+    if not isinstance(layer, AdaptedLayer):
+        return None
+    operands, result = equation.split("->")
+    rows, matrix = operands.split(",")
+    inputs = "".join(letter for letter in matrix if letter not in result)
+    narrow = "".join(letter for letter in rows if letter not in inputs) + "R"
+    split_a, split_b = adapter_specs(kept)
+    a, b = layer.lora_a[...], layer.lora_b[...]
+    narrowed = multiplied(a, f"{rows},{inputs}R->{narrow}", split_a, x, remat)
+    outputs = matrix.removeprefix(inputs)
+    back = f"{narrow},R{outputs}->{result}"
+    return multiplied(b, back, split_b, narrowed * layer.lora_scale, remat)
 
 
 def multiplied(

@@ -19,7 +19,7 @@ from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.decoder import TOKENS, CausalNetwork
-from scalejax.models.fsdp import linear, multiplied
+from scalejax.models.fsdp import adapted, linear, multiplied
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between
@@ -110,9 +110,14 @@ class FeedForward(nnx.Module):
             return jnp.unstack(gated_BSNF, axis=2)
         kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
         columns = P(FSDP, TENSOR)
-        return [
+        parts_BSF = [
             multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op") for each in kernels_DF
         ]
+        adaptation_BSNF = adapted(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, "selective_op")
+        if adaptation_BSNF is None:
+            return parts_BSF
+        added_BSF = jnp.unstack(adaptation_BSNF, axis=2)
+        return [part + added for part, added in zip(parts_BSF, added_BSF, strict=True)]
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it

@@ -26,6 +26,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.config.model import CustomConfig, ModelConfig
 from scalejax.config.parallelism import PIPELINE
 from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.models.lora import ADAPTERS, adapted_path, adapter_specs
 from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import also_over, divisible, split_axes
 
@@ -108,7 +109,7 @@ def build_network(
 def is_cast(model: ModelConfig, path: str) -> bool:
     """Whether the network uses the parameter at `path` only in the compute type, so that it may be
     gathered in that type; False for a user's own network, where this is unknown."""
-    return model.own_module is None and path.endswith(("kernel", "embedding"))
+    return model.own_module is None and path.endswith(("kernel", "embedding", *ADAPTERS))
 
 
 @runtime_checkable
@@ -148,8 +149,10 @@ def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[s
 
     def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
         name = parameter_path(path)
+        matrix, adapter = adapted_path(name)
         for pattern, rule in rules:
-            if re.search(pattern, name):
+            if re.search(pattern, matrix):
+                rule = rule if adapter is None else adapter_specs(rule)[adapter]
                 kept = divisible(name, rule, leaf.shape, axis_sizes)
                 if PIPELINE in rule and PIPELINE not in kept:
                     return _over_stages(kept, leaf.shape, axis_sizes)

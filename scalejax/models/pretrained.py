@@ -52,7 +52,7 @@ def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
     tensors = read_torch_file(weights_file())
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | None:
-        value = _value(tensors, parameter_path(path))
+        value = _value(tensors, parameter_path(path)).astype(leaf.dtype)
         if value.shape != leaf.shape and parameter_path(path).startswith(f"{HEAD}/"):
             return None
         # By every process for its own devices, from a file that is the same in each.

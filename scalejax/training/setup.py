@@ -23,6 +23,7 @@ from scalejax.models import (
     build_network,
     network_class,
 )
+from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
@@ -150,5 +151,8 @@ def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
     run = setup.run
     rngs = nnx.Rngs(run.config.seed)
     network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
-    freeze_norms(run.config.fine_tuning, network)
+    tuning = run.config.fine_tuning
+    freeze_norms(tuning, network)
+    if tuning is not None and tuning.lora is not None:
+        add_adapters(tuning.lora, network, rngs)  # last: the base is drawn as without them
     return network

@@ -24,7 +24,12 @@ from scalejax.training.gradient_sync import GradientSync, build_gradient_sync
 from scalejax.training.gradient_sync.diloco import initial_outer
 from scalejax.training.mesh import replicated
 from scalejax.training.noise_scale import NoiseAverages
-from scalejax.training.optimizers.fine_tuning import require_known_parts, trainable
+from scalejax.training.optimizers.fine_tuning import (
+    require_known_parts,
+    trainable,
+    updated,
+    with_base_type,
+)
 from scalejax.training.setup import TrainSetup, network_of, train_setup
 
 PyTree = Any
@@ -39,8 +44,9 @@ class TrainState:
     step: PyTree
     """Updates made so far, int32."""
     params: PyTree
-    """Parameters, float32, by path. With local SGD, this field and the next two hold one copy for
-    each device along the data axis, [devices, ...]."""
+    """Parameters, float32, frozen ones as `fine_tuning.base_dtype` says; by path. With local SGD,
+    this field and the next two hold one copy for each device along the data axis, [devices,
+    ...]."""
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
@@ -63,7 +69,9 @@ def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
     except ValueError as error:
         accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
         raise ConfigError(refusal("model.name", setup.run.config.model.name, accepted)) from error
-    return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
+    config = setup.run.config
+    params = with_base_type(config.fine_tuning, config.model, nnx.to_pure_dict(params))
+    return params, nnx.to_pure_dict(statistics)
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
@@ -179,13 +187,15 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     as its parameters are.
 
     With a ZeRO stage they are sharded over the data axis as well, as in Megatron-LM's distributed
-    optimizer; the network reads gathered parameters (`gathered_params`).
+    optimizer; the network reads gathered parameters (`gathered_params`). Frozen parameters have no
+    optimizer state and stay whole.
     """
     shapes = abstract_state(setup)
     whole = replicated(mesh)
     params = _used_shardings(setup, mesh, shapes.params)
     if setup.run.config.layout.zero_stage:
-        params = jax.tree.map(_over_data, shapes.params, params)
+        learning = (learning_params(setup, tree) for tree in (shapes.params, params))
+        params = updated(params, jax.tree.map(_over_data, *learning))
     model_state = jax.tree.map(lambda _: whole, shapes.model_state)
     is_local = setup.run.config.local_sgd is not None
     kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
@@ -243,7 +253,8 @@ def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
             leaf = lax.with_sharding_constraint(leaf.astype(model.compute_dtype), parts)
         return lax.with_sharding_constraint(leaf, sharding)
 
-    return jax.tree_util.tree_map_with_path(gathered, params, used)
+    learning = (learning_params(setup, tree) for tree in (params, used))
+    return updated(params, jax.tree_util.tree_map_with_path(gathered, *learning))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def _model_flop(run: ResolvedRun) -> int:
     from scalejax.training.step import forward, forward_and_backward
     from scalejax.xla.model_flop import forward_flop
 
-    if run.config.fine_tuning is not None and run.config.fine_tuning.trainable:
+    if run.config.fine_tuning is not None and run.config.fine_tuning.freezes:
         # Recompute does not count as model FLOP (Chowdhery et al. 2022, arXiv 2204.02311,
         # appendix B).
         function, arguments = forward_and_backward(_without_remat(run))

@@ -123,6 +123,9 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if not isinstance(model, DecoderConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
+    if config.fine_tuning is not None and config.fine_tuning.lora is not None:
+        accepted = "the closed form costs training in full, no adapters; use scalejax predict"
+        raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))

@@ -41,7 +41,8 @@ def update(
         table.add_row("weights", weights, "initial weights of the network")
     tuning = config.fine_tuning
     if tuning is not None and learning is not None:
-        parts = ", ".join(tuning.trainable) or "all"
+        adapters = () if tuning.lora is None else (f"adapters of rank {tuning.lora.rank}",)
+        parts = ", ".join((*tuning.trainable, *adapters)) or "all"
         table.add_row(
             "learns", format_count(learning[0]), f"of {learning[1]:,} parameters: {parts}"
         )

@@ -23,11 +23,12 @@ from scalejax.config.optimizer import (
     SgdConfig,
 )
 from scalejax.models import parameter_path
+from scalejax.models.lora import ADAPTERS
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
 
-DECAYED = ("kernel", "embedding")
+DECAYED = ("kernel", "embedding", *ADAPTERS)
 """Last parts of the paths of weights; all other parameters are biases and normalisation."""
 
 Mask = Callable[[Any], Any]

@@ -12,18 +12,34 @@ import optax
 from flax import nnx
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
+from scalejax.config.model import ModelConfig
 from scalejax.config.training import FineTuningConfig
 from scalejax.core.errors import ConfigError, refusal, unknown_name
-from scalejax.models import BatchNorm, parameter_path
+from scalejax.models import BatchNorm, is_cast, parameter_path
+from scalejax.models.lora import ADAPTERS
 
 
 def trainable(config: FineTuningConfig | None, params: Any) -> Any:
     """`params`, or a tree of the same structure, with None in place of frozen parameters."""
-    if config is None or not config.trainable:
+    if config is None or not config.freezes:
         return params
     return tree_map_with_path(
         lambda path, leaf: leaf if _learns(config, parameter_path(path)) else None, params
     )
+
+
+def with_base_type(config: FineTuningConfig | None, model: ModelConfig, params: Any) -> Any:
+    """`params` with the frozen ones that are used in the compute type alone, matrices and
+    embeddings, in the type in which the base is kept."""
+    if config is None or config.base_dtype == "float32":
+        return params
+
+    def kept(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        name = parameter_path(path)
+        is_base = is_cast(model, name) and not _learns(config, name)
+        return leaf.astype(config.base_dtype) if is_base else leaf
+
+    return tree_map_with_path(kept, params)
 
 
 def updated(params: Any, learned: Any) -> Any:
@@ -35,7 +51,7 @@ def updated(params: Any, learned: Any) -> Any:
 
 def freeze_norms(config: FineTuningConfig | None, network: nnx.Module) -> None:
     """Make every BatchNorm of `network` with a frozen scale use its running statistics."""
-    if config is None or not config.trainable:
+    if config is None or not config.freezes:
         return
     for path, module in nnx.iter_modules(network):
         if isinstance(module, BatchNorm):
@@ -90,7 +106,8 @@ def require_known_parts(config: FineTuningConfig | None, params: Any) -> None:
 
 
 def _learns(config: FineTuningConfig, path: str) -> bool:
-    return not config.trainable or any(_is_within(path, part) for part in config.trainable)
+    is_adapter = path.rpartition("/")[2] in ADAPTERS
+    return not config.freezes or is_adapter or any(_is_within(path, p) for p in config.trainable)
 
 
 def _is_within(path: str, part: str) -> bool:

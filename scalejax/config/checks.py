@@ -116,9 +116,15 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
             )
             raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
         return
-    if layout.context > 1 and model.attention == "fused":
-        accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
+    is_gathered = layout.context > 1 and layout.context_strategy == "all_gather"
+    if is_gathered and model.attention == "fused":
+        accepted = (
+            'over layout.context_strategy="all_gather" it is computed unfused; use "auto", or '
+            '"ring" or "all_to_all" for the strategy'
+        )
         raise ConfigError(refusal("model.attention", model.attention, accepted))
+    if layout.context_strategy == "all_to_all":
+        _require_heads_over_context(model, layout)
     stages, chunks = layout.pipeline, layout.pipeline_chunks
     if model.layers < stages:
         accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
@@ -143,14 +149,29 @@ def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
     require_multiple("model.moe.experts", model.expert_count, layout.expert, "layout.expert")
 
 
+def _require_heads_over_context(model: DecoderConfig, layout: LayoutConfig) -> None:
+    """Refuse heads that context and tensor do not divide, and heads of keys of a device that
+    context neither divides nor is a multiple of."""
+    context, tensor = layout.context, layout.tensor
+    name = "layout.tensor*layout.context" if tensor > 1 else "layout.context"
+    for field, count in model.head_counts.items():
+        of_device = count // tensor
+        if field != "heads" and context % of_device == 0:
+            continue  # each is sent to several devices
+        require_multiple(f"model.{field}", count, tensor * context, name)
+
+
 def require_divisible_tokens(dataset: DatasetFacts, layout: LayoutConfig) -> None:
-    """Refuse context and sequence parallelism that do not divide the tokens of an example.
+    """Refuse context and sequence parallelism that do not divide the tokens of an example; a ring
+    divides them into two chunks for each context shard.
 
     Raises:
         ConfigError: naming the nearest numbers of tokens that do.
     """
     (tokens, *_) = dataset.input_shape
     shared = layout.tensor if layout.sequence_parallel else 1
+    if layout.context_strategy == "ring" and shared % 2:
+        require_multiple("data.tokens", tokens, 2 * layout.context, "2*layout.context")
     dividing = {"layout.context": layout.context, "layout.tensor": shared}
     axes = [name for name, size in dividing.items() if size > 1]
     require_multiple("data.tokens", tokens, math.prod(dividing.values()), "*".join(axes))

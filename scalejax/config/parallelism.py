@@ -114,6 +114,10 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     return (least + 1,) * long_stages + (least,) * (stages - long_stages)
 
 
+ContextStrategy = Literal["all_gather", "ring", "all_to_all"]
+"""How attention sees keys and values of tokens on other devices of the context axis."""
+
+
 PipelineSchedule = Literal["gpipe", "1f1b"]
 """Order of the microbatches of a pipeline: all forward and then all backward (GPipe; Huang et al.
 2018, arXiv 1811.06965), or alternating (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473,

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from scalejax.config.parallelism import MODEL_AXES
+from scalejax.config.parallelism import MODEL_AXES, ContextStrategy
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import Family
 
@@ -63,6 +63,11 @@ class LayoutConfig:
     """Devices along the tensor axis, which shards each layer (Megatron tensor parallelism)."""
     context: int = 1
     """Devices along the context axis, which shards the tokens of a sample (transformers)."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention sees tokens of other devices on the context axis: by keys and values gathered
+    from all ("all_gather"); by keys and values that travel round all (Ring Attention, "ring";
+    Megatron's p2p); or by heads sharded over context in place of tokens (DeepSpeed Ulysses,
+    "all_to_all"; Megatron's a2a), which context times tensor must divide."""
     pipeline: int = 1
     """Stages along the pipeline axis, which splits the blocks of a transformer;
     `batch.microbatches` pass through them one after another."""
@@ -109,6 +114,9 @@ class LayoutConfig:
         if self.pipeline == 1 and self.pipeline_chunks > 1:
             accepted = "it needs layout.pipeline above 1"
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
+        if self.context == 1 and self.context_strategy != "all_gather":
+            accepted = "it needs layout.context above 1, between whose devices tokens are split"
+            raise ConfigError(refusal("layout.context_strategy", self.context_strategy, accepted))
         if self.tensor == 1 and self.sequence_parallel:
             accepted = "it needs layout.tensor above 1, between whose devices tokens are split"
             raise ConfigError(refusal("layout.sequence_parallel", True, accepted))

@@ -14,13 +14,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from scalejax.config.model import AttentionKind, DecoderConfig, ModelConfig, Remat
-from scalejax.config.parallelism import DATA, EXPERT, FSDP, TENSOR
+from scalejax.config.parallelism import CONTEXT, ContextStrategy
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.models.context_attention import (
+    attention_over_heads,
+    blockwise_attention,
+    over_shards,
+)
 from scalejax.models.remat import kept
-from scalejax.models.sharding import constrained_keys, is_data_manual
+from scalejax.models.sharding import (
+    axis_size,
+    constrained_keys,
+    constraints,
+    is_data_manual,
+    is_zigzag,
+)
 
 
 def with_resolved_attention(model: ModelConfig, device: Any | None) -> ModelConfig:
@@ -67,8 +77,9 @@ def causal_attention(
     """Causal attention of every token over itself and those before it, [B, S, H, K].
 
     The softmax is in float32 in both kinds; unfused, scores are rounded to their type before it.
-    An unresolved "auto" is unfused. Over the context axis, queries stay sharded, and keys and
-    values of all tokens are gathered.
+    An unresolved "auto" is unfused. Over the context axis it is that of `context_attention`, but
+    for unfused attention with "all_gather": queries stay sharded, keys and values of all tokens
+    are gathered, and tokens have their own order.
 
     Args:
         q_BSHK: queries.
@@ -78,13 +89,24 @@ def causal_attention(
         remat: "selective" and "selective_op" save only queries, keys and values for the backward
             pass.
     """
+    strategy = constraints().context_strategy
+    if is_zigzag():
+        source = "ring" if strategy == "ring" else "all_gather"
+        return blockwise_attention(q_BSHK, k_BSGK, v_BSGK, kind, source)
+    attend = partial(_unfused, remat)
+    if axis_size(CONTEXT) > 1 and strategy == "all_to_all":
+        attend = _kernel if kind == "fused" else attend
+        return attention_over_heads(q_BSHK, k_BSGK, v_BSGK, attend)
     k_BSGK, v_BSGK = constrained_keys(k_BSGK), constrained_keys(v_BSGK)
-    if kind == "fused":  # saves no more than that in any case
+    if kind == "fused":  # saves no more than queries, keys and values in any case
         return _fused(q_BSHK, k_BSGK, v_BSGK)
-    unfused = _unfused if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
-    if remat in ("selective", "selective_op"):
-        unfused = jax.checkpoint(unfused, prevent_cse=False)  # a scan already prevents it
-    return kept(unfused(q_BSHK, k_BSGK, v_BSGK))
+    return attend(q_BSHK, k_BSGK, v_BSGK)
+
+
+def goes_by_blocks(strategy: ContextStrategy, kind: AttentionKind) -> bool:
+    """Whether attention over context shards goes by blocks of keys, in the order of
+    `sharding.zigzag_chunks`: unfused, gathered keys are attended to at once."""
+    return strategy == "ring" or (strategy == "all_gather" and kind == "fused")
 
 
 def full_attention(
@@ -97,7 +119,14 @@ def full_attention(
     return kept(attend(q_BSHK, k_BSHK, v_BSHK))
 
 
-def _unfused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
+def _unfused(remat: Remat, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+    attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
+    if remat in ("selective", "selective_op"):
+        attend = jax.checkpoint(attend, prevent_cse=False)  # a scan already prevents it
+    return kept(attend(q_BSHK, k_BSGK, v_BSGK))
+
+
+def _ungrouped(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK)
     shares_BHST = _shares(scores_BHST, q_BSHK.shape[-1] ** -0.5)
     return jnp.einsum("bhst,bthk->bshk", shares_BHST, v_BSHK)
@@ -106,14 +135,13 @@ def _unfused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Arr
 def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
     """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if the data axis is manual,
     which JAX's own partitioning of the kernel does not support."""
-    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     if not is_data_manual():
-        return attend(q_BSHK, k_BSGK, v_BSGK)
-    others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
-    split = PartitionSpec((FSDP, EXPERT), None, TENSOR, None)
-    return jax.shard_map(
-        attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
-    )(q_BSHK, k_BSGK, v_BSGK)
+        return _kernel(q_BSHK, k_BSGK, v_BSGK)
+    return over_shards(_kernel)(q_BSHK, k_BSGK, v_BSGK)
+
+
+_kernel = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+"""cuDNN's causal attention of whole samples."""
 
 
 def _grouped(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:

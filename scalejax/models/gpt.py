@@ -20,7 +20,7 @@ from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
-from scalejax.models.sharding import constrained_between
+from scalejax.models.sharding import constrained_between, in_token_order
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -146,7 +146,7 @@ class Gpt(CausalNetwork, names=("gpt",)):
 
     def _positioned(self, x_BSD: jax.Array) -> jax.Array:
         places_SD = self._table(self.places, PLACES)
-        return x_BSD + places_SD[None, : x_BSD.shape[1]]
+        return x_BSD + in_token_order(places_SD[None, : x_BSD.shape[1]])
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -22,7 +22,7 @@ from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import adapted, linear, multiplied
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
-from scalejax.models.sharding import constrained_between
+from scalejax.models.sharding import constrained_between, in_token_order
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -75,7 +75,7 @@ def _rotated(heads_BSHK: jax.Array, theta: float) -> jax.Array:
     with the columns of its matrices in another order).
     """
     tokens, size = heads_BSHK.shape[1], heads_BSHK.shape[3]
-    places_S = jnp.arange(tokens, dtype=jnp.float32)
+    places_S = in_token_order(jnp.arange(tokens, dtype=jnp.float32), axis=0)
     turns_K = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     angles_SK = places_S[:, None] * turns_K[None, :]
     cos, sin = (each[None, :, None, :] for each in (jnp.cos(angles_SK), jnp.sin(angles_SK)))

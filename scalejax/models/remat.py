@@ -12,6 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from scalejax.config.model import Remat
+from scalejax.models.sharding import is_zigzag
 
 _KEPT, _ENTERING = "kept", "entering"
 _FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
@@ -27,12 +28,12 @@ def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """`block` with its backward pass recomputing according to `remat`.
 
     "full": saves only its input. "selective_op": saves its input, activations marked `kept`, and
-    results of fused attention. "selective" is implemented by the blocks themselves.
+    results of attention. "selective" is implemented by the blocks themselves.
     """
     if remat not in _POLICIES:
         return block
     # A scan already prevents common-subexpression elimination.
-    again = jax.checkpoint(block, prevent_cse=False, policy=_POLICIES[remat])
+    again = jax.checkpoint(block, prevent_cse=False, policy=_policy(remat))
 
     def marked(x_BSD: jax.Array, *rest: Any) -> Any:
         return again(checkpoint_name(x_BSD, _ENTERING), *rest)
@@ -51,7 +52,7 @@ def recomputed_with_picks(blocks: Callable[..., Any], remat: Remat) -> Callable[
     if remat not in _POLICIES:
         return blocks
     # The policy around blocks stands in place of their own.
-    return jax.checkpoint(blocks, prevent_cse=False, policy=_POLICIES[remat])
+    return jax.checkpoint(blocks, prevent_cse=False, policy=_policy(remat))
 
 
 def kept_without_inner(
@@ -75,6 +76,14 @@ def _is_kept(primitive: Any, *values: Any, **params: Any) -> bool:
 
 def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
     return _is_entering(primitive, *values, **params) or _is_kept(primitive, *values, **params)
+
+
+def _policy(remat: Remat) -> Callable[..., Any]:
+    """Policy of recomputed blocks. Where attention goes by blocks, it marks its merged result, and
+    no block's own is saved."""
+    if remat == "selective_op" and is_zigzag():
+        return jax.checkpoint_policies.save_from_both_policies(_is_entering, _named)
+    return _POLICIES[remat]
 
 
 _POLICIES = {"full": _is_entering, "selective_op": _is_entering_or_kept}

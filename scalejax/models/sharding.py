@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from scalejax.config.parallelism import AXES, BATCH_AXES, CONTEXT, DATA, PIPELINE, TENSOR
+from scalejax.config.parallelism import (
+    AXES,
+    BATCH_AXES,
+    CONTEXT,
+    DATA,
+    PIPELINE,
+    TENSOR,
+    ContextStrategy,
+)
 from scalejax.core.errors import ConfigError, refusal, unknown_name
 
 
@@ -29,6 +39,10 @@ class ShardingConstraints:
     """Microbatches that a pipeline splits the rows into."""
     chunks: int = 1
     """Pipeline chunks (virtual stages) per stage."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention sees tokens of other context shards."""
+    is_zigzag: bool = False
+    """Whether the tokens of a sample are in the order of `zigzag_chunks` throughout the step."""
 
 
 _CONSTRAINTS: ContextVar[ShardingConstraints | None] = ContextVar("constraints", default=None)
@@ -168,6 +182,41 @@ def constrained_keys(k_BTHK: jax.Array) -> jax.Array:
     if axis_size(CONTEXT) == 1:
         return k_BTHK
     return constrained(k_BTHK, PartitionSpec(BATCH_AXES, None, TENSOR, None))
+
+
+def is_zigzag() -> bool:
+    """Whether tokens are in the order of `zigzag_chunks`, in which attention goes by blocks."""
+    return constraints().is_zigzag and axis_size(CONTEXT) > 1
+
+
+def zigzag_chunks(shards: int) -> np.ndarray:
+    """The chunks of a sample, twice as many as `shards`, in the order in which shards hold them:
+    shard i holds chunks i and 2 shards - 1 - i, so that all have the same part of causal scores
+    (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).
+
+    Example:
+        >>> from scalejax.models.sharding import zigzag_chunks
+        >>> zigzag_chunks(3).tolist()
+        [0, 5, 1, 4, 2, 3]
+    """
+    first = np.arange(shards)
+    return np.stack([first, 2 * shards - 1 - first], axis=1).reshape(-1)
+
+
+def in_token_order(array: jax.Array, axis: int = 1) -> jax.Array:
+    """`array` with the tokens of whole samples along `axis` put in the order in which context
+    shards hold them; unchanged where that is their own order.
+
+    Of token numbers, targets and positions, once a step: 4 bytes a token that every device of a
+    context group has. Inside of attention it would be queries, keys, values and results, in every
+    block, between devices, forward and backward: of queries alone more bytes than the ring moves
+    with few devices and many heads of queries for each of keys.
+    """
+    if not is_zigzag():
+        return array
+    chunks = zigzag_chunks(axis_size(CONTEXT))
+    shape = (*array.shape[:axis], chunks.size, -1, *array.shape[axis + 1 :])
+    return jnp.take(array.reshape(shape), chunks, axis=axis).reshape(array.shape)
 
 
 def _token_axes(*, is_shared: bool) -> tuple[str, ...]:

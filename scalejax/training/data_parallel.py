@@ -11,8 +11,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from scalejax.config.model import DecoderConfig
 from scalejax.config.parallelism import DATA
-from scalejax.models import BatchNormScope
+from scalejax.models import BatchNormScope, attention
 from scalejax.models.sharding import ShardingConstraints, sharding_context
 from scalejax.training.gradient_sync.device_rows import device_rows
 from scalejax.training.gradients import Batch, gradients
@@ -151,11 +152,17 @@ def with_constraints(
     setup: TrainSetup, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
 ) -> Any:
     """`function` traced with `mesh` and the run's sharding constraints in the context."""
-    layout = setup.run.config.layout
+    layout, model = setup.run.config.layout, setup.run.config.model
+    strategy = layout.context_strategy
+    is_by_blocks = isinstance(model, DecoderConfig) and attention.goes_by_blocks(
+        strategy, model.attention
+    )
     constraints = ShardingConstraints(
         is_sequence_parallel=layout.sequence_parallel,
         microbatches=setup.run.split.microbatches,
         chunks=layout.pipeline_chunks,
+        context_strategy=strategy,
+        is_zigzag=is_by_blocks and layout.context > 1,
     )
     with sharding_context(mesh.abstract_mesh, constraints):
         return function(*arguments)

@@ -16,7 +16,7 @@ from jax import lax
 
 from scalejax.config.data import DatasetFacts
 from scalejax.models import BatchNormScope
-from scalejax.models.sharding import is_data_manual
+from scalejax.models.sharding import in_token_order, is_data_manual
 from scalejax.training.optimizers.fine_tuning import trainable, updated
 from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
 
@@ -53,6 +53,8 @@ def sample_metrics(
         inputs = normalised(batch["inputs"], setup.run.dataset)
         if "mix" in batch:
             inputs = _mixed(batch["mix"], inputs, _partners(inputs))
+        if setup.run.dataset.is_text:
+            inputs = in_token_order(inputs)
         where = {"places": batch["places"]} if "places" in batch else {}
         logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
@@ -61,7 +63,8 @@ def sample_metrics(
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
         return _cross_entropy(logits, targets, smoothing), hits
 
-    losses, hits = loss_and_hits(batch["targets"])
+    targets = batch["targets"]
+    losses, hits = loss_and_hits(in_token_order(targets) if targets.ndim > 1 else targets)
     if "mix" in batch:
         partner_losses, partner_hits = loss_and_hits(_partners(batch["targets"]))
         losses = _mixed(batch["mix"], losses, partner_losses)

@@ -53,8 +53,10 @@ def train_setup(
         ConfigError: if its compute type is for costing only.
     """
     _require_trained_type(run.config.model)
-    # Fused attention needs the queries of all tokens; context parallelism leaves a device some.
-    device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
+    # Over gathered keys it is computed unfused.
+    layout = run.config.layout
+    is_gathered = layout.context > 1 and layout.context_strategy == "all_gather"
+    device = None if mesh is None or is_gathered else mesh.devices.flat[0]
     model = attention.with_resolved_attention(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)

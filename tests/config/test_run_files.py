@@ -247,6 +247,15 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
         ({"layout.context": 5}, "data.tokens=64 .* layout.context=5"),
         ({"layout.context": 2, "model.attention": "fused"}, "computed unfused"),
+        (
+            {"layout.context": 2, "layout.context_strategy": "ring", "data.tokens": 66},
+            r"data\.tokens=66 .* 2\*layout\.context=4 \(nearest: 64 or 68",
+        ),
+        (
+            {"layout.context": 3, "layout.context_strategy": "all_to_all", "data.tokens": 66},
+            r"model\.heads=4 .* layout\.context=3 \(nearest: 3 or 6",
+        ),
+        ({"layout.context_strategy": "ring"}, r"needs layout\.context above 1"),
         ({"layout.pipeline": 2, "layout.mode": "shard_map"}, "spreads over the data axis only"),
     ],
 )

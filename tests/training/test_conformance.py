@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import pytest
 
+from scalejax.config.model import Remat
 from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.config.schedule import ScheduleConfig
@@ -387,6 +388,46 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
     """Pipelines, context, sequence parallelism and ZeRO, and products of them."""
     axes, microbatches = HYBRIDS[layout]
     run = run_of(model, "adamw", axes, microbatches)
+
+    assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+CONTEXTS: dict[str, tuple[str, dict[str, Any], int, Remat]] = {
+    "ring, context=4 x fsdp=2": ("gpt", {"context": 4, "fsdp": 2}, 1, "full"),
+    "heads, context=2 x data=2": ("gpt", {"context": 2, "data": 2}, 2, "full"),
+    "ring, context=4 x tensor=2": ("llama", {"context": 4, "tensor": 2}, 1, "none"),
+    "heads, context=4 x tensor=2": ("llama", {"context": 4, "tensor": 2}, 1, "selective"),
+    "ring, context=2 x tensor=2 x data=2": (
+        "llama",
+        {"context": 2, "tensor": 2, "data": 2, "sequence_parallel": True},
+        2,
+        "selective_op",
+    ),
+    "ring, context=2 x pipeline=2 x data=2": (
+        "gpt",
+        {"context": 2, "pipeline": 2, "data": 2},
+        4,
+        "selective",
+    ),
+    "heads, context=2 x fsdp=2 x tensor=2": (
+        "llama",
+        {"context": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True},
+        1,
+        "selective_op",
+    ),
+}
+"""Attention by a ring, or over heads: network, other axes, microbatches and recompute."""
+
+
+@pytest.mark.slow_except("ring, context=4 x fsdp=2", "heads, context=2 x data=2")
+@pytest.mark.parametrize("title", CONTEXTS)
+def test_attention_over_context_trains_what_one_device_trains(title):
+    """Whose tokens lie in their own order: positions and targets go with those of a ring."""
+    model, axes, microbatches, remat = CONTEXTS[title]
+    strategy = "ring" if title.startswith("ring") else "all_to_all"
+    layout = {"data": 1, **axes, "context_strategy": strategy}
+    config = run_of(model, "adamw", layout, microbatches).config
+    run = resolve(replace(config, model=replace(config.model, remat=remat)))
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 

@@ -38,6 +38,7 @@ from scalejax.xla import ProfileJob, has_cuda_compiler, profile_many, require_ty
 SEARCHED_FIELDS: dict[str, JsonValue] = {
     **{f"layout.{axis}": 1 for axis in MODEL_AXES},
     "layout.data": None,
+    "layout.context_strategy": "all_gather",
     "layout.pipeline_chunks": 1,
     "layout.sequence_parallel": False,
     "layout.zero_stage": 0,

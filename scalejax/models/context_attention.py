@@ -1,0 +1,301 @@
+"""Causal attention of tokens that are sharded over the context axis.
+
+Three ways, `layout.context_strategy`. "ring": each device attends to its own keys, and then to
+those of every other device, which travel from neighbour to neighbour while the last are used (Liu
+et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889, algorithm 1).
+"all_gather": the same blocks, of keys that are all-gathered first (Grattafiori et al. 2024, "The
+Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). "all_to_all": heads are sharded over
+context in place of tokens, so that attention itself sees whole samples (Jacobs et al. 2023,
+"DeepSpeed Ulysses", arXiv 2309.14509, section 3).
+
+The first two go block by block (`attention_blocks`), and the backward pass goes round once more, so
+that memory is linear in the tokens of a device. Under a causal mask every device has the same work
+because of the order of tokens, `sharding.zigzag_chunks`: of 2C chunks, device i holds chunks i and
+2C - 1 - i. Its own tokens are causal among themselves as they lie. Of the keys of another device j,
+if j < i, both of its chunks see the first and none sees the second; else its second chunk sees both
+and its first none. Either way these are two blocks of whole chunks without a mask, so that no block
+needs a mask with an offset, which cuDNN does not have, and no product is computed and thrown away.
+
+Shapes: B batch, S tokens of a device, H heads of queries, G heads of keys and values, K size of a
+head, C devices along context.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from scalejax.config.model import AttentionKind
+from scalejax.config.parallelism import BATCH_AXES, CONTEXT, TENSOR
+from scalejax.models.attention_blocks import BlockResult, block_gradients, block_result
+from scalejax.models.remat import kept
+from scalejax.models.sharding import axis_size
+
+KeySource = Literal["ring", "all_gather"]
+"""Where the keys and values of other devices come from."""
+
+_Pair = tuple[jax.Array, jax.Array]
+"""Keys and values, their gradients, or the two chunks of a device."""
+
+
+def blockwise_attention(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, kind: AttentionKind, source: KeySource
+) -> jax.Array:
+    """Causal attention [B, S, H, K] of tokens in the order of `sharding.zigzag_chunks`, in blocks.
+
+    For the backward pass it saves queries, keys, values, the result and its log-sum-exp.
+
+    Args:
+        q_BSHK: queries of all tokens.
+        k_BSGK: keys, each shared by H / G heads of queries.
+        v_BSGK: values.
+        kind: kernel of a block, fused or unfused.
+        source: where keys of other devices come from.
+    """
+    attend = partial(_blockwise, kind, source, axis_size(CONTEXT))
+    return over_shards(attend)(q_BSHK, k_BSGK, v_BSGK)
+
+
+def attention_over_heads(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Causal attention [B, S, H, K] with heads sharded over context meanwhile, by all-to-alls.
+
+    Where C is more than the heads of keys of a device, each head is sent to all the devices whose
+    queries read it: C / G times.
+
+    Args:
+        q_BSHK: queries of all tokens; C divides the heads of a device.
+        k_BSGK: keys; C divides the heads of a device or is a multiple of them.
+        v_BSGK: values.
+        attend: causal attention of whole samples for some heads.
+    """
+    shards = axis_size(CONTEXT)
+
+    def per_device(*heads: jax.Array) -> jax.Array:
+        q, k, v = (_by_head(_repeated(each, shards)) for each in heads)
+        return lax.all_to_all(attend(q, k, v), CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+    return over_shards(per_device)(q_BSHK, k_BSGK, v_BSGK)
+
+
+def _by_head(heads_BSHK: jax.Array) -> jax.Array:
+    """Some of the heads for all tokens, of all heads for some tokens."""
+    return lax.all_to_all(heads_BSHK, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _repeated(heads_BSHK: jax.Array, shards: int) -> jax.Array:
+    """Heads, each as often as makes one for every device, if they are fewer."""
+    copies = max(1, shards // heads_BSHK.shape[2])
+    return heads_BSHK if copies == 1 else jnp.repeat(heads_BSHK, copies, axis=2)
+
+
+def over_shards(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`attend` in a `shard_map` over all axes that are not manual yet: rows over the batch axes,
+    tokens over context, heads over tensor."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = set(mesh.axis_names) - set(mesh.manual_axes)
+    rows = tuple(axis for axis in BATCH_AXES if axis in others)
+    split = PartitionSpec(rows, CONTEXT, TENSOR, None)
+    return jax.shard_map(
+        attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
+    )
+
+
+# Block by block: forward.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _blockwise(
+    kind: AttentionKind, source: KeySource, shards: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    return _forward(kind, source, shards, q, k, v)[0]
+
+
+def _forward(
+    kind: AttentionKind, source: KeySource, shards: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The result of a device's queries, and what the backward pass needs."""
+    attend = partial(block_result, kind)
+    here = lax.axis_index(CONTEXT)
+    q_first, q_second = _halves(q)
+    own = attend(q, k, v, is_causal=True)
+    values, log_sums = _halves(own.values), _halves(own.log_sums, axis=2)
+    start = tuple(map(BlockResult, values, log_sums))
+
+    def of_others(
+        time: Any, keys: _Pair, results: tuple[BlockResult, ...]
+    ) -> tuple[BlockResult, ...]:
+        """Results of both chunks with the keys of the device that is `time` places before."""
+        first, second = results
+        (k_first, k_second), (v_first, v_second) = map(_halves, keys)
+        second = second.merged(attend(q_second, k_first, v_first, is_causal=False))
+        is_before = here >= time
+        block = attend(
+            jnp.where(is_before, q_first, q_second),
+            jnp.where(is_before, k_first, k_second),
+            jnp.where(is_before, v_first, v_second),
+            is_causal=False,
+        )
+        merged = _either(is_before, first, second).merged(block)
+        return _either(is_before, merged, first), _either(is_before, second, merged)
+
+    if source == "ring":
+
+        def step(carry: Any, time: jax.Array) -> tuple[Any, None]:
+            results, keys = carry
+            following = _sent_on(keys)  # while these are used
+            return (of_others(time, keys, results), following), None
+
+        carry = (start, _sent_on((k, v)))
+        (results, keys), _ = _scanned(step, carry, 1, shards - 1)
+        first, second = of_others(shards - 1, keys, results)  # which are not sent on
+    else:
+        gathered = _gathered((k, v))
+
+        def use(results: Any, time: jax.Array) -> tuple[Any, None]:
+            return of_others(time, _picked(gathered, (here - time) % shards), results), None
+
+        (first, second), _ = _scanned(use, start, 1, shards)
+    out = kept(_joined(first.values, second.values).astype(q.dtype))
+    log_sums = kept(_joined(first.log_sums, second.log_sums, axis=2))
+    return out, (q, k, v, out, log_sums)
+
+
+# Block by block: backward.
+
+
+def _backward(
+    kind: AttentionKind,
+    source: KeySource,
+    shards: int,
+    saved: tuple[jax.Array, ...],
+    gradient: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of queries, keys and values.
+
+    The queries' are summed in float32. Those of keys and values are summed in their type, as which
+    they travel: round the ring one step behind their keys, or in a reduce-scatter.
+    """
+    q, k, v, out, log_sums = saved
+    differentiate = partial(block_gradients, kind)
+    here = lax.axis_index(CONTEXT)
+    of_queries = (q, out, gradient)
+    (q_first, out_first, d_first), (q_second, out_second, d_second) = zip(
+        *map(_halves, of_queries), strict=True
+    )
+    log_first, log_second = _halves(log_sums, axis=2)
+    dq, dk, dv = differentiate(q, k, v, out, log_sums, gradient, is_causal=True)
+    start = (_halves(dq.astype(jnp.float32)), (dk, dv))
+
+    def of_others(time: Any, keys: _Pair, dq: _Pair) -> tuple[_Pair, _Pair]:
+        """`dq` with the keys of the device that is `time` places before, and their gradients."""
+        (k_first, k_second), (v_first, v_second) = map(_halves, keys)
+        dq_second, *dkv_first = differentiate(
+            q_second, k_first, v_first, out_second, log_second, d_second, is_causal=False
+        )
+        is_before = here >= time
+        dq_block, *dkv_block = differentiate(
+            jnp.where(is_before, q_first, q_second),
+            jnp.where(is_before, k_first, k_second),
+            jnp.where(is_before, v_first, v_second),
+            jnp.where(is_before, out_first, out_second),
+            jnp.where(is_before, log_first, log_second),
+            jnp.where(is_before, d_first, d_second),
+            is_causal=False,
+        )
+        first = dq[0] + jnp.where(is_before, dq_block, 0)
+        second = dq[1] + dq_second + jnp.where(is_before, 0, dq_block)
+        made = [
+            _joined(one + jnp.where(is_before, block, 0), jnp.where(is_before, 0, block))
+            for one, block in zip(dkv_first, dkv_block, strict=True)
+        ]
+        return (first, second), (made[0], made[1])
+
+    if source == "ring":
+
+        def added(time: Any, keys: _Pair, dq: _Pair, dkv: _Pair) -> tuple[_Pair, _Pair]:
+            arrived = _sent_on(dkv)  # while the gradients of the next block are computed
+            dq, made = of_others(time, keys, dq)
+            return dq, (arrived[0] + made[0], arrived[1] + made[1])
+
+        def step(carry: Any, time: jax.Array) -> tuple[Any, None]:
+            dq, dkv, keys = carry
+            following = _sent_on(keys)
+            return (*added(time, keys, dq, dkv), following), None
+
+        carry = (*start, _sent_on((k, v)))
+        (dq, dkv, keys), _ = _scanned(step, carry, 1, shards - 1)
+        dq, dkv = added(shards - 1, keys, dq, dkv)
+        dkv = _sent_on(dkv)  # home
+    else:
+        gathered = _gathered((k, v))
+
+        def use(carry: Any, time: jax.Array) -> tuple[Any, None]:
+            dq, sums = carry
+            place = (here - time) % shards
+            dq, made = of_others(time, _picked(gathered, place), dq)
+            return (dq, _placed(sums, made, place)), None
+
+        sums = _placed(jax.tree.map(jnp.zeros_like, gathered), start[1], here)
+        (dq, sums), _ = _scanned(use, (start[0], sums), 1, shards)
+        dkv = [lax.psum_scatter(each, CONTEXT) for each in sums]
+    return _joined(dq[0], dq[1]).astype(q.dtype), *dkv
+
+
+_blockwise.defvjp(_forward, _backward)
+
+
+# Keys and values between devices, and chunks of them.
+
+
+def _sent_on(keys: _Pair) -> _Pair:
+    """What the device before sent of its keys and values."""
+    shards = lax.axis_size(CONTEXT)
+    ring = [(place, (place + 1) % shards) for place in range(shards)]
+    return lax.ppermute(keys, CONTEXT, ring)
+
+
+def _gathered(keys: _Pair) -> _Pair:
+    """Keys and values of all devices, each [C, B, S, G, K]."""
+    return lax.all_gather(keys, CONTEXT)
+
+
+def _picked(gathered: _Pair, place: jax.Array) -> _Pair:
+    """The keys and values of one device."""
+    return jax.tree.map(
+        lambda each: lax.dynamic_index_in_dim(each, place, keepdims=False), gathered
+    )
+
+
+def _placed(sums: _Pair, made: _Pair, place: jax.Array) -> _Pair:
+    """`sums` with the gradients of the keys and values of one device."""
+    return jax.tree.map(
+        lambda every, each: lax.dynamic_update_index_in_dim(every, each, place, 0), sums, made
+    )
+
+
+def _scanned(step: Any, carry: Any, first: int, end: int) -> Any:
+    """`lax.scan` of `step` over the times from `first` to before `end`, if there are any."""
+    return lax.scan(step, carry, jnp.arange(first, end)) if end > first else (carry, None)
+
+
+def _either(flag: jax.Array, one: BlockResult, other: BlockResult) -> BlockResult:
+    return jax.tree.map(partial(jnp.where, flag), one, other)
+
+
+def _halves(array: jax.Array, axis: int = 1) -> _Pair:
+    """The two chunks of a device's tokens."""
+    first, second = jnp.split(array, 2, axis=axis)
+    return first, second
+
+
+def _joined(first: jax.Array, second: jax.Array, axis: int = 1) -> jax.Array:
+    return jnp.concatenate([first, second], axis=axis)

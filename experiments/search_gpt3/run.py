@@ -14,9 +14,10 @@ from scalejax.core.environment import machine_cores
 from scalejax.core.metrics import mfu
 from scalejax.core.units import GIB, TFLOP
 from scalejax.hardware import load_cluster
-from scalejax.planning.search import Candidate, StrategyCosts, breakdown_difference, search
+from scalejax.planning.search import Candidate, breakdown_difference, search
 from scalejax.planning.search.run import in_words
-from scalejax.simulator.transformer import TransformerShape
+from scalejax.simulator.predict import predict
+from scalejax.simulator.transformer import TransformerShape, transformer_program
 
 HERE = Path(__file__).parent
 CLUSTER = load_cluster("selene")
@@ -60,11 +61,12 @@ def main() -> None:
             f"{row['samples_per_second']:6.1f} samples/s {row['tflop_per_second']:4.0f} TFLOP/s "
             f"{row['gib']:5.1f} GiB  {row['strategy']}"
         )
-    costs = StrategyCosts(shape, CLUSTER)
     if published:
-        changes = breakdown_difference(
-            costs.terms(published[0][1].strategy), costs.terms(ranked[0].strategy)
+        own, best = (
+            predict(transformer_program(shape, each.strategy), CLUSTER).waterfall
+            for each in (published[0][1], ranked[0])
         )
+        changes = breakdown_difference(own, best)
         print("published against the best:")
         print(", ".join(f"{change:+.2f} s {name}" for name, change in changes))
     name = "results_fused.json" if arguments.fused else "results.json"

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from scalejax.api import predict
 from scalejax.core.errors import ScalejaxError
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
-from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of, one_line

@@ -21,7 +21,9 @@ needs_ledger = pytest.mark.skipif(
 
 @needs_ledger
 def test_open_ledger_is_predicted_as_well_as_before():
-    """No family gets worse by more than a point, and none loses rows.
+    """No family gets worse by more than a tenth of a point in the mean, and none loses rows.
+
+    Medians move in steps, from one row to the next: by a point at most.
 
     If this fails after a change to how programs are read or costed, decide which is right: the
     physics of the change, or the errors it brings. If it is the change, write new figures with
@@ -37,10 +39,15 @@ def test_open_ledger_is_predicted_as_well_as_before():
     for summary in summaries(scored_rows):
         before = golden[summary.name]
         assert summary.predicted >= before.predicted, summary.name
-        for figure in ("median_error", "median_ratio_error", "median_fastest_error"):
+        for figure, allowed in (
+            ("mean_error", 0.001),
+            ("median_error", 0.01),
+            ("median_ratio_error", 0.01),
+            ("median_fastest_error", 0.01),
+        ):
             now, then = getattr(summary, figure), getattr(before, figure)
             if then is not None:
-                assert now <= then + 0.01, f"{summary.name}: {figure} {then:.1%} -> {now:.1%}"
+                assert now <= then + allowed, f"{summary.name}: {figure} {then:.2%} -> {now:.2%}"
 
 
 @needs_ledger

@@ -18,6 +18,7 @@ from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_b
 from scalejax.planning.search.parallel import SearchSpec, candidates
 from scalejax.planning.search.space import groups, left_out, strategies
 from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.predict import RUN_CONDITIONS
 from scalejax.simulator.transformer import Strategy, TransformerShape, memory_use
 
 __all__ = [
@@ -152,17 +153,20 @@ def _without_zero_stage(strategy: Strategy) -> Hashable:
 
 
 def breakdown_difference(
-    own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
+    own: Sequence[tuple[str, float | None]], best: Sequence[tuple[str, float | None]]
 ) -> tuple[tuple[str, float], ...]:
     """(term, seconds) difference of each term of a step from the best step's, the largest first.
 
-    Differences below a thousandth of the best step are left out.
+    Differences below a thousandth of the best step are left out, and terms of the run besides it.
 
     Args:
-        own: `StrategyCosts.terms` of a strategy.
-        best: `StrategyCosts.terms` of the best strategy.
+        own: `Prediction.waterfall` of a strategy.
+        best: `Prediction.waterfall` of the best strategy.
     """
-    mine, winners = dict(own), dict(best)
+    mine, winners = (
+        {name: seconds or 0.0 for name, seconds in terms if name not in RUN_CONDITIONS}
+        for terms in (own, best)
+    )
     names = dict.fromkeys((*mine, *winners))
     changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
     least = _ALIKE * math.fsum(winners.values())

@@ -12,7 +12,6 @@ from typing import Literal
 from scalejax.config.parallelism import PipelineTicks
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.device_state import in_graph
-from scalejax.simulator.predict import step_waterfall
 from scalejax.simulator.program import MemoryUse, Program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import OperationCosts, Timeline, total
@@ -77,14 +76,12 @@ class _StepTimes:
     other_blocks: int
     """Blocks of all other stages."""
 
-    def timeline(self, strategy: Strategy, *, has_bubble: bool = True) -> Timeline:
-        """Timeline of the step of `strategy`, with its pipeline bubble or without."""
+    def timeline(self, strategy: Strategy) -> Timeline:
+        """Timeline of the step of `strategy`."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
         if stages == 1:
             return self.busy
         ticks = PipelineTicks("1f1b", stages, strategy.split.microbatches, chunks)
-        if not has_bubble:
-            return total(((self.busy, 1), (self.sends, ticks.work)))
         idle = (self.block, self.other_blocks // chunks), *self.last
         return total(((self.busy, 1), (self.sends, ticks.work + ticks.idle), *idle))
 
@@ -127,16 +124,6 @@ class StrategyCosts:
             peak += memory.temporary_bytes(stage, each.pipeline_chunks)
             found.append(Candidate(each, seconds, peak))
         return found
-
-    def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
-        """(term, seconds) of the step of `strategy`: the known, nonzero terms of the waterfall of
-        `predict`."""
-        parts = self._step_times(strategy)
-        times, working = parts.timeline(strategy), parts.timeline(strategy, has_bubble=False)
-        stub = _without_operations(self._shape, strategy)
-        added = step_terms(stub, self._cluster, times.step_seconds)
-        terms = step_waterfall(times, working, added)
-        return tuple((name, seconds) for name, seconds in terms if seconds)
 
     def _step_times(self, strategy: Strategy) -> _StepTimes:
         parts, slowest = step_parts(self._shape, strategy), slowest_stage(self._shape, strategy)

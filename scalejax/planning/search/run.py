@@ -22,7 +22,6 @@ from scalejax.planning.search import (
     Candidate,
     Objective,
     SearchResult,
-    StrategyCosts,
     breakdown_difference,
     deduplicated,
     left_out,
@@ -237,7 +236,7 @@ def report_search(
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
         fitting=len(found.ranked),
-        ranked=_with_losses(ranked, StrategyCosts(shape, cluster)),
+        ranked=_with_losses(ranked),
         front=tuple(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
@@ -274,18 +273,19 @@ def confirm_search(
     ranked = list(report.ranked)
     for index, each in enumerate(ranked[:confirm]):
         answer = _confirmed(config, facts, cluster, framework, each.strategy, on_progress)
-        is_note = isinstance(answer, str)
-        ranked[index] = replace(
-            each, confirmed=None if is_note else answer, note=answer if is_note else None
-        )
+        if isinstance(answer, str):
+            ranked[index] = replace(each, confirmed=None, note=answer)
+            continue
+        price = each.price and each.price * answer.step_seconds / each.prediction.step_seconds
+        ranked[index] = replace(each, confirmed=answer, price=price, note=None)
     ranked.sort(key=lambda each: _order(each, report.objective))
-    costs = StrategyCosts(shape_of(config, cluster.chip, facts), cluster)
-    return replace(report, ranked=_with_losses(ranked, costs))
+    return replace(report, ranked=_with_losses(ranked))
 
 
-def _with_losses(ranked: Sequence[Ranked], costs: StrategyCosts) -> tuple[Ranked, ...]:
-    """`ranked` with the terms by which the step of each is longer than the first's."""
-    terms = [costs.terms(each.strategy) for each in ranked]
+def _with_losses(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    """`ranked` with the terms by which the step of each is longer than the first's, both by the
+    closed form: few are compiled."""
+    terms = [each.prediction.waterfall for each in ranked]
     return tuple(
         replace(each, losses=breakdown_difference(own, terms[0]))
         for each, own in zip(ranked, terms, strict=True)
@@ -364,12 +364,13 @@ def _ranked(
                 program = framework.applied(program, run_of(config, each.strategy, facts), larger)
             except ConfigError as error:  # scalejax trains no such run
                 note = f"as XLA runs it: {' '.join(str(error).split())}"
-        price = None
+        prediction, price = predict(program, cluster), None
         if price_per_device_hour is not None:
-            price = 1e6 * each.device_hours_per_sample * price_per_device_hour
+            candidate = replace(each, step_seconds=prediction.step_seconds)
+            price = 1e6 * candidate.device_hours_per_sample * price_per_device_hour
         yield Ranked(
             place=place,
-            prediction=predict(program, cluster),
+            prediction=prediction,
             strategy=each.strategy,
             price=price,
             losses=(),

@@ -5,6 +5,7 @@ open, all runs that it may mean are returned. Compiles and predicts nothing.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from scalejax.config.model import ModelConfig
@@ -27,7 +28,9 @@ full recompute."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
-    """`row` corrected to its source."""
+    """`row` corrected to its source, with the network of a benchmark of fine-tuning."""
+    if row.model.model == _MLPERF_LORA:
+        return replace(row, model=replace(row.model, model="llama"))
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(
@@ -35,6 +38,41 @@ def as_published(row: LedgerRow) -> LedgerRow:
         machine=replace(row.machine, hardware="h200_sxm_141gb"),
         work=replace(row.work, recompute="selective"),
     )
+
+
+# Fine-tuning.
+
+_MLPERF_LORA = "llama2_70b_lora"
+"""MLPerf's benchmark of fine-tuning, a Llama."""
+_LORA = re.compile("(?<![a-z])lora(?![a-z])")
+_ADAPTED = {
+    _MLPERF_LORA: ("linear_qkv", "linear_proj"),
+    "automodel": ("all-linear",),
+    "": ("linear_qkv",),
+}
+"""Adapted layers by a part of a row's name. MLPerf: qkv_proj and o_proj (mlcommons/training,
+llama2_70b_lora/README.md). NeMo AutoModel: match_all_linear (examples/llm_finetune/llama3_3,
+peft_benchmark.yaml). Others, of Megatron Bridge and NeMo: peft.target_modules = ["linear_qkv"] (the
+performance recipes of both)."""
+_RANK, _ALPHA = 16, 32.0
+"""Of MLPerf's and AutoModel's files above, and of NeMo's llama3_70b; rank 8 of its llama3_8b is a
+thousandth of a step less."""
+
+
+def _fine_tuning(row: LedgerRow) -> JsonValue:
+    """The table `fine_tuning` of the run; None where all of the network is trained.
+
+    The frozen base is kept in 16 bits, as these frameworks load it.
+    """
+    if not _LORA.search(f"{row.case_id} {row.notes}".lower().replace("_", " ")):
+        return None
+    targets: list[JsonValue] = []
+    targets += next(names for part, names in _ADAPTED.items() if part in row.case_id)
+    base_dtype = "float32" if row.work.precision in ("fp32", "tf32") else "bfloat16"
+    return {
+        "base_dtype": base_dtype,
+        "lora": {"rank": _RANK, "alpha": _ALPHA, "targets": targets},
+    }
 
 
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
@@ -57,9 +95,11 @@ _COMPUTE_TYPES = {
     "fp16": "bfloat16",
     "bf16": "bfloat16",
     "fp8": "float8",
+    "fp8?": "float8",
 }
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
-without it is costed at its rates for f16."""
+without it is costed at its rates for f16. Where a source leaves fp8 or fp4 open (fp8?), fp8 is
+taken."""
 
 _ASYNC_TENSOR = "asynctp"
 """Mark of rows of torchtitan with asynchronous tensor parallelism."""
@@ -153,7 +193,7 @@ def framework_of(row: LedgerRow) -> Framework:
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
     name = "xla"
-    if named.startswith("Megatron-Core"):
+    if "Megatron-Core" in named or "NeMo Framework" in named:
         name = "megatron-core"
     elif _is_megatron(row):
         name = "megatron-lm-fp16" if row.work.precision == "fp16" else "megatron-lm"
@@ -197,8 +237,10 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     Raises:
         ConfigError: if it means none that scalejax can build.
     """
+    if row.work.precision is None:
+        raise ConfigError("precision is not stated")
     compute_type = _COMPUTE_TYPES.get(row.work.precision)
-    if compute_type is None or (row.work.precision == "fp8" and row.model.model not in _CAUSAL):
+    if compute_type is None or (compute_type == "float8" and row.model.model not in _CAUSAL):
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []
@@ -227,6 +269,8 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
+            if (fine_tuning := _fine_tuning(row)) is not None:
+                tables["fine_tuning"] = fine_tuning
             runs.append(resolve(build(RunConfig, tables), row.device_count))
     return runs
 

@@ -38,8 +38,12 @@ _LINKS: dict[str, LinkKind] = {
     "mesh": "nvlink_mesh",
     "pcie": "pcie",
     "ici": "ici",
+    "nvlink": "nvswitch",
+    "xgmi": "nvlink_mesh",
+    "infinity fabric": "nvlink_mesh",
 }
-"""Kind of link, by a part of the ledger's name for it."""
+"""Kind of link, by a part of the ledger's name for it, the first that fits; of NVLink alone, as
+MLPerf's systems name it, that of all nodes of its generations 4 and 5."""
 _ASSUMED_MEMORY = "HBM size"
 """Mark of rows whose source does not state the memory of a device."""
 _YEAR_OF_40_GB = 2020
@@ -88,7 +92,7 @@ def _machine(row: LedgerRow) -> LedgerMachine:
 
 @cache
 def _cluster(
-    machine: LedgerMachine, named: frozenset[str], precision: str, library: str | None
+    machine: LedgerMachine, named: frozenset[str], precision: str | None, library: str | None
 ) -> Cluster:
     chip = CHIPS.get(machine.hardware, machine.hardware.replace("_", "-"))
     if chip not in chip_names():
@@ -123,7 +127,7 @@ def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
     return replace(cluster, network=replace(network, bytes_per_second=rate))
 
 
-def _for_precision(cluster: Cluster, precision: str) -> Cluster:
+def _for_precision(cluster: Cluster, precision: str | None) -> Cluster:
     """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32."""
     peaks = cluster.chip.peak_flop_per_second
     if precision == "tf32" and "tf32" not in peaks:
@@ -163,7 +167,7 @@ def _link_kind(name: str | None) -> LinkKind | None:
     if name is None:
         return None
     for part, kind in _LINKS.items():
-        if part in name:
+        if part in name.lower():
             return kind
     raise ConfigError(f"the link {name!r} is none of {', '.join(_LINKS)}")
 

@@ -88,7 +88,7 @@ class LedgerSpread:
 class LedgerWork:
     """Batch, precision and recompute of a row."""
 
-    precision: str
+    precision: str | None = None
     """Arithmetic: "fp32", "tf32", "fp16", "bf16", "fp8"."""
     per_device_batch: int | None = None
     """Samples per device per update."""

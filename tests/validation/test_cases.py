@@ -6,6 +6,7 @@ import pytest
 from ledger_cases import GPT, RESNET, case
 
 from scalejax.config.model import GptConfig, LlamaConfig
+from scalejax.config.training import FineTuningConfig, LoraConfig
 from scalejax.validation import Skipped
 from scalejax.validation.cases import case_of
 
@@ -49,6 +50,7 @@ def test_what_a_row_leaves_open_is_tried_in_order(row):
         ({"intra_node_link": "string"}, "the link 'string' is none of"),
         ({"model": "perceptron"}, "no network 'perceptron'"),
         ({"precision": "fp8"}, "precision 'fp8'"),
+        ({"precision": ""}, "precision is not stated"),
         ({"precision": "tf32"}, "precision 'tf32', which v100 does not have"),
         ({"pipeline": "4"}, "a pipeline of 'resnet50'"),
         ({"context": "2"}, "a context axis"),
@@ -180,6 +182,7 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "Megatron-LM", "precision": "fp16"}, "megatron-lm-fp16"),
         ({"framework": "Megatron-DeepSpeed"}, "megatron-lm"),
         ({"framework": "Megatron-Core r0.8.0"}, "megatron-core"),
+        ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "megatron-core"),
         ({"framework": "JAX / PaxML"}, "xla"),
         ({}, "xla"),
         ({"layers": "8", "fsdp": "1", "pipeline": "8", "recompute": "full"}, "pytorch"),
@@ -189,6 +192,33 @@ def test_a_row_is_predicted_with_the_framework_that_it_names(change, framework, 
     """As a user can ask for it: torchtitan compiles its loss from 2025 on; whether its blocks are
     compiled, and overlap, its row says."""
     assert case(row(GPT | change)).framework.name == framework
+
+
+LORA = GPT | {"model": "llama", "kv_heads": "2", "ffn_hidden": "96", "recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    ("change", "targets"),
+    [
+        (
+            {"case_id": "mlperf_llama2_70b_lora", "model": "llama2_70b_lora", "precision": "fp8?"}
+            | {"hardware": "h100_sxm_80gb", "intra_node_link": "NVLINK 4.0, NVSWITCH 3.0 900GB/s"},
+            ("linear_qkv", "linear_proj"),
+        ),
+        ({"notes": "LoRA Performance; LLAMA3_70B"}, ("linear_qkv",)),
+        ({"case_id": "automodel_8B", "notes": "Fine-Tuning (LoRA)"}, ("all-linear",)),
+        ({"notes": "exploratory"}, None),
+    ],
+)
+def test_a_row_of_fine_tuning_trains_adapters(change, targets, row):
+    """Of the layers that its benchmark or recipe adapts, with rank 16 and a base in 16 bits."""
+    tuning = case(row(LORA | change)).runs[0].config.fine_tuning
+
+    if targets is None:
+        assert tuning is None
+    else:
+        lora = LoraConfig(rank=16, alpha=32, targets=targets)
+        assert tuning == FineTuningConfig(lora=lora, base_dtype="bfloat16")
 
 
 def test_row_that_its_source_contradicts_is_run_as_published(row):

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from scalejax.config.run import ResolvedRun, RunConfig, load_config
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
     from scalejax.data.facts import resolve
-    from scalejax.hardware import Chip, Cluster, cluster_names, load_cluster
+    from scalejax.hardware import (
+        Chip,
+        Cluster,
+        RunConditions,
+        Site,
+        cluster_names,
+        load_cluster,
+        load_site,
+    )
     from scalejax.measure.devices import calibrate
     from scalejax.planning.scaling_study import study
     from scalejax.report.html.report import write_report
@@ -40,10 +48,12 @@ __all__ = [
     "Prediction",
     "Program",
     "ResolvedRun",
+    "RunConditions",
     "RunConfig",
     "RunRecord",
     "ScalejaxError",
     "ScalingPrediction",
+    "Site",
     "Step",
     "Validation",
     "build_mesh",
@@ -55,6 +65,7 @@ __all__ = [
     "init_state",
     "load_cluster",
     "load_config",
+    "load_site",
     "plan",
     "predict",
     "profile_call",
@@ -73,7 +84,10 @@ _HOMES = {
     "config.run": ("ResolvedRun", "RunConfig", "load_config"),
     "data.facts": ("resolve",),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
-    "hardware": ("Chip", "Cluster", "cluster_names", "load_cluster"),
+    "hardware": (
+        *("Chip", "Cluster", "RunConditions", "Site", "cluster_names", "load_cluster"),
+        "load_site",
+    ),
     "config.parallelism": ("Layout",),
     "training.mesh": ("build_mesh",),
     "simulator.predict": ("Prediction", "ScalingPrediction"),

@@ -14,7 +14,7 @@ from scalejax.config.run import ResolvedRun, RunConfig, load_config, with_fields
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts, resolve
-from scalejax.hardware import Cluster, load_cluster
+from scalejax.hardware import NO_SITE, Cluster, Site, load_cluster_and_site
 from scalejax.planning.explain_run import explain_run
 from scalejax.planning.scaling_study import predict_run, study
 from scalejax.planning.search import Objective
@@ -54,6 +54,7 @@ def predict(
     cluster: Cluster | Path | str,
     devices: Sequence[int],
     *,
+    site: Site | None = None,
     framework: Framework | str = "xla",
     scaling: Scaling = "weak",
 ) -> ScalingPrediction: ...
@@ -67,6 +68,7 @@ def predict(
     *,
     arguments: Sequence[Any] = (),
     batch_argnums: int | Sequence[int] | None = None,
+    site: Site | None = None,
     framework: Framework | str = "xla",
     scaling: Scaling = "weak",
 ) -> Prediction: ...
@@ -79,6 +81,7 @@ def predict(
     *,
     arguments: Sequence[Any] = (),
     batch_argnums: int | Sequence[int] | None = None,
+    site: Site | None = None,
     framework: Framework | str = "xla",
     scaling: Scaling = "weak",
 ) -> Prediction | ScalingPrediction:
@@ -100,6 +103,7 @@ def predict(
         arguments: of a function: arrays or `jax.ShapeDtypeStruct`s of the whole step over all
             devices. Where none has a `NamedSharding`, the function is data parallel.
         batch_argnums: positions of the arguments that hold samples; if None, the last.
+        site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains it, or its name; of a run.
         scaling: what stays fixed as devices are added: the batch per device (weak), or the global
             batch (strong); of a run.
@@ -111,7 +115,7 @@ def predict(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
-    where = _cluster(cluster)
+    where, at = _placed(cluster, site)
     is_run = isinstance(subject, RunConfig | Path | str)
     is_step = isinstance(getattr(subject, "run", None), ResolvedRun)
     if is_run or is_step or isinstance(subject, Program):
@@ -124,21 +128,27 @@ def predict(
     if isinstance(subject, Program):
         _refuse_devices(devices, "a program")
         _refuse_framework(framework)
-        return predict_program(subject, where)
+        return predict_program(subject, where, site=at)
     if isinstance(subject, RunConfig | Path | str):
         config, facts = _read(subject)
         if config.batch.ramp_epochs:
             accepted = "its batch grows: scalejax.planning.scaling_study.ramp_study predicts that"
             raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
         found = study(
-            config, where, _counts(devices), scaling, facts=facts, framework=_framework(framework)
+            config,
+            where,
+            _counts(devices),
+            scaling,
+            site=at,
+            facts=facts,
+            framework=_framework(framework),
         )
         return found if isinstance(devices, Sequence) else found.predictions[0]
     _refuse_framework(framework)
     if isinstance(run := getattr(subject, "run", None), ResolvedRun):
         _refuse_devices(devices, "a step")
         epochs = run.config.train.epochs
-        return predict_run(run, profile(run, where), where, epochs=epochs)
+        return predict_run(run, profile(run, where), where, site=at, epochs=epochs)
     if not callable(subject):
         accepted = "it must be a config, a run file, a program, a step or a function"
         raise ConfigError(refusal("subject", subject, accepted))
@@ -147,7 +157,7 @@ def predict(
     program = profile_call(
         subject, arguments, cluster=where, device_count=_count(devices), batch_argnums=batch_argnums
     )
-    return predict_program(program, where)
+    return predict_program(program, where, site=at)
 
 
 def train(
@@ -213,6 +223,7 @@ def explain(
     cluster: Cluster | Path | str,
     devices: int | None = None,
     *,
+    site: Site | None = None,
     framework: Framework | str = "xla",
 ) -> Explanation:
     """Breakdown of a predicted step, its costliest operations, and what would shorten it.
@@ -229,6 +240,7 @@ def explain(
         subject: a run (its config or run file), or a compiled `Program`.
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices of a run.
+        site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains it, or its name; of a run.
 
     Raises:
@@ -236,15 +248,16 @@ def explain(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
-    where = _cluster(cluster)
+    where, at = _placed(cluster, site)
     if isinstance(subject, Program):
         _refuse_devices(devices, "a program")
         _refuse_framework(framework)
-        return explain_program(subject, where)
+        return explain_program(subject, where, site=at)
     (count,) = _counts(devices)
     config, facts = _read(subject)
     by = _framework(framework)
-    return explain_run(config, where, count, facts=facts, framework=by).explanation
+    found = explain_run(config, where, count, site=at, facts=facts, framework=by)
+    return found.explanation
 
 
 def compare(
@@ -253,6 +266,7 @@ def compare(
     cluster: Cluster | Path | str,
     devices: int | None = None,
     *,
+    site: Site | None = None,
     framework: Framework | str = "xla",
     bounds: Bounds | None = None,
 ) -> Comparison:
@@ -273,6 +287,7 @@ def compare(
         b: the step after, likewise.
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices of a run; if None, those that its layout asks for.
+        site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains them, or its name; of runs.
         bounds: how much worse `b` may be; if None, the usual bounds.
 
@@ -281,7 +296,7 @@ def compare(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses a step.
     """
-    where, by = _cluster(cluster), _framework(framework)
+    (where, at), by = _placed(cluster, site), _framework(framework)
     jobs = []
     for config, facts in (_read(each) for each in (a, b) if not isinstance(each, Program)):
         run = resolve(config, devices, facts)
@@ -291,7 +306,7 @@ def compare(
         _refuse_framework(framework)
     compiled = iter(profile_many(jobs))
     before, after = (each if isinstance(each, Program) else next(compiled) for each in (a, b))
-    return compare_programs(before, after, where, bounds)
+    return compare_programs(before, after, where, bounds, site=at)
 
 
 def search(
@@ -301,6 +316,7 @@ def search(
     *,
     global_batch: int | None = None,
     objective: Objective = "time",
+    site: Site | None = None,
     framework: Framework | str = "xla",
     price_per_device_hour: float | None = None,
     top: int = 10,
@@ -323,6 +339,7 @@ def search(
         devices: number of devices, or several to choose from.
         global_batch: samples per update; if None, that of the run.
         objective: what is minimised: step time, device-hours per sample, or memory.
+        site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains it, or its name.
         price_per_device_hour: price of a device-hour, in any currency.
         top: number of strategies in the result.
@@ -332,12 +349,13 @@ def search(
         ConfigError: if the network has no closed form, or no batch is given.
         DoesNotFit: if the cluster has fewer devices, or no strategy fits.
     """
-    where, by = _cluster(cluster), _framework(framework)
+    (where, at), by = _placed(cluster, site), _framework(framework)
     config, facts = _read(run, SEARCHED_FIELDS)
     found = search_run(
         config,
         where,
         tuple(_counts(devices)),
+        site=at,
         facts=facts,
         global_batch=global_batch,
         objective=objective,
@@ -348,6 +366,7 @@ def search(
         config,
         where,
         found,
+        site=at,
         facts=facts,
         objective=objective,
         framework=by,
@@ -356,7 +375,9 @@ def search(
     )
     if not confirm:
         return report
-    return confirm_search(report, config, where, facts=facts, confirm=confirm, framework=by)
+    return confirm_search(
+        report, config, where, site=at, facts=facts, confirm=confirm, framework=by
+    )
 
 
 def plan(
@@ -370,6 +391,7 @@ def plan(
     target: float | None = None,
     deadline_seconds: float | None = None,
     budget: float | None = None,
+    site: Site | None = None,
     framework: Framework | str = "xla",
 ) -> Plan:
     """The devices and the batch that reach a target soonest, or cheapest.
@@ -393,6 +415,7 @@ def plan(
         target: test metric to reach; if None, that of the convergence points.
         deadline_seconds: time within which the target must be reached.
         budget: maximum cost: in the currency of the prices, or in device-hours.
+        site: conditions and input of each cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
 
     Raises:
@@ -405,10 +428,10 @@ def plan(
     if len(prices) != len(clusters):
         accepted = f"there must be one for each of {len(clusters)} clusters"
         raise ConfigError(refusal("prices_per_device_hour", list(prices), accepted))
-    options = [
-        ClusterOption(cluster=_cluster(cluster), price_per_device_hour=price)
-        for cluster, price in zip(clusters, prices, strict=True)
-    ]
+    options = []
+    for cluster, price in zip(clusters, prices, strict=True):
+        where, at = _placed(cluster, site)
+        options.append(ClusterOption(cluster=where, site=at, price_per_device_hour=price))
     return plan_run(
         config,
         options,
@@ -439,8 +462,12 @@ def _read(
     return config, facts_of(config, Path(run))
 
 
-def _cluster(cluster: Cluster | Path | str) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
+def _placed(cluster: Cluster | Path | str, site: Site | None) -> tuple[Cluster, Site]:
+    """The cluster and its site: the one given, or else that of the cluster's file."""
+    if isinstance(cluster, Cluster):
+        return cluster, site or NO_SITE
+    found, stated = load_cluster_and_site(str(cluster))
+    return found, site or stated
 
 
 def _framework(framework: Framework | str) -> Framework:

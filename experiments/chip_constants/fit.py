@@ -21,7 +21,7 @@ import numpy as np
 from fits import FITS, Fit, group
 from scipy.optimize import least_squares
 
-from scalejax.hardware import Chip
+from scalejax.hardware import NO_SITE, Chip
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import WhatIf
@@ -168,7 +168,7 @@ def errors(wanted: Fit, cases: Sequence[CompiledCase], values: np.ndarray) -> np
         if key not in known:
             cluster = replace(case.cluster, chip=changed(case.cluster.chip))
             times = what_if(case.program).timeline(cluster)
-            terms = step_terms(case.program, cluster, times.step_seconds)
+            terms = step_terms(case.program, cluster, NO_SITE, times.step_seconds)
             known[key] = times.step_seconds + (terms.stragglers_seconds or 0.0)
     seconds = [known[id(case.program), id(case.cluster)] for case in cases]
     measured = [measured_seconds(case) for case in cases]

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from scalejax.hardware import Cluster, load_cluster
+from scalejax.hardware import Cluster, Site, load_cluster_and_site
 from scalejax.measure.fit import fit_runs, read_run
 from scalejax.simulator.predict import predict
 
@@ -31,6 +31,8 @@ STEPS = 80
 """Steps of each run."""
 LINE_STEPS = 4
 """Steps behind each line of the record."""
+Clusters = dict[str, tuple[Cluster, Site]]
+"""Clusters and their sites by the name of their file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +104,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def compare(case: Case, folder: Path, clusters: dict[str, Cluster], load: float) -> dict:
+def compare(case: Case, folder: Path, clusters: Clusters, load: float) -> dict:
     """The run in `folder`, predicted and measured."""
     run = read_run(folder)
-    cluster = clusters["processes" if case.processes > 1 else "cluster"]
-    predicted = predict(run.program, cluster)
+    cluster, site = clusters["processes" if case.processes > 1 else "cluster"]
+    predicted = predict(run.program, cluster, site=site)
     return {
         **asdict(case),
         "measured_seconds": run.step_seconds,
@@ -129,12 +131,13 @@ def run_all(cases: Sequence[Case], folder: Path) -> dict[Case, float]:
     return loads
 
 
-def calibrated(folder: Path) -> dict[str, Cluster]:
-    """The clusters of this machine, measured now unless `folder` holds them."""
+def calibrated(folder: Path) -> Clusters:
+    """The clusters of this machine and their sites, measured now unless `folder` holds them."""
     if not (folder / "processes.toml").exists():
         command = [sys.executable, "-m", "scalejax", "calibrate", "--output", str(folder)]
         subprocess.run(command, check=True)
-    return {name: load_cluster(str(folder / f"{name}.toml")) for name in ("cluster", "processes")}
+    names = ("cluster", "processes")
+    return {name: load_cluster_and_site(str(folder / f"{name}.toml")) for name in names}
 
 
 def show(rows: Sequence[dict]) -> float:
@@ -163,8 +166,8 @@ def main() -> None:
         if arguments.fit:
             run_all(FITTED, folder)
             runs = [read_run(folder / case.name) for case in FITTED]
-            fits = {name: fit_runs(cluster, runs) for name, cluster in clusters.items()}
-            clusters = {name: fit.cluster for name, fit in fits.items()}
+            fits = {name: fit_runs(at, runs, site) for name, (at, site) in clusters.items()}
+            clusters = {name: (fit.cluster, fit.site) for name, fit in fits.items()}
             factors = asdict(fits["cluster"].factors)
             fitted = {name: value for name, value in factors.items() if value is not None}
             print("factors", {name: round(value, 3) for name, value in fitted.items()})

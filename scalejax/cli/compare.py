@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from scalejax.cli.command import Overrides, OverridingCommand, flag
-from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.cli.predict import take_conditions
 from scalejax.core import progress, serialization
 from scalejax.simulator.comparison import Bounds
 from scalejax.simulator.frameworks import framework_named
@@ -61,10 +61,11 @@ class Compare(OverridingCommand):
             max_memory_growth=self.max_memory_growth,
             max_bytes_growth=self.max_bytes_growth,
         )
-        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        cluster, site, overrides = take_conditions(self.cluster, overrides)
         request = Request(
             cluster=cluster,
             cluster_name=self.cluster,
+            site=site,
             device_count=self.devices,
             framework=framework_named(self.framework),
             overrides=overrides,

@@ -48,7 +48,7 @@ class Doctor(PlainCommand):
         serialization.require_writable("json", self.json)
         environment = dict(os.environ)  # before any of it is set here
         place = process_group.place_here()
-        cluster = find_cluster(self.cluster) if self.cluster else None
+        cluster = find_cluster(self.cluster)[0] if self.cluster else None
         choose_platform()
         if not has_accelerator() or self.cpu_devices is not None:
             choose_platform(self.cpu_devices or (2 if place is None else 1))

@@ -11,13 +11,13 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.cli.predict import take_conditions
 from scalejax.config.migrate import load_run_file
 from scalejax.config.run import RunConfig, load_config
 from scalejax.core import progress
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.report.terminal import tables
 
 
@@ -51,7 +51,7 @@ class Emulate(RunFileCommand):
         """Emulate, print the results and the folder of the record."""
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
-        cluster = _cluster(config, conditions)
+        cluster, site = _cluster(config, conditions)
         choose_platform(None)
         from scalejax.emulation.run_folder import emulate, replay_folder
         from scalejax.report.terminal import sweep as sweep_tables
@@ -68,6 +68,7 @@ class Emulate(RunFileCommand):
             config,
             folder,
             cluster=cluster,
+            site=site,
             reporter=reporter_for(sys.stderr),
             keeps_events=self.events,
             compiling=lambda: progress.compiling(1),
@@ -76,7 +77,7 @@ class Emulate(RunFileCommand):
         print(f"scalejax report {folder} draws its curves.")
 
     def _fields(self, overrides: Overrides) -> tuple[Overrides, Overrides]:
-        """The overrides of fields of the file, and those of conditions of the cluster."""
+        """The overrides of fields of the file, and those of conditions of the site."""
         fields: Overrides = {}
         if self.algorithm not in (None, _algorithm_in(self.run_file)):
             fields["emulation.algorithm"] = {"name": self.algorithm}  # drops fields of the other
@@ -99,15 +100,15 @@ def _algorithm_in(path: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _cluster(config: RunConfig, conditions: Overrides) -> Cluster | None:
-    """The cluster that `config` names, with these conditions set.
+def _cluster(config: RunConfig, conditions: Overrides) -> tuple[Cluster | None, Site]:
+    """The cluster that `config` names, and its site with these conditions set.
 
     Raises:
         ConfigError: if there are conditions and no cluster.
     """
     if config.emulation is not None and config.emulation.cluster is not None:
-        cluster, _ = take_conditions(find_cluster(config.emulation.cluster), conditions)
-        return cluster
+        cluster, site, _ = take_conditions(config.emulation.cluster, conditions)
+        return cluster, site
     for name, value in conditions.items():
         raise ConfigError(refusal(name, value, "it is of a cluster: give --cluster NAME"))
-    return None
+    return None, NO_SITE

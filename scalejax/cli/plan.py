@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.cli.predict import take_conditions
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
@@ -122,8 +122,9 @@ class PlanRun(CostCommand):
                 raise ConfigError(refusal("price", self.price, accepted))
         options, rest = [], overrides
         for name, price in zip(names, prices, strict=True):
-            cluster, rest = take_conditions(find_cluster(name), overrides)
-            options.append(ClusterOption(cluster=cluster, price_per_device_hour=price))
+            cluster, site, rest = take_conditions(name, overrides)
+            option = ClusterOption(cluster=cluster, site=site, price_per_device_hour=price)
+            options.append(option)
         return options, rest
 
 

@@ -22,7 +22,16 @@ from scalejax.core.errors import (
     require_at_least,
     unknown_name,
 )
-from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
+from scalejax.hardware import (
+    Cluster,
+    Site,
+    chip_names,
+    cluster_names,
+    load_cluster,
+    load_cluster_and_site,
+    save_cluster,
+    with_conditions,
+)
 from scalejax.report.terminal import scaling as ramp_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
@@ -66,10 +75,10 @@ class Predict(CostCommand):
         serialization.require_writable("json", self.json)
         serialization.require_writable("trace", self.trace)
         framework = framework_named(self.framework)
-        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        cluster, site, overrides = take_conditions(self.cluster, overrides)
         config = load_config(self.run_file, overrides)
         facts = facts_of(config, self.run_file, overrides, self.facts)
-        cluster = with_input(cluster, self.input_rates, config)
+        site = with_input(site, self.input_rates, config)
         counts = parse_counts(self.devices)
         name = given_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts)
@@ -81,6 +90,7 @@ class Predict(CostCommand):
                 cluster,
                 counts,
                 self.scaling,
+                site=site,
                 framework=framework,
                 facts=facts,
                 notes=(costed,) if costed else (),
@@ -133,16 +143,17 @@ class Explain(CostCommand):
         for name in ("output", "json", "trace_output"):
             serialization.require_writable(name, getattr(self, name))
         framework = framework_named(self.framework)
-        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        cluster, site, overrides = take_conditions(self.cluster, overrides)
         config = load_config(self.run_file, overrides)
         facts = facts_of(config, self.run_file, overrides, self.facts)
-        cluster = with_input(cluster, self.input_rates, config)
+        site = with_input(site, self.input_rates, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with progress.compiling(CASES) as on_progress:
             explained = explain_run(
                 config,
                 cluster,
                 self.devices,
+                site=site,
                 framework=framework,
                 facts=facts,
                 on_progress=on_progress,
@@ -187,7 +198,7 @@ class Hardware(PlainCommand):
         if is_chip:
             tables.show(tables.entry(load_chip(self.name)))
         if not is_chip or self.name in cluster_names():
-            tables.show(tables.entry(load_cluster(self.name)))
+            tables.show(tables.entry(*load_cluster_and_site(self.name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,10 +258,10 @@ class Calibrate(PlainCommand):
         from scalejax.measure.fit import FITTED_FILE, fit_runs, measured_cluster
 
         runs = self._runs()
-        cluster = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
-        fit = fit_runs(cluster, runs)
+        cluster, site = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
+        fit = fit_runs(cluster, runs, site)
         path = (self.output or here) / FITTED_FILE
-        serialization.save_toml(fit.cluster, path)
+        save_cluster(fit.cluster, fit.site, path)
         tables.show(tables.fit(fit))
         print(f"wrote {path}; train goes on predicting with what was measured.")
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
@@ -328,8 +339,8 @@ class Validate(PlainCommand):
             print(f"wrote {self.plot}")
 
 
-def find_cluster(name: str) -> Cluster:
-    """The cluster of that name in the catalogue, or in a TOML file.
+def find_cluster(name: str) -> tuple[Cluster, Site]:
+    """The cluster of that name in the catalogue, or in a TOML file, and its site.
 
     Raises:
         UnknownHardware: if there is neither; for the name of a chip, lists clusters with it.
@@ -341,38 +352,38 @@ def find_cluster(name: str) -> Cluster:
             f"those with it are {', '.join(having)}" if having else "none in the catalogue has it"
         )
         raise UnknownHardware(refusal("cluster", name, f"it is a chip; of clusters, {known}"))
-    return load_cluster(name)
+    return load_cluster_and_site(name)
 
 
-def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:
-    """The cluster with the conditions among `overrides` set, and the other overrides.
+def take_conditions(name: str, overrides: Overrides) -> tuple[Cluster, Site, Overrides]:
+    """The cluster of that name and its site with the conditions among `overrides` set, and the
+    other overrides.
 
     Raises:
+        UnknownHardware: if there is no such cluster.
         ConfigError: if there is no such condition, or it cannot have that value.
     """
-    from scalejax.hardware import with_conditions
-
     prefix = "conditions."
     values = {
-        name.removeprefix(prefix): value
-        for name, value in overrides.items()
-        if name.startswith(prefix)
+        field.removeprefix(prefix): value
+        for field, value in overrides.items()
+        if field.startswith(prefix)
     }
-    rest = {name: value for name, value in overrides.items() if not name.startswith(prefix)}
-    return with_conditions(cluster, values), rest
+    rest = {field: value for field, value in overrides.items() if not field.startswith(prefix)}
+    return *with_conditions(*find_cluster(name), values), rest
 
 
-def with_input(cluster: Cluster, path: Path | None, config: RunConfig) -> Cluster:
-    """The cluster with the input rates in `path`, if given, for the data of a run.
+def with_input(site: Site, path: Path | None, config: RunConfig) -> Site:
+    """The site with the input rates in `path`, if given, for the data of a run.
 
     Raises:
         ConfigError: if they cannot be read, or were measured on other data.
     """
     if path is None:
-        return cluster
+        return site
     from scalejax.measure.input.work import host_input
 
-    return replace(cluster, input=host_input(path, config))
+    return replace(site, input=host_input(path, config))
 
 
 def parse_counts(text: str, field: str = "devices") -> list[int]:

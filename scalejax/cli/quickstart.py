@@ -17,7 +17,7 @@ from scalejax.core import progress, serialization
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.units import format_fraction, format_seconds
-from scalejax.hardware import load_cluster
+from scalejax.hardware import load_cluster_and_site
 from scalejax.planning.scaling_study import study
 from scalejax.report.html.report import write_report
 from scalejax.report.terminal import scaling as scaling_tables
@@ -171,13 +171,14 @@ def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
 def _predict(forecast: Forecast, folder: Path) -> Path:
     """Predict and print a scaling study; returns the file of the prediction."""
     config = load_config(_copy_example(forecast.file, folder))
-    cluster = load_cluster(forecast.cluster)
+    cluster, site = load_cluster_and_site(forecast.cluster)
     with progress.compiling(len(forecast.device_counts)) as on_progress:
         found = study(
             config,
             cluster,
             forecast.device_counts,
             "weak",
+            site=site,
             title=forecast.title,
             on_progress=on_progress,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import find_cluster, parse_counts, take_conditions
+from scalejax.cli.predict import parse_counts, take_conditions
 from scalejax.config.presets import costed_note
 from scalejax.config.run import given_name, load_config
 from scalejax.core import progress, serialization
@@ -73,7 +73,7 @@ class Search(CostCommand):
         if self.price_per_device_hour is not None:
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         framework = framework_named(self.framework)
-        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        cluster, site, overrides = take_conditions(self.cluster, overrides)
         for name in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
             accepted = "search tries every value; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
@@ -89,6 +89,7 @@ class Search(CostCommand):
                 config,
                 cluster,
                 counts,
+                site=site,
                 global_batch=self.global_batch,
                 objective=self.objective,
                 processes=machine_cores(),
@@ -102,6 +103,7 @@ class Search(CostCommand):
             config,
             cluster,
             found,
+            site=site,
             objective=self.objective,
             framework=framework,
             price_per_device_hour=self.price_per_device_hour,
@@ -117,6 +119,7 @@ class Search(CostCommand):
                     config,
                     cluster,
                     confirm=self.confirm,
+                    site=site,
                     framework=framework,
                     facts=facts,
                     on_progress=on_progress,

@@ -11,7 +11,7 @@ from scalejax.config.run import ResolvedRun, resolve, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.virtual_cluster import Durations
-from scalejax.hardware import Cluster, load_library
+from scalejax.hardware import NO_SITE, Cluster, Site, load_library
 from scalejax.simulator.collectives import find_route
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.reliability import step_deviation_seconds
@@ -64,6 +64,7 @@ def durations_of(
     emulation: EmulationConfig,
     cluster: Cluster | None,
     *,
+    site: Site = NO_SITE,
     on_progress: OnProgress = no_display,
 ) -> Durations:
     """Durations of all actions of the workers of `emulation`.
@@ -79,6 +80,7 @@ def durations_of(
         run: the run, on one device.
         emulation: the workers and their algorithm.
         cluster: hardware of the workers; if None, `emulation.timing` gives all times.
+        site: conditions and input of its hosts.
         on_progress: called when the step is compiled.
 
     Raises:
@@ -102,7 +104,7 @@ def durations_of(
         return _given(placed, emulation, gradient=given.gradient_seconds)
     cluster.require_devices(emulation.workers, field="emulation.workers")
     require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
-    gradient, gradient_sync = _compiled(run, emulation, cluster, on_progress)
+    gradient, gradient_sync = _compiled(run, emulation, cluster, site, on_progress)
     method = load_library("parameter-server").methods[0]
     per_host = min(emulation.workers, given.workers_per_host or cluster.devices_per_node)
     host = find_route(cluster, members=per_host, members_per_node=per_host, nodes=1)
@@ -128,8 +130,9 @@ def durations_of(
     both = replace(found, **stated)
     if given.gradient_seconds is not None:
         gradient = given.gradient_seconds
-    deviation = step_deviation_seconds(cluster, gradient + gradient_sync) or 0.0
-    durations = _given(both, emulation, gradient=gradient, deviation=deviation)
+    seconds = gradient + gradient_sync
+    deviation = step_deviation_seconds(cluster.chip, site.conditions, seconds)
+    durations = _given(both, emulation, gradient=gradient, deviation=deviation or 0.0)
     return replace(
         durations,
         link_bytes_per_second=host.link_bytes_per_second,
@@ -165,7 +168,11 @@ def _given(
 
 
 def _compiled(
-    run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_progress: OnProgress
+    run: ResolvedRun,
+    emulation: EmulationConfig,
+    cluster: Cluster,
+    site: Site,
+    on_progress: OnProgress,
 ) -> tuple[float, float]:
     """Seconds of a gradient, and of the exposed communication."""
     devices, samples = 1, run.split.global_batch
@@ -180,7 +187,7 @@ def _compiled(
     (program,) = profile_many([job], on_progress)
     cluster = under_load(cluster, program)
     times = what_if(program).timeline(cluster)
-    terms = step_terms(program, cluster, times.step_seconds)
+    terms = step_terms(program, cluster, site, times.step_seconds)
     gradient_sync = times.exposed_seconds + times.contention_seconds
     gradient = times.step_seconds - gradient_sync + (terms.input_seconds or 0.0)
     return gradient, gradient_sync

@@ -21,7 +21,7 @@ from scalejax.emulation.event_log import read_events, write_events
 from scalejax.emulation.record import EMULATION, Emulation, in_words, outcome
 from scalejax.emulation.replay import replay
 from scalejax.emulation.run import emulate_run
-from scalejax.hardware import Cluster, load_cluster
+from scalejax.hardware import NO_SITE, Cluster, Site, load_cluster_and_site
 from scalejax.training.record import (
     DivergenceCause,
     EvaluationMeasurement,
@@ -56,6 +56,7 @@ def emulate(
     folder: Path,
     *,
     cluster: Cluster | None = None,
+    site: Site = NO_SITE,
     reporter: Reporter,
     begins_anew: bool = False,
     keeps_events: bool = False,
@@ -67,7 +68,9 @@ def emulate(
         config: the run, with an [emulation].
         folder: output folder; it must hold no run, except an interrupted emulation, which is
             started again.
-        cluster: hardware that gives the times; if None, the one that `emulation` names, if any.
+        cluster: hardware that gives the times; if None, the one that `emulation` names, if any,
+            with the site of its file.
+        site: conditions and input of the hosts of `cluster`.
         reporter: receives progress.
         begins_anew: whether an interrupted run in `folder` is overwritten.
         keeps_events: whether to write the event log, for `replay_folder`.
@@ -83,9 +86,9 @@ def emulate(
     if files.holds_run and not (begins_anew or _was_cut_off(files)):
         raise ConfigError(f"{str(folder)!r} holds a run already: give another --folder.")
     if cluster is None and emulation.cluster is not None:
-        cluster = load_cluster(emulation.cluster)
+        cluster, site = load_cluster_and_site(emulation.cluster)
     with compiling() as on_progress:
-        durations = durations_of(run, emulation, cluster, on_progress=on_progress)
+        durations = durations_of(run, emulation, cluster, site=site, on_progress=on_progress)
     require_progress(run, emulation, durations)
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock() as lock:

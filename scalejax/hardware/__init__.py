@@ -10,7 +10,10 @@ from scalejax.hardware.catalogue import (
     cluster_names,
     load_chip,
     load_cluster,
+    load_cluster_and_site,
     load_library,
+    load_site,
+    save_cluster,
     with_conditions,
 )
 from scalejax.hardware.chip import (
@@ -46,9 +49,10 @@ from scalejax.hardware.matmul_table import (
     matmul_table_names,
 )
 from scalejax.hardware.measured import MeasuredRates, MeasuredTimes, load_measured_times
-from scalejax.hardware.site import CalibratedRange, RunConditions
+from scalejax.hardware.site import NO_SITE, CalibratedRange, RunConditions, Site
 
 __all__ = [
+    "NO_SITE",
     "Attainable",
     "CalibratedRange",
     "Chip",
@@ -72,6 +76,7 @@ __all__ = [
     "RunConditions",
     "SampleWork",
     "SharedChip",
+    "Site",
     "Speedups",
     "TakeRates",
     "TpuArchitecture",
@@ -79,9 +84,12 @@ __all__ = [
     "cluster_names",
     "load_chip",
     "load_cluster",
+    "load_cluster_and_site",
     "load_library",
     "load_matmul_table",
     "load_measured_times",
+    "load_site",
     "matmul_table_names",
+    "save_cluster",
     "with_conditions",
 ]

@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from scalejax.core.errors import ConfigError, UnknownHardware, prefixed, refusal, unknown_name
-from scalejax.core.serialization import JsonValue, build, load_toml
+from scalejax.core.serialization import JsonValue, build, load_toml, plain, save_toml
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.cluster import Cluster, CommunicationLibrary
-from scalejax.hardware.site import RunConditions
+from scalejax.hardware.cluster import Cluster, CommunicationLibrary, LaunchMode
+from scalejax.hardware.site import RunConditions, Site
 
 CATALOGUE = Path(__file__).parent
 
@@ -56,12 +56,37 @@ def load_library(name: str) -> CommunicationLibrary:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The cluster of that name in the catalogue, or in a TOML file.
+    """The cluster of that name in the catalogue, or in a TOML file; its site is of `load_site`.
 
     Example:
         >>> from scalejax import load_cluster
         >>> load_cluster("dgx-h100").title
         'NVIDIA DGX H100, 8 x 400 Gb/s InfiniBand'
+
+    Raises:
+        UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
+        ConfigError: if the file does not describe a cluster.
+    """
+    return load_cluster_and_site(name_or_path)[0]
+
+
+def load_site(name_or_path: str) -> Site:
+    """The site of a cluster: the tables `[conditions]` and `[input]` of its TOML file.
+
+    Example:
+        >>> from scalejax import load_site
+        >>> load_site("dgx-h100").input is None  # the catalogue knows no site
+        True
+
+    Raises:
+        UnknownHardware: if the cluster is neither in the catalogue nor a file.
+        ConfigError: if the file does not describe a cluster and its site.
+    """
+    return load_cluster_and_site(name_or_path)[1]
+
+
+def load_cluster_and_site(name_or_path: str) -> tuple[Cluster, Site]:
+    """The cluster of that name in the catalogue, or in a TOML file, and its site.
 
     Raises:
         UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
@@ -75,21 +100,72 @@ def load_cluster(name_or_path: str) -> Cluster:
             _fill_in(each, "chip", "chips", beside)
     _fill_in(tables, "library", "libraries", beside)
     with prefixed(f"{name_or_path}: "):
-        return build(Cluster, tables)
+        conditions = tables.pop("conditions", None) or {}
+        site = build(Site, {"input": tables.pop("input", None)})
+        cluster = build(Cluster, tables)
+        if not isinstance(conditions, dict):
+            raise ConfigError(refusal("conditions", conditions, "it must be a table"))
+        return with_conditions(cluster, site, conditions)
 
 
-def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
-    """A copy of `cluster` with conditions replaced.
+def save_cluster(
+    cluster: Cluster, site: Site, path: Path, parts: Mapping[str, JsonValue] | None = None
+) -> None:
+    """Write a cluster and its site as one TOML file, which `load_cluster_and_site` reads.
 
     Args:
         cluster: the hardware.
-        values: by field of `RunConditions`, such as {"step_cv": 0.02}.
+        site: its site.
+        path: the file.
+        parts: tables or names of files in place of those of some fields of the cluster.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    save_toml({**_table(cluster), **_table(site), **(parts or {})}, path)
+
+
+def _table(value: Cluster | Site) -> dict[str, JsonValue]:
+    fields = plain(value)
+    return fields if isinstance(fields, dict) else {}
+
+
+_LAUNCH_MODES: dict[str, LaunchMode] = {
+    "launches_block": "blocking",
+    "launches_in_graph": "graph",
+}
+"""The launch mode that each condition of this name stands for."""
+
+
+def with_conditions(
+    cluster: Cluster, site: Site, values: Mapping[str, JsonValue]
+) -> tuple[Cluster, Site]:
+    """Copies of `cluster` and `site` with conditions replaced.
+
+    Args:
+        cluster: the hardware.
+        site: its site.
+        values: by field of `RunConditions`, such as {"step_cv": 0.02}; and "launches_block" or
+            "launches_in_graph", by which the cluster's `launch_mode` is said.
 
     Raises:
         ConfigError: if there is no such field, or it cannot have that value.
     """
-    conditions = build(RunConditions, asdict(cluster.conditions) | dict(values), where="conditions")
-    return replace(cluster, conditions=conditions)
+    values = dict(values)
+    stated = {name: values.pop(name) for name in _LAUNCH_MODES if name in values}
+    for name, value in stated.items():
+        if not isinstance(value, bool):
+            raise ConfigError(refusal(f"conditions.{name}", value, "it must be true or false"))
+    if all(stated.get(name) for name in _LAUNCH_MODES):
+        accepted = "conditions.launches_block has the host launch operations one by one"
+        raise ConfigError(refusal("conditions.launches_in_graph", True, accepted))
+    for name, mode in _LAUNCH_MODES.items():
+        if stated.get(name):
+            cluster = replace(cluster, launch_mode=mode)
+        elif name in stated and cluster.launch_mode == mode:
+            cluster = replace(cluster, launch_mode="asynchronous")
+    conditions = build(RunConditions, asdict(site.conditions) | values, where="conditions")
+    return cluster, replace(site, conditions=conditions)
 
 
 def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path) -> None:

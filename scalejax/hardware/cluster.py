@@ -10,13 +10,17 @@ from typing import Literal
 
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_above, require_at_least
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.host import HostInput
-from scalejax.hardware.site import NO_CONDITIONS, CalibratedRange, RunConditions
+from scalejax.hardware.site import CalibratedRange
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
 Algorithm = Literal[
     "ring", "tree", "hierarchical", "halving_doubling", "nvls", "parameter_server", "pairwise"
 ]
+
+LaunchMode = Literal["asynchronous", "blocking", "graph"]
+"""How a host launches operations: ahead of the devices; each only when the one before has ended
+(CUDA_LAUNCH_BLOCKING=1); or many at once, as a CUDA graph (XLA's command buffers, torch.cuda.graph,
+MXNET_ENABLE_CUDA_GRAPHS=1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +199,8 @@ class Cluster:
     """Network between nodes; None if there is only one node."""
     max_device_count: int | None = None
     """Devices of the whole cluster; None if unlimited."""
-    conditions: RunConditions = NO_CONDITIONS
-    """Conditions of the site: variation, input, storage, failures."""
-    input: HostInput | None = None
-    """Input pipeline of every host, from which `conditions.input_samples_per_second` follows; None
-    where it is unknown, or that field is given."""
+    launch_mode: LaunchMode = "asynchronous"
+    """How hosts launch operations."""
     shared: tuple[SharedChip, ...] = ()
     """The chip when several devices of a node are busy, by rising number of them; () where devices
     do not slow each other down."""

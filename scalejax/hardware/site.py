@@ -1,27 +1,28 @@
-"""Conditions of a site that delay a run: stragglers, slow input, checkpoints, failures.
+"""What a site adds to a run on its cluster: stragglers, slow input, checkpoints, failures.
 
-They belong to a site rather than to its hardware, so that the catalogue has them only for clusters
-named after a run; users add those they know to their cluster file, and None is unknown in every
-result. Also the range of runs that the constants of a cluster were fitted to.
+It is beside the hardware, and no cluster of the catalogue has one; users say what they know in
+their cluster file, and None is unknown in every result. Also the range of runs that the constants
+of a cluster were fitted to.
 """
 
 from dataclasses import dataclass, field, fields
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.hardware.host import HostInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConditions:
-    """Conditions of a site that delay a run; None where unknown."""
+    """Conditions of a site that delay a run; None where unknown.
+
+    Example:
+        >>> from scalejax import RunConditions
+        >>> RunConditions(node_mtbf_seconds=1e7, restart_seconds=300.0).step_cv is None
+        True
+    """
 
     step_cv: float | None = None
     """Coefficient of variation of one device's step time: standard deviation over mean."""
-    launches_block: bool = False
-    """Whether launches are synchronous, the host waiting for each operation before it dispatches
-    the next, as with CUDA_LAUNCH_BLOCKING=1."""
-    launches_in_graph: bool = False
-    """Whether many operations are launched at once, as a CUDA graph, instead of one by one: XLA's
-    command buffers, torch.cuda.graph, MXNET_ENABLE_CUDA_GRAPHS=1."""
     input_samples_per_second: float | None = None
     """Samples per second that one node can read, decode and copy to its devices."""
     checkpoint_bytes: float | None = None
@@ -42,18 +43,10 @@ class RunConditions:
         for name in ("step_cv", "restart_seconds"):
             if (value := getattr(self, name)) is not None:
                 require_at_least(f"conditions.{name}", value, 0)
-        others = {field.name for field in fields(self)} - {
-            "step_cv",
-            "restart_seconds",
-            "launches_block",
-            "launches_in_graph",
-        }
+        others = {field.name for field in fields(self)} - {"step_cv", "restart_seconds"}
         for name in sorted(others):
             if getattr(self, name) is not None:
                 require_above(f"conditions.{name}", getattr(self, name), 0)
-        if self.launches_block and self.launches_in_graph:
-            accepted = "conditions.launches_block has the host launch operations one by one"
-            raise ConfigError(refusal("conditions.launches_in_graph", True, accepted))
         if self.step_cv is not None and self.step_cv >= 1:
             accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"
             raise ConfigError(refusal("conditions.step_cv", self.step_cv, accepted))
@@ -61,6 +54,31 @@ class RunConditions:
 
 NO_CONDITIONS = RunConditions()
 """Conditions that are all unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a cluster stands: the conditions of its runs, and the input pipeline of its hosts.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import RunConditions, Site, predict
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> site = Site(conditions=RunConditions(step_cv=0.02))
+        >>> slower = predict(path, "dgx-h100", 2, site=site)
+        >>> slower.step_seconds > predict(path, "dgx-h100", 2).step_seconds
+        True
+    """
+
+    conditions: RunConditions = NO_CONDITIONS
+    """What delays a run: variation, input, storage, failures."""
+    input: HostInput | None = None
+    """Input pipeline of every host, from which `conditions.input_samples_per_second` follows; None
+    where it is unknown, or that field is given."""
+
+
+NO_SITE = Site()
+"""A site of which nothing is known."""
 
 
 # The measured runs that the constants of a cluster were fitted to.

@@ -18,6 +18,7 @@ from scipy.optimize import least_squares
 from scalejax.core.errors import ConfigError, nearest_name, refusal
 from scalejax.core.serialization import load
 from scalejax.hardware import (
+    NO_SITE,
     Attainable,
     CalibratedRange,
     Chip,
@@ -26,7 +27,8 @@ from scalejax.hardware import (
     Link,
     MeasuredRates,
     Network,
-    load_cluster,
+    Site,
+    load_cluster_and_site,
 )
 from scalejax.measure.trace import refuse_other_kind
 from scalejax.simulator.device_state import under_load
@@ -114,6 +116,8 @@ class Fit:
 
     cluster: Cluster
     """The cluster with the constants fitted to all runs."""
+    site: Site
+    """The site with the spread of the steps of the runs."""
     factors: Factors
     """Factors applied to its constants."""
     errors: tuple[RunError, ...]
@@ -183,8 +187,8 @@ def read_run(folder: Path) -> MeasuredRun:
     )
 
 
-def measured_cluster(folder: Path) -> Cluster:
-    """The cluster that `scalejax calibrate` wrote into `folder`.
+def measured_cluster(folder: Path) -> tuple[Cluster, Site]:
+    """The cluster and site that `scalejax calibrate` wrote into `folder`.
 
     Raises:
         ConfigError: if it has not done so yet.
@@ -195,7 +199,7 @@ def measured_cluster(folder: Path) -> Cluster:
             f"nothing was measured here: there is no {path}. Name a --cluster, or run "
             "scalejax calibrate first."
         )
-    return load_cluster(str(path))
+    return load_cluster_and_site(str(path))
 
 
 def spread(seconds: Sequence[float]) -> float | None:
@@ -209,7 +213,7 @@ def spread(seconds: Sequence[float]) -> float | None:
     return (high - low) / _QUARTILES_APART / middle
 
 
-def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
+def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun], site: Site = NO_SITE) -> Fit:
     """`cluster` with its constants fitted to `runs`, and the held-out error of the largest run.
 
     The largest run has the most devices, then the longest steps. The returned constants are
@@ -225,9 +229,8 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
         refuse_other_kind("from", run.name, cluster, backend=program.backend, target=program.target)
     ordered = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
     *others, largest = ordered
-    held_out = _error(adjusted(*_fitted(cluster, others)), largest)
-    start, factors = _fitted(cluster, runs)
-    fitted = adjusted(start, factors)
+    held_out = _fit(cluster, site, others, [largest])[-1][0]
+    fitted, site, factors, errors = _fit(cluster, site, runs, ordered)
     sources = {"*": "scalejax calibrate --from " + " ".join(run.name for run in runs)}
     return Fit(
         cluster=replace(
@@ -238,14 +241,17 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
                 sources=sources,
             ),
         ),
+        site=site,
         factors=factors,
-        errors=tuple(_error(fitted, run) for run in ordered),
+        errors=errors,
         held_out=held_out,
     )
 
 
-def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Factors]:
-    """`cluster` with the step spread of the runs and fitted factors.
+def _fit(
+    cluster: Cluster, site: Site, runs: Sequence[MeasuredRun], predicted: Sequence[MeasuredRun]
+) -> tuple[Cluster, Site, Factors, tuple[RunError, ...]]:
+    """The cluster fitted to `runs`, the site with their spread, and errors of `predicted` on them.
 
     The spread comes from the runs on the fewest devices, where waiting for the slowest adds least.
     """
@@ -256,9 +262,11 @@ def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Fac
         if run.step_cv is not None and run.program.device_count == fewest
     ]
     if spreads:
-        conditions = replace(cluster.conditions, step_cv=min(median(spreads), _WIDEST))
-        cluster = replace(cluster, conditions=conditions)
-    return cluster, _factors(cluster, runs)
+        conditions = replace(site.conditions, step_cv=min(median(spreads), _WIDEST))
+        site = replace(site, conditions=conditions)
+    factors = _factors(cluster, site, runs)
+    fitted = adjusted(cluster, factors)
+    return fitted, site, factors, tuple(_error(fitted, site, run) for run in predicted)
 
 
 def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
@@ -317,23 +325,23 @@ def _scaled(part: Part, factor: float, *names: str) -> Part:
     return replace(part, **{n: v * factor for n, v in values.items() if v is not None})
 
 
-def _step_seconds(cluster: Cluster, program: Program) -> float:
+def _step_seconds(cluster: Cluster, site: Site, program: Program) -> float:
     used = under_load(cluster, program)
     seconds = timeline(program, used).step_seconds
-    terms = step_terms(program, used, seconds)
+    terms = step_terms(program, used, site, seconds)
     return seconds + (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
 
 
-def _error(cluster: Cluster, run: MeasuredRun) -> RunError:
+def _error(cluster: Cluster, site: Site, run: MeasuredRun) -> RunError:
     return RunError(
         name=run.name,
         device_count=run.program.device_count,
         measured_seconds=run.step_seconds,
-        predicted_seconds=_step_seconds(cluster, run.program),
+        predicted_seconds=_step_seconds(cluster, site, run.program),
     )
 
 
-def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
+def _factors(cluster: Cluster, site: Site, runs: Sequence[MeasuredRun]) -> Factors:
     """The factors that minimise the error of the predictions.
 
     There may be more factors than runs, so each has a prior at 1 (contention at the chip's own)
@@ -358,7 +366,7 @@ def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
     def residuals(place: np.ndarray) -> np.ndarray:
         guessed = adjusted(cluster, factors_of(place))
         misses = [
-            math.log(_step_seconds(guessed, run.program) / run.step_seconds) / _NOISE
+            math.log(_step_seconds(guessed, site, run.program) / run.step_seconds) / _NOISE
             for run in runs
         ]
         return np.array([*misses, *((place - as_it_is) / _PRIOR)])

@@ -14,7 +14,7 @@ from scalejax.core import serialization
 from scalejax.core.cache import user_folder
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import format_seconds
-from scalejax.hardware import Cluster, HostInput, load_cluster
+from scalejax.hardware import NO_SITE, Cluster, HostInput, Site, load_cluster_and_site
 from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
 from scalejax.simulator.predict import predict
@@ -39,9 +39,9 @@ def predict_run(
     # process may see a cache of its own.
     is_known = "no" not in all_gather_text("no" if calibrated is None else "yes")
     if is_known and calibrated is not None:
-        cluster, how = calibrated, "as scalejax calibrate measured these devices"
+        (cluster, site), how = calibrated, "as scalejax calibrate measured these devices"
     else:
-        cluster = local_cluster(mesh)
+        cluster, site = local_cluster(mesh), NO_SITE
         how = "with devices measured for a second; scalejax calibrate does better"
     if not is_first():
         return
@@ -52,7 +52,8 @@ def predict_run(
         return
     prediction = predict(
         program,
-        replace(cluster, input=measured_input(run.config)),
+        cluster,
+        site=replace(site, input=measured_input(run.config)),
         train_examples=run.samples_per_epoch,
         epochs=run.config.train.epochs,
     )
@@ -76,19 +77,20 @@ def measured_input(config: RunConfig) -> HostInput | None:
         return None
 
 
-def calibrated_cluster(mesh: Mesh) -> Cluster | None:
-    """The cluster that `scalejax calibrate` saved, if it measured devices like those of `mesh`."""
+def calibrated_cluster(mesh: Mesh) -> tuple[Cluster, Site] | None:
+    """The cluster and site that `scalejax calibrate` saved, if it measured devices like those of
+    `mesh`."""
     device = mesh.devices.flat[0]
     name = "cluster" if jax.process_count() == 1 else "processes"
     path = user_folder() / "this-machine" / f"{name}.toml"
     if not path.is_file():
         return None
     try:
-        cluster = load_cluster(str(path))
+        cluster, site = load_cluster_and_site(str(path))
     except ScalejaxError:  # written by an older version, for example
         return None
     if cluster.chip.title != device.device_kind or mesh.size > cluster.most_devices:
         return None
     if jax.process_count() > 1 and len(jax.local_devices()) != cluster.devices_per_node:
         return None
-    return cluster
+    return cluster, site

@@ -22,7 +22,7 @@ from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import JsonValue
 from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.facts import resolve
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.git_checkout import CommittedFile, checked_out, committed_file
 from scalejax.simulator.comparison import Bounds, Comparison, compare
 from scalejax.simulator.frameworks import XLA, Framework
@@ -75,6 +75,8 @@ class Request:
     """The cluster."""
     cluster_name: str
     """Name or file of the cluster, as typed."""
+    site: Site = NO_SITE
+    """Conditions and input of its hosts."""
     device_count: int | None
     """Number of devices; None for that of the layout, or of a program file."""
     framework: Framework = XLA
@@ -139,7 +141,7 @@ def compare_revisions(
         raise ConfigError(f"{names} replaces a field of a run file, and A and B are programs.")
     notes: list[str] = []
     before, after = _programs((a, b), revisions, request, notes, on_progress)
-    comparison = compare(before, after, request.cluster, bounds)
+    comparison = compare(before, after, request.cluster, bounds, site=request.site)
     return replace(comparison, notes=(*notes, *comparison.notes)), after
 
 

@@ -11,7 +11,7 @@ from scalejax.core.errors import ConfigError, ProfileError
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.units import counted
 from scalejax.data.facts import resolve
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.explain import Explanation, explain, match_trace
@@ -42,6 +42,7 @@ def explain_run(
     cluster: Cluster,
     device_count: int,
     *,
+    site: Site = NO_SITE,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     on_progress: OnProgress = no_display,
@@ -55,6 +56,7 @@ def explain_run(
         config: the run.
         cluster: where it would run.
         device_count: devices in the run.
+        site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         on_progress: called as each of the two programs starts to compile, is done, or is cached.
@@ -82,7 +84,7 @@ def explain_run(
             raise
         refused, programs = error, profile_many(jobs[:1], on_progress)
     doubled = programs[1] if len(programs) > 1 else None
-    explanation = explain(programs[0], cluster, doubled_batch=doubled)
+    explanation = explain(programs[0], cluster, site=site, doubled_batch=doubled)
     if refused is not None:
         note = f"twice the batch is left out: {str(refused).rstrip('.')}"
         explanation = replace(explanation, notes=(*explanation.notes, note))

@@ -14,7 +14,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.units import counted
 from scalejax.data.facts import resolve
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import (
@@ -35,6 +35,7 @@ def study(
     device_counts: Sequence[int],
     scaling: Scaling,
     *,
+    site: Site = NO_SITE,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     title: str | None = None,
@@ -59,6 +60,7 @@ def study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
+        site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         title: title of the study; if None, the model and the cluster.
@@ -79,7 +81,7 @@ def study(
         on_program(program)
     epochs = config.train.epochs
     predictions = [
-        predict_run(run, program, cluster, epochs=epochs, notes=notes)
+        predict_run(run, program, cluster, site=site, epochs=epochs, notes=notes)
         for run, program in zip(runs, programs, strict=True)
     ]
     return scaling_prediction(predictions, scaling, title or _title(config, cluster, framework))
@@ -90,7 +92,13 @@ def _title(config: RunConfig, cluster: Cluster, framework: Framework) -> str:
 
 
 def predict_run(
-    run: ResolvedRun, program: Program, cluster: Cluster, *, epochs: int, notes: Sequence[str] = ()
+    run: ResolvedRun,
+    program: Program,
+    cluster: Cluster,
+    *,
+    epochs: int,
+    site: Site = NO_SITE,
+    notes: Sequence[str] = (),
 ) -> Prediction:
     """Prediction of `epochs` epochs of `program`, with `notes`, and memory advice where it does
     not fit.
@@ -98,7 +106,8 @@ def predict_run(
     Raises:
         DoesNotFit: if the cluster has fewer devices.
     """
-    prediction = predict(program, cluster, train_examples=run.samples_per_epoch, epochs=epochs)
+    examples = run.samples_per_epoch
+    prediction = predict(program, cluster, site=site, train_examples=examples, epochs=epochs)
     shortage = memory_notes(
         run,
         needed_bytes=prediction.peak_memory_bytes,
@@ -153,6 +162,7 @@ def ramp_study(
     device_counts: Sequence[int],
     scaling: Scaling,
     *,
+    site: Site = NO_SITE,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     notes: Sequence[str] = (),
@@ -168,6 +178,7 @@ def ramp_study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed as devices are added: of the first batch, and so of all.
+        site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         notes: further notes on every prediction.
@@ -197,7 +208,7 @@ def ramp_study(
     for index, (first, end) in enumerate(zip(first_epochs, ends, strict=True)):
         own = programs[index * len(runs) : (index + 1) * len(runs)]
         predictions = [
-            predict_run(run, program, cluster, epochs=end - first, notes=notes)
+            predict_run(run, program, cluster, site=site, epochs=end - first, notes=notes)
             for run, program in zip(alone[index], own, strict=True)
         ]
         study = scaling_prediction(predictions, scaling, f"{title}, epochs {first} to {end}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import document
 from scalejax.core.units import format_bytes
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import CollectiveName, Program
 from scalejax.simulator.timeline.attribution import attributions
@@ -100,7 +100,14 @@ class Comparison:
     """Caveats of the figures."""
 
 
-def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = None) -> Comparison:
+def compare(
+    a: Program,
+    b: Program,
+    cluster: Cluster,
+    bounds: Bounds | None = None,
+    *,
+    site: Site = NO_SITE,
+) -> Comparison:
     """Comparison of the steps that `predict` gives for `a` and `b` on `cluster`.
 
     Args:
@@ -108,6 +115,7 @@ def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = No
         b: the program after.
         cluster: the hardware.
         bounds: how much worse `b` may be; if None, the usual bounds.
+        site: conditions and input of its hosts.
 
     Raises:
         ConfigError: if they are for different numbers of devices, or of different compilers.
@@ -120,7 +128,7 @@ def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = No
         accepted = f"that of A is {a.backend!r}, and what each makes of one step differs"
         raise ConfigError(refusal("compiler backend of B", b.backend, accepted))
     bounds = bounds or Bounds()
-    before, after = predict(a, cluster), predict(b, cluster)
+    before, after = (predict(each, cluster, site=site) for each in (a, b))
     kinds_before, kinds_after = _by_kind(a, cluster), _by_kind(b, cluster)
     axes = _axes(kinds_before, kinds_after)
     batch_ratio = _batch_ratio(before, after)

@@ -23,7 +23,7 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
     chip = _shared_chip(cluster, program.device_count)
     if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
         chip = _aligned(chip)
-    if cluster.conditions.launches_in_graph:
+    if cluster.launch_mode == "graph":
         chip = _in_graph(chip)
     if chip.measured is not None and chip.measured.first_touch:
         seconds = chip.measured.first_touch_seconds(program.memory.temporary_bytes)
@@ -39,9 +39,9 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
 
 
 def in_graph(cluster: Cluster) -> Cluster:
-    """`cluster` with CUDA graph launches if its conditions have them; the part of `under_load`
-    that needs no program."""
-    if not cluster.conditions.launches_in_graph:
+    """`cluster` with the launches of CUDA graphs if it has them; the part of `under_load` that
+    needs no program."""
+    if cluster.launch_mode != "graph":
         return cluster
     return replace(cluster, chip=_in_graph(cluster.chip))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from scalejax.core.units import format_bytes_per_second, format_count
-from scalejax.hardware import Cluster, HostInput
+from scalejax.hardware import Cluster, HostInput, Site
 from scalejax.simulator.input import InputPace, input_pace, with_workers, workers_needed
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import batch_parts, node_count, samples_per_node
@@ -14,16 +14,19 @@ NEAR = 1.25
 """Ratio of a host's input throughput to its devices' below which a note says so."""
 
 
-def input_notes(program: Program, cluster: Cluster, step_seconds: float) -> tuple[str, ...]:
+def input_notes(
+    program: Program, cluster: Cluster, site: Site, step_seconds: float
+) -> tuple[str, ...]:
     """Notes on the input of `program` on `cluster`; none where it is far from a bottleneck.
 
     Args:
         program: the compiled step.
         cluster: where it runs.
+        site: conditions and input of its hosts.
         step_seconds: time of a step whose input is always ready.
     """
-    given, samples = cluster.input, samples_per_node(program, cluster)
-    by_hand = cluster.conditions.input_samples_per_second is not None
+    given, samples = site.input, samples_per_node(program, cluster)
+    by_hand = site.conditions.input_samples_per_second is not None
     if given is None or samples is None or by_hand:
         return ()
     nodes, parts = node_count(program, cluster), batch_parts(program, cluster)

@@ -15,7 +15,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP
-from scalejax.hardware import Chip, Cluster, RateType
+from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.input_notes import input_notes
@@ -168,6 +168,7 @@ def predict(
     program: Program,
     cluster: Cluster,
     *,
+    site: Site = NO_SITE,
     train_examples: int | None = None,
     epochs: int | None = None,
 ) -> Prediction:
@@ -176,6 +177,7 @@ def predict(
     Args:
         program: the compiled step; its mesh gives the device count.
         cluster: the hardware; its chip may differ from the one compiled for (a note says so).
+        site: what is known of where it stands: stragglers, input, checkpoints, failures.
         train_examples: samples in one epoch, for epoch and run time.
         epochs: passes over the data, for run time.
 
@@ -189,7 +191,7 @@ def predict(
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
         times = costs.timeline(cluster, scales)
-        terms = step_terms(program, cluster, times.step_seconds)
+        terms = step_terms(program, cluster, site, times.step_seconds)
         added = (terms.stragglers_seconds or 0.0, terms.input_seconds or 0.0)
         return times, terms, math.fsum((times.step_seconds, *added))
 
@@ -199,7 +201,7 @@ def predict(
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
     working = times if busy is program else what_if(busy).timeline(cluster)
-    overheads = run_terms(program, cluster, step_seconds)
+    overheads = run_terms(program, cluster, site, step_seconds)
     of_run = (overheads.checkpoints_seconds, overheads.failures_seconds)
     steps, epoch_seconds = _epoch(program, train_examples, step_seconds)
     samples, tokens = _per_second(program, step_seconds)
@@ -233,7 +235,7 @@ def predict(
         backend=program.backend,
         framework=program.framework,
         notes=(
-            *input_notes(program, cluster, step_seconds - (conditions.input_seconds or 0.0)),
+            *input_notes(program, cluster, site, step_seconds - (conditions.input_seconds or 0.0)),
             *_notes(program, cluster, matmul_type, has_band=spread is not None),
         ),
     )

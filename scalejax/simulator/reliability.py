@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
-from scalejax.hardware import Cluster
+from scalejax.hardware import Chip, RunConditions
 
 _MAX_FAILURES_PER_INTERVAL = 20.0  # mean times between failures per interval: e^20 attempts at each
 
@@ -143,7 +143,9 @@ def seconds_without_failure(
 _FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th of one
 
 
-def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | None:
+def step_deviation_seconds(
+    chip: Chip, conditions: RunConditions, step_seconds: float
+) -> float | None:
     """Standard deviation of a step of `step_seconds` on one device; None if unknown.
 
     A `step_cv` of the site's conditions is used alone. Else the variances of two causes add up:
@@ -152,9 +154,9 @@ def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | Non
     process does (`step_dispersion_seconds`), so that long steps average them out. For steps
     shorter than the shortest measured, their coefficient of variation is that of the shortest.
     """
-    if cluster.conditions.step_cv is not None:
-        return step_seconds * cluster.conditions.step_cv
-    attainable = cluster.chip.attainable
+    if conditions.step_cv is not None:
+        return step_seconds * conditions.step_cv
+    attainable = chip.attainable
     if attainable.step_cv is None:
         return None
     dispersed_cv = 0.0

@@ -1,6 +1,6 @@
 """Time that a site adds to a step and a run: stragglers, input stalls, checkpoints, failures.
 
-Knows the conditions of a cluster and the size of a program; nothing of its operations.
+Knows a site, the size of a node and of a program; nothing of its operations.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 from scalejax.config.parallelism import AXES, BATCH_AXES, DATA
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.hardware import Cluster, RunConditions
+from scalejax.hardware import Cluster, RunConditions, Site
 from scalejax.simulator.input import input_pace, input_wait_seconds
 from scalejax.simulator.program import Program
 from scalejax.simulator.reliability import (
@@ -46,17 +46,17 @@ class RunTerms:
     known."""
 
 
-def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepTerms:
+def step_terms(program: Program, cluster: Cluster, site: Site, step_seconds: float) -> StepTerms:
     """Time that stragglers and input add to a step of `step_seconds`."""
-    conditions = cluster.conditions
+    conditions = site.conditions
     stragglers = wait = None
-    deviation = step_deviation_seconds(cluster, step_seconds)
+    deviation = step_deviation_seconds(cluster.chip, conditions, step_seconds)
     if deviation is not None:
         stragglers = straggler_seconds(deviation, program.device_count)
     rate, samples = conditions.input_samples_per_second, samples_per_node(program, cluster)
-    if samples is not None and rate is None and cluster.input is not None:
+    if samples is not None and rate is None and site.input is not None:
         nodes, parts = node_count(program, cluster), batch_parts(program, cluster)
-        pace = input_pace(cluster.input, samples, nodes=nodes, batch_parts=parts)
+        pace = input_pace(site.input, samples, nodes=nodes, batch_parts=parts)
         rate = pace.samples_per_second
     if samples is not None and rate is not None:
         wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate)
@@ -100,14 +100,14 @@ def node_count(program: Program, cluster: Cluster) -> int:
     return math.ceil(program.device_count / cluster.devices_per_node)
 
 
-def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTerms:
+def run_terms(program: Program, cluster: Cluster, site: Site, step_seconds: float) -> RunTerms:
     """Time that checkpoints and failures add to a run of steps of `step_seconds`.
 
     Raises:
         ConfigError: if checkpoints come faster than storage takes them, or failures faster
             than the run makes progress.
     """
-    conditions = cluster.conditions
+    conditions = site.conditions
     mtbf = None
     if conditions.node_mtbf_seconds is not None:
         mtbf = conditions.node_mtbf_seconds / node_count(program, cluster)

@@ -20,7 +20,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit
 from scalejax.emulation.checks import emulated_run
 from scalejax.emulation.durations import durations_of
 from scalejax.emulation.virtual_cluster import gradient_times
-from scalejax.hardware import load_cluster, with_conditions
+from scalejax.hardware import RunConditions, Site, load_cluster
 from scalejax.planning.scaling_study import study
 from scalejax.simulator.reliability import expected_maximum
 
@@ -32,12 +32,12 @@ SYNCHRONOUS = EmulationConfig(algorithm=SynchronousConfig(), workers=WORKERS)
 def test_synchronous_step_takes_what_predict_says():
     """The same step, compiled for the same devices, on a cluster whose steps do not vary: the
     compiler is 4 s of it."""
-    cluster = with_conditions(load_cluster("dgx-a100"), {"step_cv": 0.0})
+    cluster, site = load_cluster("dgx-a100"), Site(conditions=RunConditions(step_cv=0.0))
     run, emulation = emulated_run(config(SYNCHRONOUS))
-    (predicted,) = study(config(), cluster, [WORKERS], "strong").predictions
+    (predicted,) = study(config(), cluster, [WORKERS], "strong", site=site).predictions
 
     virtual_cluster, _ = simulated(
-        emulation, durations_of(run, emulation, cluster), steps=run.total_steps
+        emulation, durations_of(run, emulation, cluster, site=site), steps=run.total_steps
     )
 
     assert predicted.step_seconds > 0

@@ -12,7 +12,14 @@ from scalejax.cli.main import main
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.progress import Progress
-from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
+from scalejax.hardware import (
+    MeasuredRates,
+    RunConditions,
+    SharedChip,
+    Site,
+    load_cluster_and_site,
+    save_cluster,
+)
 from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
 from scalejax.measure.devices.collectives import MeasuredCollective, fit_ring
 from scalejax.measure.devices.machine import probe_count
@@ -177,9 +184,10 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     found = calibrate(tmp_path, TINY_GRID, stages.append)
     paths = found.save(tmp_path)
 
-    cluster = load_cluster(str(tmp_path / "cluster.toml"))
+    cluster, site = load_cluster_and_site(str(tmp_path / "cluster.toml"))
     assert len(stages) == stage_count(TINY_GRID)
-    assert cluster == found.cluster
+    assert (cluster, site) == (found.cluster, found.site)
+    assert site.conditions.storage_bytes_per_second
     assert paths[0] == tmp_path / "cluster.toml"
     assert {path.name for path in paths} >= {"cluster.toml", "chip.toml"}
     program = program_of(product_of(64, flop=2 * 64**3))
@@ -231,20 +239,22 @@ def test_a_fit_is_written_beside_what_was_measured(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     folder = tmp_path / "this-machine"
     measured = cluster_of(chip=replace(CHIP, name="cpu", measured=MEASURED))
-    serialization.save_toml(measured, folder / "cluster.toml")
+    site = Site(conditions=RunConditions(restart_seconds=60.0))
+    save_cluster(measured, site, folder / "cluster.toml")
     names = [str(tmp_path / name) for name in ("one", "two")]
     for devices, name in enumerate(names, start=1):
         write_run(Path(name), devices)
 
     assert main(["calibrate", "--from", *names]) == 0
 
-    assert load_cluster(str(folder / "cluster.toml")) == measured
-    fitted = load_cluster(str(folder / "cluster-fitted.toml"))
+    assert load_cluster_and_site(str(folder / "cluster.toml")) == (measured, site)
+    fitted, kept = load_cluster_and_site(str(folder / "cluster-fitted.toml"))
     out = capsys.readouterr().out
     assert f"wrote {folder / 'cluster-fitted.toml'}" in " ".join(out.split())
     runs = read_runs([Path(name) for name in names])
-    fit = fit_runs(measured, runs)
-    assert fit.cluster == fitted
+    fit = fit_runs(measured, runs, site)
+    assert (fit.cluster, fit.site) == (fitted, kept)
+    assert kept.conditions.restart_seconds == 60.0
     assert [each.predicted_seconds for each in fit.errors] == [
         pytest.approx(predict(run.program, fitted).step_seconds) for run in runs
     ]

@@ -7,7 +7,7 @@ from hardware_cases import CHIP, RING, cluster_of
 from test_tables import printed
 
 from scalejax.core.errors import ConfigError
-from scalejax.hardware import Link, Network, load_chip
+from scalejax.hardware import NO_SITE, Link, Network, RunConditions, Site, load_chip
 from scalejax.hardware.cluster import Algorithm
 from scalejax.measure.fit import Factors, MeasuredRun, adjusted, fit_runs
 from scalejax.report.terminal import tables
@@ -59,13 +59,13 @@ PROGRAMS = (
 """Each of the first four is nearly all of one class; the last has something of each."""
 
 
-def runs_on(cluster, cv: float | None = None, programs=PROGRAMS) -> list[MeasuredRun]:
+def runs_on(cluster, cv: float | None = None, programs=PROGRAMS, site=NO_SITE) -> list[MeasuredRun]:
     """The programs, as long as `cluster` takes them."""
     return [
         MeasuredRun(
             name=f"run {index}",
             program=program,
-            step_seconds=predict(program, cluster).step_seconds,
+            step_seconds=predict(program, cluster, site=site).step_seconds,
             step_cv=cv,
         )
         for index, program in enumerate(programs)
@@ -284,11 +284,11 @@ def test_predictions_beyond_eight_times_the_runs_say_so():
 
 def test_the_spread_of_steps_becomes_the_stragglers():
     """What the steps of single devices vary by is what the slowest of many is later."""
-    cluster = replace(CLUSTER, conditions=replace(CLUSTER.conditions, step_cv=0.04))
+    site = Site(conditions=RunConditions(step_cv=0.04))
 
-    fit = fit_runs(CLUSTER, runs_on(cluster, cv=0.04))
+    fit = fit_runs(CLUSTER, runs_on(CLUSTER, cv=0.04, site=site))
 
-    assert fit.cluster.conditions.step_cv == pytest.approx(0.04)
+    assert fit.site.conditions.step_cv == pytest.approx(0.04)
     assert fit.factors.compute == pytest.approx(1, rel=0.02)
 
 

@@ -30,6 +30,7 @@ from scalejax.hardware import (
     ReadRates,
     RunConditions,
     SampleWork,
+    Site,
     TakeRates,
 )
 from scalejax.measure.input import bench as input_bench
@@ -310,8 +311,7 @@ def test_no_number_of_workers_beats_the_cores():
 
 def test_a_step_waits_for_its_input_and_says_why():
     """800 samples for the 8 devices of a node, by two workers: 0.3 s, whatever the step takes."""
-    cluster = cluster_of(input=HOST)
-    found = predict(data_parallel(8), cluster)
+    found = predict(data_parallel(8), cluster_of(), site=Site(input=HOST))
     note = next(note for note in found.notes if note.startswith("input-bound"))
 
     pace = input_pace(HOST, 800)
@@ -328,7 +328,7 @@ def test_nothing_is_waited_for_or_said_where_input_is_fast():
     fast = TakeRates(seconds_per_sample=1e-9)
     host = with_rates(read=None, take=fast, hand_over=FREE)
     host = replace(host, work=replace(WORK, files=None))
-    found = predict(data_parallel(8), cluster_of(input=host))
+    found = predict(data_parallel(8), cluster_of(), site=Site(input=host))
 
     assert dict(found.waterfall)["input"] == 0
     assert not any("input" in note for note in found.notes)
@@ -337,7 +337,8 @@ def test_nothing_is_waited_for_or_said_where_input_is_fast():
 def test_what_is_given_by_hand_comes_first():
     """`conditions.input_samples_per_second` says 10**9, and so nothing is waited for."""
     conditions = RunConditions(input_samples_per_second=1e9)
-    found = predict(data_parallel(8), cluster_of(input=HOST, conditions=conditions))
+    site = Site(input=HOST, conditions=conditions)
+    found = predict(data_parallel(8), cluster_of(), site=site)
 
     assert dict(found.waterfall)["input"] == 0
     assert not any("input-bound" in note for note in found.notes)
@@ -345,7 +346,7 @@ def test_what_is_given_by_hand_comes_first():
 
 def test_twice_the_workers_are_bought_where_they_are_the_limit():
     """2 workers of 4 cores: 4 give 3.6 / 751 us in place of 2 / 700 us."""
-    best, *others = improvements(data_parallel(8), cluster_of(input=HOST))
+    best, *others = improvements(data_parallel(8), cluster_of(), Site(input=HOST))
     gains = {each.name: each.speedup for each in (best, *others)}
 
     assert gains["workers"] == pytest.approx((3.6 / 751.25e-6) / (2 / 700e-6))

@@ -49,7 +49,7 @@ def test_a_process_measures_its_devices_once(mesh):
     assert local_cluster(mesh) is local_cluster(build_mesh(Layout(fsdp=2)))
 
 
-@pytest.mark.parametrize("calibrated", [None, "a cluster"])
+@pytest.mark.parametrize("calibrated", [None, ("a cluster", "its site")])
 def test_all_measure_if_one_has_no_calibration(monkeypatch, tmp_path, calibrated):
     """Each looks into a cache of its own: one that measured by itself would wait for the others."""
 

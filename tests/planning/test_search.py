@@ -21,7 +21,7 @@ from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
 from scalejax.core.progress import Progress
-from scalejax.hardware import RunConditions, load_cluster
+from scalejax.hardware import load_cluster
 from scalejax.planning.search import (
     Candidate,
     StrategyCosts,
@@ -152,7 +152,7 @@ def test_numbers_of_a_large_network_are_those_of_predict():
 def test_steps_set_off_as_a_graph_are_those_of_predict():
     """On a chip whose host is slow: neither counts it."""
     cluster = load_cluster("dgx-a100-80gb")
-    graphed = replace(cluster, conditions=RunConditions(launches_in_graph=True))
+    graphed = replace(cluster, launch_mode="graph")
     strategy = next(iter(strategies(SHAPE, 16, 32)))
     memory_of = memory_by_zero_stage(SHAPE, [strategy])
     (candidate,) = StrategyCosts(SHAPE, graphed).candidates([strategy], memory_of)

@@ -16,7 +16,7 @@ from scalejax.config.run import load_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import parse_seconds
-from scalejax.hardware import RunConditions, load_cluster
+from scalejax.hardware import RunConditions, Site, load_cluster
 from scalejax.planning.convergence import ConvergenceData, Estimate, Point
 from scalejax.planning.time_to_target.notes import missed
 from scalejax.planning.time_to_target.plan import (
@@ -504,11 +504,10 @@ def test_optimizer_of_points_is_that_of_their_run_sweep_or_publisher(
 
 def test_conditions_of_the_site_are_in_the_time(run_file: Path):
     """Input of 1000 samples/s for a node: 256 samples take at least 0.256 s."""
-    cluster = replace(
-        load_cluster("dgx-h100"), conditions=RunConditions(input_samples_per_second=1000.0)
-    )
+    site = Site(conditions=RunConditions(input_samples_per_second=1000.0))
+    option = ClusterOption(cluster=load_cluster("dgx-h100"), site=site)
 
-    plan = plan_run(load_config(run_file), [ClusterOption(cluster=cluster)], [8])
+    plan = plan_run(load_config(run_file), [option], [8])
 
     assert plan.points[0].step_seconds == pytest.approx(0.256)
     assert not any("input" in note for note in plan.notes if note.startswith("not known"))

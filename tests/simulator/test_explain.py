@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.core import serialization
-from scalejax.hardware import Link, Network, load_cluster
+from scalejax.hardware import Link, Network, RunConditions, Site, load_cluster
 from scalejax.hardware.cluster import Algorithm
 from scalejax.report.html.explanation import render, waterfall
 from scalejax.report.terminal import explanation as explanation_tables
@@ -131,9 +131,9 @@ def test_checkpoints_and_failures_come_on_top():
         "restart_seconds": 600.0,
         "storage_bytes_per_second": 1e9,
     }
-    site = replace(CLUSTER, conditions=replace(CLUSTER.conditions, **conditions))
+    site = Site(conditions=RunConditions(**conditions))
 
-    explained = explain(STEP, site)
+    explained = explain(STEP, CLUSTER, site=site)
 
     on_top = {term.name: term.seconds for term in explained.terms if not term.is_of_step}
     assert on_top.keys() == {"checkpoints", "failures"}

@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_predict import data_parallel
 
+import scalejax
 from scalejax import hardware
 from scalejax.core.errors import ConfigError
-from scalejax.hardware import Cluster, RunConditions, load_cluster, with_conditions
+from scalejax.hardware import (
+    Cluster,
+    RunConditions,
+    Site,
+    load_cluster_and_site,
+    with_conditions,
+)
+from scalejax.hardware.site import NO_CONDITIONS
 from scalejax.simulator.input import input_wait_seconds
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.reliability import (
@@ -38,8 +46,16 @@ CALM = 3.764e-3  # seconds of the step by hand on 8 devices, see test_predict
 
 def under(devices: int = 8, **conditions: float | int) -> Prediction:
     """The step by hand on paper under these conditions, 100 epochs of 100 steps."""
-    cluster = cluster_of(conditions=RunConditions(**conditions))  # type: ignore[arg-type]
-    return predict(data_parallel(devices), cluster, train_examples=100 * 100 * devices, epochs=100)
+    site = Site(conditions=RunConditions(**conditions))  # type: ignore[arg-type]
+    program, examples = data_parallel(devices), 100 * 100 * devices
+    return predict(program, cluster_of(), site=site, train_examples=examples, epochs=100)
+
+
+def deviation(
+    cluster: Cluster, seconds: float, conditions: RunConditions = NO_CONDITIONS
+) -> float | None:
+    """Standard deviation of a step of so many seconds."""
+    return step_deviation_seconds(cluster.chip, conditions, seconds)
 
 
 # --- stragglers ----------------------------------------------------------------------------
@@ -87,20 +103,19 @@ def test_stragglers_are_part_of_the_step():
 def test_variances_of_a_step_add_up():
     """Of 100 ms: 3 % of it, 3 ms, and disturbances whose variance is 0.16 ms x 100 ms, 4 ms."""
     late = varying(step_cv=0.03, step_dispersion_seconds=0.16e-3)
-    known = replace(late, conditions=RunConditions(step_cv=0.01))
 
-    assert step_deviation_seconds(late, 0.1) == pytest.approx(5e-3)
-    assert step_deviation_seconds(known, 0.1) == pytest.approx(1e-3)
-    assert step_deviation_seconds(cluster_of(), 0.1) is None
+    assert deviation(late, 0.1) == pytest.approx(5e-3)
+    assert deviation(late, 0.1, RunConditions(step_cv=0.01)) == pytest.approx(1e-3)
+    assert deviation(cluster_of(), 0.1) is None
 
 
 def test_steps_shorter_than_any_seen_vary_by_as_large_a_share():
     """4 ms of 100 ms, the shortest seen: 0.4 ms of 10 ms, not the 1.3 ms that a root would give."""
     seen = varying(step_cv=0.0, step_dispersion_seconds=0.16e-3, dispersed_from_seconds=0.1)
 
-    assert step_deviation_seconds(seen, 0.1) == pytest.approx(4e-3)
-    assert step_deviation_seconds(seen, 0.01) == pytest.approx(0.4e-3)
-    assert step_deviation_seconds(seen, 0.4) == pytest.approx(8e-3)
+    assert deviation(seen, 0.1) == pytest.approx(4e-3)
+    assert deviation(seen, 0.01) == pytest.approx(0.4e-3)
+    assert deviation(seen, 0.4) == pytest.approx(8e-3)
 
 
 def test_dispersion_beside_an_unknown_cv_is_refused():
@@ -123,7 +138,7 @@ def test_disturbances_at_random_have_the_variance_that_is_said():
             late, at = late + 0.010, at + draw.expovariate(5.0)
         steps.append(2.0 + late)
 
-    said = step_deviation_seconds(varying(step_cv=0.0, step_dispersion_seconds=0.5e-3), 2.0)
+    said = deviation(varying(step_cv=0.0, step_dispersion_seconds=0.5e-3), 2.0)
 
     assert said == pytest.approx(stdev(steps), rel=0.03)
 
@@ -348,19 +363,24 @@ def test_state_is_counted_once_for_each_of_its_parts():
 
 
 def test_a_cluster_file_holds_the_conditions_of_its_site(tmp_path: Path):
-    """A table of its own; flags replace single fields of it."""
+    """A table of its own; flags replace single fields of it. How hosts launch operations was said
+    there too, and files that say it are still read. A verb that gets the file takes both."""
     catalogue = Path(hardware.__file__).parent / "clusters" / "dgx-h100.toml"
     own = tmp_path / "ours.toml"
-    table = "[conditions]\nstep_cv = 0.02\nnode_mtbf_seconds = 1e7\n"
+    table = "[conditions]\nstep_cv = 0.02\nnode_mtbf_seconds = 1e7\nlaunches_in_graph = true\n"
     own.write_text(catalogue.read_text(encoding="utf-8") + table)
 
-    ours = load_cluster(str(own))
-    changed = with_conditions(ours, {"step_cv": 0.01})
+    ours, site = load_cluster_and_site(str(own))
+    one_by_one, changed = with_conditions(ours, site, {"step_cv": 0.01, "launches_in_graph": False})
 
-    assert ours.conditions == RunConditions(step_cv=0.02, node_mtbf_seconds=1e7)
+    named = scalejax.predict(data_parallel(8), own)
+    assert named == predict(data_parallel(8), ours, site=site)
+    assert dict(named.waterfall)["stragglers"]
+    assert (ours.launch_mode, one_by_one.launch_mode) == ("graph", "asynchronous")
+    assert site.conditions == RunConditions(step_cv=0.02, node_mtbf_seconds=1e7)
     assert changed.conditions == RunConditions(step_cv=0.01, node_mtbf_seconds=1e7)
     with pytest.raises(ConfigError, match=r"conditions.step_vc is no field"):
-        with_conditions(ours, {"step_vc": 0.01})
+        with_conditions(ours, site, {"step_vc": 0.01})
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from program_cases import PAPER, contended, fusion, gather, matmul, program_of, schedules, wait
 
 from scalejax.core.errors import ConfigError
-from scalejax.hardware import Attainable, RunConditions
-from scalejax.hardware.site import NO_CONDITIONS
+from scalejax.hardware import NO_SITE, Attainable, with_conditions
+from scalejax.hardware.cluster import LaunchMode
 from scalejax.simulator.device_state import GRAPH_LAUNCH_SECONDS
 from scalejax.simulator.program import DeviceGroup, Loop, Operation
 from scalejax.simulator.timeline.timeline import timeline
@@ -30,7 +30,7 @@ def test_host_that_waits_for_each_operation_adds_its_work_to_theirs():
     chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=1e-3))
     program = program_of(matmul("a", 3), matmul("b", 3))
     ahead = cluster_of(chip=chip)
-    blocking = replace(ahead, conditions=RunConditions(launches_block=True))
+    blocking = replace(ahead, launch_mode="blocking")
 
     assert timeline(program, ahead).step_seconds == pytest.approx(6e-3)
     assert timeline(program, blocking).step_seconds == pytest.approx(8e-3)
@@ -45,24 +45,22 @@ def test_operations_of_a_graph_wait_for_no_host():
     quick = replace(CHIP.attainable, launch_seconds=1e-6)
     program = program_of(*(fusion(f"f{index}", 0) for index in range(100)))
 
-    def seconds(attainable: Attainable, conditions: RunConditions) -> float:
-        cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
-        cluster = replace(cluster, conditions=conditions)
+    def seconds(attainable: Attainable, mode: LaunchMode = "asynchronous") -> float:
+        cluster = cluster_of(chip=replace(CHIP, attainable=attainable), launch_mode=mode)
         assert trace_step(program, cluster).step_seconds == pytest.approx(
             timeline(program, cluster).step_seconds
         )
         return timeline(program, cluster).step_seconds
 
-    graph = RunConditions(launches_in_graph=True)
-    assert seconds(slow, NO_CONDITIONS) == pytest.approx(3.6e-3)
-    assert seconds(slow, graph) == pytest.approx(100 * GRAPH_LAUNCH_SECONDS)
-    assert seconds(quick, graph) == pytest.approx(100e-6) == seconds(quick, NO_CONDITIONS)
+    assert seconds(slow) == pytest.approx(3.6e-3)
+    assert seconds(slow, "graph") == pytest.approx(100 * GRAPH_LAUNCH_SECONDS)
+    assert seconds(quick, "graph") == pytest.approx(100e-6) == seconds(quick)
 
 
 def test_a_graph_is_not_set_off_one_by_one():
     """Both at once say nothing."""
     with pytest.raises(ConfigError, match=r"conditions\.launches_in_graph=True is refused"):
-        RunConditions(launches_in_graph=True, launches_block=True)
+        with_conditions(cluster_of(), NO_SITE, {"launches_in_graph": True, "launches_block": True})
 
 
 def test_a_hidden_collective_costs_nothing():

@@ -27,7 +27,7 @@ from test_properties import (
     shorter_launches,
 )
 
-from scalejax.hardware import Cluster, RunConditions, load_cluster
+from scalejax.hardware import Cluster, load_cluster
 from scalejax.simulator.program import Loop
 from scalejax.simulator.timeline.timeline import (
     NOMINAL,
@@ -100,7 +100,7 @@ def test_scales_are_factors_on_classes_of_cost():
 
 def test_timelines_of_parts_add_up_to_that_of_the_step():
     """Three runs of a group that hides 3 ms of work behind 4 of gathering, and one of another."""
-    cluster = replace(contended(0.1), conditions=RunConditions(launches_block=True))
+    cluster = replace(contended(0.1), launch_mode="blocking")
     group = gather("g", 4), matmul("m", 2), fusion("f", 1), wait("g")
     other = gather("h", 2, axis="data"), matmul("n", 5), wait("h")
     costs = OperationCosts(cluster)

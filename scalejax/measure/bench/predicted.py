@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from scalejax.core import serialization
-from scalejax.hardware import Cluster
+from scalejax.hardware import Cluster, Site
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.plan import Settings
 from scalejax.measure.bench.results import Summary
@@ -13,7 +13,7 @@ from scalejax.simulator.program import Program
 
 
 def predictions(
-    summaries: Sequence[Summary], folder: BenchFolder, clusters: Sequence[Cluster]
+    summaries: Sequence[Summary], folder: BenchFolder, clusters: Sequence[tuple[Cluster, Site]]
 ) -> list[tuple[Summary, Prediction | None, bool]]:
     """Each measured benchmark with its prediction, and whether the cluster was fitted to it.
 
@@ -23,7 +23,7 @@ def predictions(
     Args:
         summaries: of the bench in `folder`; unmeasured ones are left out.
         folder: where the programs are.
-        clusters: candidates; the first that matches the devices predicts.
+        clusters: candidates with their sites; the first that matches the devices predicts.
 
     Raises:
         ConfigError: if a cluster has another kind of chip than the one benchmarked.
@@ -33,13 +33,15 @@ def predictions(
         if not each.is_measured:
             continue
         name, prediction, is_fitted = each.benchmark.name, None, False
-        cluster = next((one for one in clusters if _has_such(one, each.benchmark.settings)), None)
-        if cluster is not None and folder.program(name).is_file():
+        settings = each.benchmark.settings
+        such = next((one for one in clusters if _has_such(one[0], settings)), None)
+        if such is not None and folder.program(name).is_file():
+            cluster, site = such
             program = serialization.load(Program, folder.program(name))
             refuse_other_kind(
                 "cluster", name, cluster, backend=program.backend, target=program.target
             )
-            prediction = predict(program, cluster)
+            prediction = predict(program, cluster, site=site)
             fitted = cluster.calibrated.sources.get("*", "") if cluster.calibrated else ""
             is_fitted = str(folder.benchmark(name)) in fitted.split()
         rows.append((each, prediction, is_fitted))

@@ -12,9 +12,18 @@ import jax
 
 from scalejax.core.errors import ConfigError
 from scalejax.core.progress import OnProgress, Progress, no_display
-from scalejax.core.serialization import JsonValue, plain, save_toml
+from scalejax.core.serialization import JsonValue, save_toml
 from scalejax.core.units import counted
-from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
+from scalejax.hardware import (
+    Chip,
+    Cluster,
+    Link,
+    Network,
+    RunConditions,
+    SharedChip,
+    Site,
+    save_cluster,
+)
 from scalejax.measure.devices import collectives, host, machine, probes
 from scalejax.measure.devices.collectives import MeasuredCollective
 from scalejax.measure.devices.probes import GRID, TINY_GRID, Grid
@@ -36,6 +45,8 @@ class Calibration:
     """The devices of one process as a cluster of one node."""
     processes: Cluster | None
     """Processes of one device each as nodes; None if they were not measured."""
+    site: Site
+    """Rates of this machine's storage, and of copies from a device."""
     host_to_device_bytes_per_second: float
     """Rate of a copy to a device."""
     notes: tuple[str, ...] = ()
@@ -48,21 +59,20 @@ class Calibration:
             ConfigError: if the folder cannot be written.
         """
         save_toml(self.cluster.chip, folder / "chip.toml")
-        names = ["cluster.toml", "chip.toml", *_save(self.cluster, folder, "cluster")]
+        names = ["cluster.toml", "chip.toml", *_save(self.cluster, self.site, folder, "cluster")]
         if self.processes is not None:
-            names += ["processes.toml", *_save(self.processes, folder, "processes")]
+            names += ["processes.toml", *_save(self.processes, self.site, folder, "processes")]
         return tuple(folder / name for name in names)
 
 
-def _save(cluster: Cluster, folder: Path, name: str) -> list[str]:
-    """Write `cluster` and, in files of their own, its shared chips; returns the chips' files."""
+def _save(cluster: Cluster, site: Site, folder: Path, name: str) -> list[str]:
+    """Write `cluster` with its site and, in files of their own, its shared chips; returns those."""
     shared: list[JsonValue] = []
     for each in cluster.shared:
         file = f"{name}-chip-{each.device_count}.toml"
         save_toml(each.chip, folder / file)
         shared.append({"device_count": each.device_count, "chip": file})
-    tables: dict[str, JsonValue] = plain(cluster)  # type: ignore[assignment]
-    save_toml({**tables, "chip": "chip.toml", "shared": shared}, folder / f"{name}.toml")
+    save_cluster(cluster, site, folder / f"{name}.toml", {"chip": "chip.toml", "shared": shared})
     return [str(each["chip"]) for each in shared]  # type: ignore[index]
 
 
@@ -133,10 +143,11 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         alone, _ = min(chips.items())
         process_chips = {alone: chips[alone]} | {n: each.chip for n, each in between.items()}
         measured = [found for each in between.values() for found in each.collectives]
-        processes = _cluster(process_chips, measured, conditions, source, nodes=True)
+        processes = _cluster(process_chips, measured, source, nodes=True)
     return Calibration(
-        cluster=_cluster(chips, inside, conditions, source),
+        cluster=_cluster(chips, inside, source),
         processes=processes,
+        site=Site(conditions=conditions),
         host_to_device_bytes_per_second=to_device,
         notes=notes,
     )
@@ -174,7 +185,6 @@ def _between(grid: Grid, source: str, on_progress: OnProgress) -> dict[int, Betw
 def _cluster(
     chips: dict[int, Chip],
     measured: list[MeasuredCollective],
-    conditions: RunConditions,
     source: str,
     *,
     nodes: bool = False,
@@ -202,7 +212,6 @@ def _cluster(
             runs_buffers_one_by_one=is_shared,  # as XLA's CPU runtime does
         ),
         max_device_count=most,
-        conditions=conditions,
         shared=tuple(SharedChip(device_count=count, chip=chip) for count, chip in others),
         sources={"*": source},
     )

@@ -13,7 +13,7 @@ from typing import Literal
 
 from scalejax.core.errors import require_at_least
 from scalejax.core.progress import OnProgress, Progress, no_display
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.parallel import SearchSpec, candidates
 from scalejax.planning.search.space import groups, left_out, strategies
@@ -61,6 +61,7 @@ def search(
     device_counts: tuple[int, ...],
     global_batch: int,
     *,
+    site: Site = NO_SITE,
     objective: Objective = "time",
     moments: Literal[0, 1, 2] = 2,
     processes: int = 1,
@@ -73,6 +74,7 @@ def search(
         cluster: the devices.
         device_counts: device counts; strategies for all counts are ranked together.
         global_batch: samples per update.
+        site: conditions and input of its hosts.
         objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
         processes: maximum number of processes.
@@ -90,7 +92,7 @@ def search(
         cluster.require_devices(count)
     every = [group for count in device_counts for group in groups(shape, count, global_batch)]
     parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
-    spec = SearchSpec(shape=shape, cluster=cluster, moments=moments)
+    spec = SearchSpec(shape=shape, cluster=cluster, site=site, moments=moments)
     ranked: list[Candidate] = []
     with closing(candidates(spec, parts, processes)) as answers:
         for index, found in enumerate(answers):

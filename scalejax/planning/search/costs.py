@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.config.parallelism import PipelineTicks
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.simulator.device_state import in_graph
 from scalejax.simulator.program import MemoryUse, Program
 from scalejax.simulator.site_effects import step_terms
@@ -89,9 +89,9 @@ class _StepTimes:
 class StrategyCosts:
     """Times of the strategies of one network on one cluster; shared operations are cached."""
 
-    def __init__(self, shape: TransformerShape, cluster: Cluster) -> None:
+    def __init__(self, shape: TransformerShape, cluster: Cluster, site: Site = NO_SITE) -> None:
         """Start with empty caches."""
-        self._shape = shape
+        self._shape, self._site = shape, site
         self._cluster = in_graph(cluster)
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         self._costs = OperationCosts(self._cluster)
@@ -117,7 +117,7 @@ class StrategyCosts:
             if stage not in times_of:
                 times_of[stage] = self._step_times(each)
             seconds = times_of[stage].timeline(each).step_seconds
-            added = step_terms(stub, self._cluster, seconds)
+            added = step_terms(stub, self._cluster, self._site, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
             memory = memory_of[stage]
             peak = memory.batch_bytes + memory.state_bytes(stage) + self._reserve_bytes

@@ -9,7 +9,7 @@ from typing import Literal
 
 from scalejax.core.errors import ScalejaxError
 from scalejax.core.workers import Pool, Worker
-from scalejax.hardware import Cluster
+from scalejax.hardware import Cluster, Site
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.space import Group
 from scalejax.simulator.transformer import (
@@ -32,6 +32,8 @@ class SearchSpec:
     """The network."""
     cluster: Cluster
     """The devices."""
+    site: Site
+    """Conditions and input of its hosts."""
     moments: Literal[0, 1, 2]
     """Arrays like the parameters that the optimizer keeps."""
 
@@ -83,7 +85,7 @@ class _SpecCosts:
 
     def __init__(self, spec: SearchSpec) -> None:
         self._question = spec
-        self._costs = StrategyCosts(spec.shape, spec.cluster)
+        self._costs = StrategyCosts(spec.shape, spec.cluster, spec.site)
 
     def __call__(self, groups: Sequence[Group]) -> list[Candidate]:
         found: list[Candidate] = []

@@ -17,7 +17,7 @@ from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.data.facts import fitting_facts, resolve
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.planning.search import (
     Candidate,
     Objective,
@@ -156,6 +156,7 @@ def search_run(
     cluster: Cluster,
     device_counts: tuple[int, ...],
     *,
+    site: Site = NO_SITE,
     global_batch: int | None = None,
     objective: Objective = "time",
     processes: int = 1,
@@ -168,6 +169,7 @@ def search_run(
         config: network, data, batch and optimizer.
         cluster: where it would run.
         device_counts: device counts to choose from.
+        site: conditions and input of its hosts.
         global_batch: samples per update; that of `config` unless given.
         objective: quantity to minimise.
         processes: see `search`.
@@ -188,6 +190,7 @@ def search_run(
         cluster,
         device_counts,
         batch,
+        site=site,
         objective=objective,
         moments=config.optimizer.moments,
         processes=processes,
@@ -200,6 +203,7 @@ def report_search(
     cluster: Cluster,
     found: SearchResult,
     *,
+    site: Site = NO_SITE,
     objective: Objective = "time",
     framework: Framework = XLA,
     price_per_device_hour: float | None = None,
@@ -213,6 +217,7 @@ def report_search(
         config: the searched run.
         cluster: where it would run.
         found: result of `search_run`.
+        site: conditions and input of its hosts.
         objective: quantity that was minimised.
         framework: the framework that trains it; the best by the closed form are ranked anew by its
             steps.
@@ -223,7 +228,7 @@ def report_search(
     """
     best = deduplicated(found.ranked)[:top]
     shape = shape_of(config, cluster.chip, facts)
-    ranked = list(_ranked(config, facts, cluster, best, framework, price_per_device_hour))
+    ranked = list(_ranked(config, facts, cluster, site, best, framework, price_per_device_hour))
     if framework != XLA:
         ranked.sort(key=lambda each: _rank(each.prediction, objective))
         ranked = [replace(each, place=place) for place, each in enumerate(ranked, start=1)]
@@ -255,6 +260,7 @@ def confirm_search(
     cluster: Cluster,
     *,
     confirm: int,
+    site: Site = NO_SITE,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     on_progress: OnProgress = no_display,
@@ -266,13 +272,14 @@ def confirm_search(
         config: the searched run.
         cluster: where it would run.
         confirm: number of strategies that are compiled.
+        site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         on_progress: called for each compilation.
     """
     ranked = list(report.ranked)
     for index, each in enumerate(ranked[:confirm]):
-        answer = _confirmed(config, facts, cluster, framework, each.strategy, on_progress)
+        answer = _confirmed(config, facts, cluster, site, framework, each.strategy, on_progress)
         if isinstance(answer, str):
             ranked[index] = replace(each, confirmed=None, note=answer)
             continue
@@ -344,6 +351,7 @@ def _ranked(
     config: RunConfig,
     facts: DatasetFacts | None,
     cluster: Cluster,
+    site: Site,
     best: Sequence[Candidate],
     framework: Framework,
     price_per_device_hour: float | None,
@@ -364,7 +372,7 @@ def _ranked(
                 program = framework.applied(program, run_of(config, each.strategy, facts), larger)
             except ConfigError as error:  # scalejax trains no such run
                 note = f"as XLA runs it: {' '.join(str(error).split())}"
-        prediction, price = predict(program, cluster), None
+        prediction, price = predict(program, cluster, site=site), None
         if price_per_device_hour is not None:
             candidate = replace(each, step_seconds=prediction.step_seconds)
             price = 1e6 * candidate.device_hours_per_sample * price_per_device_hour
@@ -430,6 +438,7 @@ def _confirmed(
     config: RunConfig,
     facts: DatasetFacts | None,
     cluster: Cluster,
+    site: Site,
     framework: Framework,
     strategy: Strategy,
     on_progress: OnProgress,
@@ -444,4 +453,4 @@ def _confirmed(
         (program,) = profile_many([job], on_progress)
     except ScalejaxError as error:  # it does not affect other strategies
         return " ".join(str(error).split())
-    return predict(program, cluster)
+    return predict(program, cluster, site=site)

@@ -15,7 +15,7 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.data.facts import fitting_facts
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.convergence import (
     ConvergenceData,
     fit,
@@ -52,7 +52,9 @@ class ClusterOption:
     """A cluster to choose from, with its price."""
 
     cluster: Cluster
-    """The hardware, under the conditions of its site."""
+    """The hardware."""
+    site: Site = NO_SITE
+    """Conditions and input of its hosts."""
     price_per_device_hour: float | None = None
     """Price of a device-hour, in any currency; None if unknown."""
 
@@ -188,7 +190,7 @@ def plan_run(
     ]
     programs = programs_of(jobs, on_progress)
     for (option, run), program in zip(planned_runs, programs, strict=True):
-        prediction = predict(program, option.cluster)
+        prediction = predict(program, option.cluster, site=option.site)
         if not prediction.fits:
             left_out[_NO_MEMORY] += 1
             continue

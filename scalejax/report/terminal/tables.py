@@ -26,7 +26,7 @@ from scalejax.core.units import (
     format_count,
     format_seconds,
 )
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.measure.fit import WIDE_ERROR, Fit
 from scalejax.simulator.frameworks import Framework
 from scalejax.validation import Summary, Validation
@@ -308,11 +308,11 @@ def catalogue(
     )
 
 
-def entry(hardware: Chip | Cluster) -> Iterator[RenderableType]:
-    """Every number of a chip or a cluster, with its source."""
+def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[RenderableType]:
+    """Every number of a chip or a cluster and its site, with its source."""
     yield Text.assemble((hardware.name, "bold"), f": {hardware.title}")
     lines = []
-    for name, value in _leaves(plain(hardware)):
+    for name, value in (*_leaves(plain(hardware)), *_leaves(plain(site))):
         if name.split(".")[0] not in ("name", "title", "sources", "chip", "library"):
             lines.append(Text.assemble(f"{name} = ", (value, "bold")))
             if source := hardware.sources.get(name):

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.hardware import Cluster
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.explain.labels import in_words
 from scalejax.simulator.explain.trace_match import TraceMatch
 from scalejax.simulator.explain.unexpected_collectives import (
@@ -116,6 +116,7 @@ def explain(
     program: Program,
     cluster: Cluster,
     *,
+    site: Site = NO_SITE,
     doubled_batch: Program | None = None,
     most_operations: int = MOST_OPERATIONS,
 ) -> Explanation:
@@ -124,6 +125,7 @@ def explain(
     Args:
         program: the compiled step; its mesh gives the device count.
         cluster: the hardware.
+        site: conditions and input of its hosts.
         doubled_batch: the step with twice the samples per device; if None, the batch is not among
             the improvements.
         most_operations: how many of the costliest operations to name.
@@ -131,7 +133,7 @@ def explain(
     Raises:
         DoesNotFit: if the mesh has more devices than the cluster.
     """
-    prediction = predict(program, cluster)
+    prediction = predict(program, cluster, site=site)
     device = device_terms(without_bubble(program), cluster)
     rest = [entry for entry in prediction.waterfall if entry[0] not in _DEVICE_TERMS]
     every = attributions(program, cluster)
@@ -158,7 +160,7 @@ def explain(
             if attribution.step_seconds > 0
         ),
         unexpected=unexpected_collectives(program, every, prediction.step_seconds),
-        improvements=improvements(program, cluster, doubled_batch),
+        improvements=improvements(program, cluster, site, doubled_batch),
         notes=prediction.notes,
     )
 

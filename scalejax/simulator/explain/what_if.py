@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalejax.hardware import Chip, Cluster, HostInput
+from scalejax.hardware import NO_SITE, Chip, Cluster, HostInput, Site
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import step_terms
@@ -37,7 +37,10 @@ class Improvement:
 
 
 def improvements(
-    program: Program, cluster: Cluster, doubled_batch: Program | None = None
+    program: Program,
+    cluster: Cluster,
+    site: Site = NO_SITE,
+    doubled_batch: Program | None = None,
 ) -> tuple[Improvement, ...]:
     """Predicted speedups of `program` on `cluster` by doubling one resource at a time.
 
@@ -46,12 +49,13 @@ def improvements(
     Args:
         program: the compiled step.
         cluster: the original hardware.
+        site: conditions and input of its hosts.
         doubled_batch: the step with twice the samples per device, if it was compiled.
 
     Returns:
         Improvements, the largest speedup first.
     """
-    now = predict(program, cluster)
+    now = predict(program, cluster, site=site)
     found: list[Improvement] = []
 
     def add(name: str, meaning: str, seconds: float, *, fits: bool, samples: float = 1.0) -> None:
@@ -65,27 +69,27 @@ def improvements(
     is_one_node = cluster.network is None or program.device_count <= cluster.devices_per_node
     for name, meaning, change in _CHANGES:
         if name != "network" or not is_one_node:
-            then = predict(program, change(cluster))
+            then = predict(program, change(cluster), site=site)
             add(name, meaning, then.step_seconds, fits=then.fits)
-    if cluster.input is not None and cluster.conditions.input_samples_per_second is None:
+    if site.input is not None and site.conditions.input_samples_per_second is None:
         for name, meaning, change in _INPUT_CHANGES:
-            if (changed := change(cluster.input)) != cluster.input:
-                then = predict(program, replace(cluster, input=changed))
+            if (changed := change(site.input)) != site.input:
+                then = predict(program, cluster, site=replace(site, input=changed))
                 add(name, meaning, then.step_seconds, fits=then.fits)
     if dict(now.waterfall).get(HOST):
-        then = predict(program, _with_chips(cluster, _less_dispatch))
+        then = predict(program, _with_chips(cluster, _less_dispatch), site=site)
         add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
     if what_if(program).schedule.collectives:
-        seconds = _half_latency_seconds(program, cluster)
+        seconds = _half_latency_seconds(program, cluster, site)
         add(LATENCY, "of starting collectives, and of messages", seconds, fits=now.fits)
     if doubled_batch is not None:
-        then = predict(doubled_batch, cluster)
+        then = predict(doubled_batch, cluster, site=site)
         samples = (doubled_batch.global_batch or 1) / (program.global_batch or 1)
         add("batch", "samples per device", then.step_seconds, fits=then.fits, samples=samples)
     return tuple(sorted(found, key=lambda each: -each.speedup))
 
 
-def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
+def _half_latency_seconds(program: Program, cluster: Cluster, site: Site) -> float:
     """Time of a step whose collectives have half the latency at unchanged bandwidth.
 
     Every collective takes latency L and, for its bytes, time B over links and network, filling of
@@ -93,7 +97,7 @@ def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
     be known separately, which tables of measured times do not give.
     """
     seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
-    terms = step_terms(program, cluster, seconds.step_seconds)
+    terms = step_terms(program, cluster, site, seconds.step_seconds)
     added = (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
     return seconds.step_seconds + added
 

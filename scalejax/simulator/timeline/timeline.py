@@ -190,7 +190,7 @@ def _timeline(
         dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
         communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
-        launches_block=cluster.conditions.launches_block,
+        launches_block=cluster.launch_mode == "blocking",
     )
 
 

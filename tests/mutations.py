@@ -397,7 +397,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/models/test_pipeline_stages.py",),
     ),
     Mutation(
-        path="scalejax/config/parallelism.py",
+        path="scalejax/config/pipeline_schedule.py",
         old="return min(self.microbatches, self.stages * times)",
         new="return max(self.microbatches, self.stages * times)",
         mistake="1F1B keeps every microbatch under way",
@@ -568,7 +568,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/simulator/test_cost.py",),
     ),
     Mutation(
-        path="scalejax/config/parallelism.py",
+        path="scalejax/config/pipeline_schedule.py",
         old="times = 1 + self.idle / (self.stages * self.chunks) if self.chunks > 1 else 1",
         new="times = 1 + self.idle / self.stages if self.chunks > 1 else 1",
         mistake="interleaved stages hold as much whatever their chunks",

@@ -5,7 +5,7 @@ Arithmetic only, with no devices and no arrays; `training.mesh` turns a `Layout`
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
@@ -116,53 +116,6 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 ContextStrategy = Literal["all_gather", "ring", "all_to_all"]
 """How attention sees keys and values of tokens on other devices of the context axis."""
-
-
-PipelineSchedule = Literal["gpipe", "1f1b"]
-"""Order of the microbatches of a pipeline: all forward and then all backward (GPipe; Huang et al.
-2018, arXiv 1811.06965), or alternating (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473,
-section 2.2); interleaved where stages have chunks."""
-
-
-class PipelineTicks(NamedTuple):
-    """Ticks of a pipeline stage in one step: in each, one chunk of its layers takes a microbatch.
-
-    After each it sends activations, or gradients, to the next stage. There are as many in every
-    schedule, which sets what is held meanwhile.
-    """
-
-    schedule: PipelineSchedule
-    """Order of the microbatches."""
-    stages: int
-    """Pipeline stages."""
-    microbatches: int
-    """Microbatches per step."""
-    chunks: int = 1
-    """Interleaved chunks of layers per stage (virtual pipeline stages)."""
-
-    @property
-    def work(self) -> int:
-        """Ticks with a microbatch."""
-        return self.microbatches * self.chunks
-
-    @property
-    def idle(self) -> int:
-        """Ticks without one, while the first arrives and the last returns: the bubble, of
-        (stages - 1) / chunks microbatches (Narayanan et al. 2021, section 2.2)."""
-        return self.stages - 1
-
-    @property
-    def in_flight(self) -> float:
-        """Microbatches whose activations the first stage holds at once.
-
-        GPipe holds all; 1F1B as many as there are stages; interleaved
-        1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
-        section 4.2.3); none more than all.
-        """
-        if self.schedule == "gpipe":
-            return self.microbatches
-        times = 1 + self.idle / (self.stages * self.chunks) if self.chunks > 1 else 1
-        return min(self.microbatches, self.stages * times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,10 @@ class LayoutConfig:
     pipeline_chunks: int = 1
     """Model chunks per pipeline stage, with those of the other stages between them (interleaved
     schedule; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    pipeline_schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    """Order of the microbatches in a pipeline: "gpipe", all forward and then all backward; "1f1b",
+    alternating, which holds the activations of as many as there are stages (Narayanan et al. 2021,
+    section 2.2; interleaved with `pipeline_chunks`)."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel layers are sharded over tokens along the tensor
     axis (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
@@ -116,6 +120,15 @@ class LayoutConfig:
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
         if self.context == 1 and self.context_strategy != "all_gather":
             accepted = "it needs layout.context above 1, between whose devices tokens are split"
+            raise ConfigError(refusal("layout.context_strategy", self.context_strategy, accepted))
+        if self.pipeline == 1 and self.pipeline_schedule != "gpipe":
+            accepted = "it needs layout.pipeline above 1"
+            raise ConfigError(refusal("layout.pipeline_schedule", self.pipeline_schedule, accepted))
+        if self.pipeline_schedule != "gpipe" and self.context_strategy == "ring":
+            accepted = (
+                f'with layout.pipeline_schedule="{self.pipeline_schedule}" stages send at '
+                'different times, which XLA confuses with the ring; use "all_gather"'
+            )
             raise ConfigError(refusal("layout.context_strategy", self.context_strategy, accepted))
         if self.tensor == 1 and self.sequence_parallel:
             accepted = "it needs layout.tensor above 1, between whose devices tokens are split"

@@ -28,7 +28,7 @@ from scalejax.models.sharding import (
     axis_size,
     constrained_keys,
     constraints,
-    is_data_manual,
+    is_partly_manual,
     is_zigzag,
 )
 
@@ -133,9 +133,9 @@ def _ungrouped(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.A
 
 
 def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if the data axis is manual,
+    """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if another axis is manual,
     which JAX's own partitioning of the kernel does not support."""
-    if not is_data_manual():
+    if not is_partly_manual():
         return _kernel(q_BSHK, k_BSGK, v_BSGK)
     return over_shards(_kernel)(q_BSHK, k_BSGK, v_BSGK)
 

@@ -69,7 +69,7 @@ def through_blocks(
     structure, stacked = nnx.split(blocks)
     # Before the scan: once, and not for every pass over a block; gradients of all blocks
     # are then stacked in the compute type too, half the memory of float32.
-    stacked = jax.tree_util.tree_map_with_path(partial(_cast_kernel, dtype), stacked)
+    stacked = jax.tree_util.tree_map_with_path(partial(cast_kernel, dtype), stacked)
 
     def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
         return nnx.merge(structure, layer)(x_BSD), None
@@ -85,7 +85,7 @@ def through_blocks(
     return scanned(stacked, x_BSD)
 
 
-def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
+def cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
     """A matrix cast to the type of its products; biases and norms unchanged."""
     is_matrix = not {"kernel", *ADAPTERS}.isdisjoint(parameter_path(path).split("/"))
     return leaf.astype(dtype) if is_matrix else leaf

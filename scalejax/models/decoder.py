@@ -49,10 +49,29 @@ class CausalNetwork(Network):
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
         # Gathered over fsdp here, once: both ends of the network may use the token embedding.
         tokens_VD = self._table(self.tokens, TOKENS)
-        x_BSD = constrained_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
-        x_BSD = constrained_residual(self._positioned(x_BSD))
+        x_BSD = self._embedded(tokens_VD, inputs)
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
-        output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
+        return self._logits(tokens_VD if self.is_tied else self._table(self.output, TOKENS), x_BSD)
+
+    def embedded(self, inputs: jax.Array) -> jax.Array:
+        """The residual stream before the first block, [B, S, D], of tokens [B, S]."""
+        return self._embedded(self._table(self.tokens, TOKENS), inputs)
+
+    def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after the blocks that this network holds, [B, S, D]."""
+        return through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
+
+    def logits(self, x_BSD: jax.Array) -> jax.Array:
+        """Logits [B, S, V] of the residual stream after the last block."""
+        return self._logits(
+            self._table(self.tokens if self.is_tied else self.output, TOKENS), x_BSD
+        )
+
+    def _embedded(self, tokens_VD: jax.Array, inputs: jax.Array) -> jax.Array:
+        x_BSD = constrained_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
+        return constrained_residual(self._positioned(x_BSD))
+
+    def _logits(self, output_VD: jax.Array, x_BSD: jax.Array) -> jax.Array:
         # In the compute type, then cast up for the loss: so are the products of their gradients.
         normalised_BSD = constrained_for_head(self.norm(x_BSD))
         logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)

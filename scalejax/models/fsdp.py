@@ -24,7 +24,7 @@ from scalejax.models.sharding import (
     constrained,
     constrained_for_layer,
     constraints,
-    is_data_manual,
+    is_partly_manual,
 )
 
 
@@ -80,7 +80,7 @@ def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.
         indices: of any shape; those beyond the table are clipped to its last row.
         used: sharding of the gathered table.
     """
-    if is_data_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
+    if is_partly_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
         return _looked_up_by_part(table, indices, used)  # type: ignore[return-value]  likewise
     return jnp.take(_summed(table, used), indices, axis=0, mode="clip")
 

@@ -27,7 +27,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.model import Remat
-from scalejax.config.parallelism import BATCH_AXES, PIPELINE, PipelineTicks, stage_layers
+from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.models.remat import recomputed_with_picks
 from scalejax.models.sharding import constrained, constrained_for_head, constraints
 
@@ -54,7 +55,7 @@ def through_stages(
         remat: what the backward pass recomputes of each block, as `blocks` implements it.
     """
     chunks, microbatches = constraints().chunks, constraints().microbatches
-    dealt = jax.tree.map(lambda leaf: _dealt(leaf, chunks, stages), stacked)
+    dealt = jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, stages), stacked)
     rows_MBSD = _by_stage(_split(x_BSD, microbatches), leading=(None,))
     here = jnp.arange(stages)
 
@@ -96,7 +97,7 @@ def _either(is_entering_P: jax.Array, entering_BSD: jax.Array, handed_PBSD: jax.
     return jnp.where(is_entering_P[:, None, None, None], entering_BSD[None], handed_PBSD)
 
 
-def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
+def dealt_to_stages(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
     """[layers, ...] as [chunks, stages, layers of a chunk, ...], sharded over the stages; zeros
     where a stage has one layer less than others."""
     layers, *rest = leaf.shape
@@ -120,7 +121,7 @@ def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
     makes scatters that its own verifier refuses (jax 0.10.2, for GPUs).
 
     Args:
-        dealt: parameters as `_dealt` leaves them.
+        dealt: parameters as `dealt_to_stages` leaves them.
         chunk_P: the chunk of each stage.
     """
     if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(dealt)):

@@ -65,14 +65,17 @@ def constraints() -> ShardingConstraints:
 
 
 def axis_size(axis: str) -> int:
-    """Devices along `axis` of the mesh in the context; 1 without such a mesh."""
+    """Devices along `axis` of the mesh in the context; 1 without such a mesh, and in a stage of a
+    pipeline along its axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[axis] if _is_ours(mesh) else 1
+    is_stage = axis == PIPELINE and PIPELINE in mesh.manual_axes
+    return mesh.shape[axis] if _is_ours(mesh) and not is_stage else 1
 
 
-def is_data_manual() -> bool:
-    """Whether the data axis is manual: the network is traced in a `shard_map` over it."""
-    return DATA in jax.sharding.get_abstract_mesh().manual_axes
+def is_partly_manual() -> bool:
+    """Whether the data axis or the pipeline is manual: the network is traced in a `shard_map` over
+    the shards of the batch, or over the stages."""
+    return not {DATA, PIPELINE}.isdisjoint(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -81,14 +84,14 @@ def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     Where parameters are sharded over fsdp, the compiler may move either the parameters to the rows
     of the batch or the rows to the parameters; this constraint enforces the first. It needs the
     mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing without a mesh of a
-    `Layout`, or where its axes are manual (`shard_map`). The data axis alone may be manual: each
-    shard of the batch is then constrained over the other axes.
+    `Layout`, or where its axes are manual (`shard_map`). The data axis and the pipeline may be
+    manual: each shard of the batch, or stage, is then constrained over the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _is_ours(mesh):
         return array
-    if DATA in mesh.manual_axes:
-        spec = _without(DATA, spec)
+    for axis in mesh.manual_axes:
+        spec = _without(axis, spec)
     return jax.lax.with_sharding_constraint(
         array, divisible("an activation", spec, array.shape, mesh.shape)
     )
@@ -129,10 +132,11 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
 
 
 def _is_ours(mesh: jax.sharding.AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data."""
+    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data and pipeline."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds.get(DATA) == AxisType.Manual:
-        kinds[DATA] = AxisType.Auto
+    for axis in (DATA, PIPELINE):
+        if kinds.get(axis) == AxisType.Manual:
+            kinds[axis] = AxisType.Auto
     return all(kinds.get(axis) == AxisType.Auto for axis in AXES)
 
 

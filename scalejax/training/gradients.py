@@ -15,9 +15,14 @@ from flax import nnx
 from jax import lax
 
 from scalejax.config.data import DatasetFacts
+from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
-from scalejax.models.sharding import in_token_order, is_data_manual
+from scalejax.models.blocks import cast_kernel
+from scalejax.models.decoder import CausalNetwork
+from scalejax.models.pipeline import dealt_to_stages
+from scalejax.models.sharding import in_token_order, is_partly_manual
 from scalejax.training.optimizers.fine_tuning import trainable, updated
+from scalejax.training.pipeline import Network, Parameters, scheduled_gradients
 from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
 
 PyTree = Any
@@ -57,6 +62,13 @@ def sample_metrics(
             inputs = in_token_order(inputs)
         where = {"places": batch["places"]} if "places" in batch else {}
         logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
+    return *loss_and_accuracy(setup, logits, batch, is_training=is_training), logits
+
+
+def loss_and_accuracy(
+    setup: TrainSetup, logits: jax.Array, batch: Batch, *, is_training: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Loss and accuracy of each sample of these logits, float32 of shape (samples,)."""
     smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
 
     def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +82,7 @@ def sample_metrics(
         losses = _mixed(batch["mix"], losses, partner_losses)
         hits = _mixed(batch["mix"], hits, partner_hits)
     positions = tuple(range(1, losses.ndim))
-    return losses.mean(axis=positions), hits.mean(axis=positions), logits
+    return losses.mean(axis=positions), hits.mean(axis=positions)
 
 
 def _partners(rows: jax.Array) -> jax.Array:
@@ -91,7 +103,7 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> j
     all: a gather along sharded classes makes XLA's partitioner abort
     (spmd_partitioner_util.cc:497, jax 0.10.2).
     """
-    if not is_data_manual():
+    if not is_partly_manual():
         of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
         is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
@@ -168,6 +180,11 @@ def gradients(
         total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
         return (total, model_state), metrics
 
+    if is_pipelined and setup.run.config.layout.pipeline_schedule != "gpipe":
+        gradient, model_state, metrics = by_timetable(
+            setup, bn, params, learning, model_state, batch, scale
+        )
+        return gradient if reduce is None else reduce(gradient), model_state, metrics
     if microbatches == 1:
         return of_part(model_state, batch)
     zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
@@ -176,6 +193,78 @@ def gradients(
         accumulate, (zeros, model_state), jax.tree.map(split, batch)
     )
     return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def by_timetable(
+    setup: TrainSetup,
+    bn: BatchNormScope,
+    params: PyTree,
+    learning: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes."""
+    run = setup.run
+    chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
+    microbatches = run.split.microbatches
+    ticks = PipelineTicks(run.config.layout.pipeline_schedule, stages, microbatches, chunks)
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+
+    def network_of(ends: PyTree, blocks: PyTree) -> CausalNetwork:
+        network = network_with(setup, bn, {**ends, _BLOCKS: blocks}, model_state)
+        assert isinstance(network, CausalNetwork)  # noqa: S101  the config refuses others
+        return network
+
+    def first(ends: PyTree, rows: Batch) -> jax.Array:
+        inputs = in_token_order(rows["inputs"])
+        return network_of(ends, params[_BLOCKS]).embedded(inputs)
+
+    def middle(blocks: PyTree, x_BSD: jax.Array) -> jax.Array:
+        return network_of(_without_blocks(params), blocks).through_blocks(x_BSD)
+
+    def last(ends: PyTree, x_BSD: jax.Array, rows: Batch) -> tuple[jax.Array, PyTree]:
+        logits = network_of(ends, params[_BLOCKS]).logits(x_BSD)
+        losses, hits = loss_and_accuracy(setup, logits, rows, is_training=True)
+        if "weights" in rows:
+            losses, hits = losses * rows["weights"], hits * rows["weights"]
+        loss = losses.mean() if scale is None else losses.mean() * scale
+        loss, accuracy = loss / microbatches, hits.mean() / microbatches
+        return loss, {"loss": loss, "accuracy": accuracy}
+
+    def dealt(blocks: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, stages), blocks)
+
+    frozen = jax.tree.map(
+        lambda leaf, own: leaf if own is None else None, params, learning, is_leaf=_is_none
+    )
+    cast = partial(jax.tree_util.tree_map_with_path, partial(cast_kernel, dtype))
+    blocks = Parameters(*(dealt(cast(tree[_BLOCKS])) for tree in (learning, frozen)))
+    ends = Parameters(*(_without_blocks(tree) for tree in (learning, frozen)))
+    rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), batch)
+    of_ends, of_dealt, metrics = scheduled_gradients(
+        Network(first, middle, last), timetable(ticks), ends, blocks, rows
+    )
+    whole = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), learning[_BLOCKS]
+    )
+    (of_blocks,) = jax.linear_transpose(dealt, whole)(of_dealt)
+    gradient = {name: of_blocks if name == _BLOCKS else of_ends[name] for name in learning}
+    if run.config.train.noise_scale is not None:
+        metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
+    return gradient, model_state, metrics
+
+
+_BLOCKS = "blocks"
+"""Name of the stacked blocks of a causal network."""
+
+
+def _without_blocks(params: PyTree) -> PyTree:
+    return {name: part for name, part in params.items() if name != _BLOCKS}
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def _of_mean_1(batch: Batch) -> Batch:

@@ -79,6 +79,7 @@ def case_key(job: RunJob) -> str:
         ("zero_stage", 0),
         ("sequence_parallel", False),
         ("pipeline_chunks", 1),
+        ("pipeline_schedule", "gpipe"),
         ("bn_running", "mean"),
     ):
         if (value := getattr(config.layout, name)) != usual:

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from scalejax.config.parallelism import PipelineTicks
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
@@ -55,9 +55,11 @@ def read_step(
         shares=gradient_sync_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
-    stages, chunks = run.layout.pipeline, run.config.layout.pipeline_chunks
+    layout, stages = run.config.layout, run.layout.pipeline
     if stages > 1:
-        ticks = PipelineTicks("gpipe", stages, run.split.microbatches, chunks)
+        ticks = PipelineTicks(
+            layout.pipeline_schedule, stages, run.split.microbatches, layout.pipeline_chunks
+        )
         program = with_bubble(program, ticks)
     compute_type = _COMPUTE_TYPES.get(run.config.model.compute_dtype)
     if program.backend == "cpu" and compute_type is not None:

@@ -91,8 +91,7 @@ def derivation(
         DoesNotFit: if the cluster has fewer devices.
     """
     job.cluster.require_devices(job.run.layout.device_count)
-    is_stage = job.framework.schedule == "1f1b" and job.run.layout.pipeline > 1
-    run = for_chip(stage_run(job.run) if is_stage else job.run, job.cluster.chip)
+    run = for_chip(_in_schedule_of(job.framework, job.run), job.cluster.chip)
     has_server = job.cluster.library.name == _PARAMETER_SERVER
     step = reduced(run, has_server=has_server) if is_reduced else run
     target = target_for(job.cluster, step.layout.device_count, backend)
@@ -104,26 +103,29 @@ def derivation(
     )
 
 
-def stage_run(run: ResolvedRun) -> ResolvedRun:
-    """The run of the longest stage of a pipeline, as a network of its own.
+def _in_schedule_of(framework: Framework, run: ResolvedRun) -> ResolvedRun:
+    """What is compiled for `run` in the pipeline schedule of `framework`: one stage where the rest
+    of the step follows from it, else all stages.
 
-    Raises:
-        ConfigError: if such a stage cannot be compiled alone.
+    A run that names a schedule other than GPipe, the default, keeps it.
     """
+    layout, model = run.config.layout, run.config.model
+    is_given = layout.pipeline_schedule != "gpipe"
+    if layout.pipeline == 1 or framework.schedule == "gpipe" or is_given:
+        return run
+    is_gpt = isinstance(model, GptConfig) and model.remat == "full"
+    if is_gpt and run.split.microbatches > 1:
+        return stage_run(run)
+    config = replace(run.config, layout=replace(layout, pipeline_schedule=framework.schedule))
+    return replace(run, config=config)
+
+
+def stage_run(run: ResolvedRun) -> ResolvedRun:
+    """The run of the longest stage of a pipeline of gpt with full recompute, as a network of its
+    own."""
     config, stages = run.config, run.layout.pipeline
     model = config.model
-    if not isinstance(model, GptConfig):
-        accepted = "under 1F1B only the stages of gpt are known"
-        raise ConfigError(refusal("model.name", model.name, accepted))
-    if model.remat != "full":
-        accepted = (
-            "of a pipeline under 1F1B only the memory of full recompute is counted; "
-            'use "full", or --framework xla'
-        )
-        raise ConfigError(refusal("model.remat", model.remat, accepted))
-    if run.split.microbatches == 1:
-        accepted = "a pipeline under 1F1B needs at least 2"
-        raise ConfigError(refusal("batch.microbatches", 1, accepted))
+    assert isinstance(model, GptConfig)  # noqa: S101  other networks are compiled with all stages
     stage = replace(
         config,
         model=replace(model, layers=-(-model.layers // stages)),

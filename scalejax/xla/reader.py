@@ -12,6 +12,7 @@ their bytes are counted where they are used.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from scalejax.config.pipeline_schedule import GATES
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import (
     Collective,
@@ -109,14 +110,17 @@ class _Reader:
 
     def _loop(self, computation: Computation, instruction: Instruction) -> Loop:
         count = _trip_count(self._module, computation, instruction)
+        body = tuple(self.schedule(instruction.called("body")[0]))
         if count is None:
+            metadata = instruction.attributes.get("metadata", "")
+            if gate := next((gate for gate in GATES if f'{gate}/while"' in metadata), None):
+                return Loop(name=self._unique(gate), trip_count=1, body=body)
             source = self._module.source(instruction)
             raise ProfileError(
                 f"the loop {instruction.name!r} ({source or 'of unknown source'}) runs an unknown "
                 "number of times, so it cannot be costed. Use lax.scan, or lax.fori_loop with "
                 "fixed bounds."
             )
-        body = tuple(self.schedule(instruction.called("body")[0]))
         return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
 
     def _branches(self, instruction: Instruction) -> list[Operation | Loop]:

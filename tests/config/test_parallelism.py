@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from scalejax.config.parallelism import (
     BatchSplit,
     Layout,
-    PipelineTicks,
     bn_group_count,
     fill_data_axis,
     stage_layers,
 )
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.core.errors import ConfigError
 
 

@@ -244,6 +244,12 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ),
         ({"layout.expert": 2}, r"layout\.expert=2 is refused.* has none"),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
+        ({"layout.pipeline_schedule": "1f1b"}, r"needs layout\.pipeline above 1"),
+        (
+            {"layout.pipeline": 2, "layout.pipeline_schedule": "1f1b", "layout.context": 2}
+            | {"layout.context_strategy": "ring"},
+            r"confuses with the ring; use .all_gather",
+        ),
         ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
         ({"layout.context": 5}, "data.tokens=64 .* layout.context=5"),
         ({"layout.context": 2, "model.attention": "fused"}, "computed unfused"),

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from program_cases import PAPER, matmul, program_of
 
-from scalejax.config.parallelism import PipelineTicks
+from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation, Program
@@ -204,3 +204,27 @@ def test_ticks_without_work_are_told_apart():
     assert times == pytest.approx(timeline(whole, PAPER).step_seconds)
     assert times - timeline(without_bubble(told), PAPER).step_seconds == pytest.approx(12e-3)
     assert without_bubble(whole) is whole
+
+
+@pytest.mark.parametrize(("chunks", "bubble"), [(1, 3 * 3 + 0.25), (2, 3 * 3 + 0.25)])
+def test_slots_of_a_timetable_are_those_of_the_last_stage(chunks, bubble):
+    """8 microbatches through each chunk of the last of 4 stages, 1 ms forward and 2 ms back; 0.5 ms
+    of its loss for each, with the last chunk; and while it waits, what one stage takes for a chunk
+    of a microbatch, three times, and the embedding once."""
+    ticks = PipelineTicks("1f1b", stages=4, microbatches=8, chunks=chunks)
+    first, last = (
+        Loop(name=f"{name}_part", trip_count=1, body=(matmul(name, each),))
+        for name, each in (("first", 0.25), ("last", 0.5))
+    )
+    forward = Loop(name="forward_pass", trip_count=1, body=(first, matmul("f", 1), last))
+    backward = Loop(name="backward_pass", trip_count=1, body=(matmul("b", 2),))
+    body = (forward, backward, matmul("between", 0))
+    slots = Loop(name="slots", trip_count=len(timetable(ticks).slots), body=body)
+    compiled = replace(
+        program_of(slots, matmul("update", 1)), mesh_axes=(("pipeline", 4), ("data", 2))
+    )
+
+    told = with_bubble(compiled, ticks)
+
+    assert step_milliseconds(without_bubble(told)) == pytest.approx(8 * (chunks * 3 + 0.5) + 1)
+    assert step_milliseconds(told) == pytest.approx(8 * (chunks * 3 + 0.5) + 1 + bubble)

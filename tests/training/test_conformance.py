@@ -171,6 +171,38 @@ UNEVEN = {
 }
 """Blocks of the stages of a pipeline, unlike: network, layout and microbatches; the first is run
 by default, and every axis is met once."""
+OF_1F1B = {
+    "data=2 x tensor=2 x pipeline=2, sequence parallel, ZeRO 1": (
+        "gpt",
+        "full",
+        {"data": 2, "tensor": 2, "pipeline": 2, "sequence_parallel": True, "zero_stage": 1},
+        4,
+    ),
+    "data=2 x fsdp=2 x pipeline=2": ("llama", "none", {"data": 2, "fsdp": 2, "pipeline": 2}, 4),
+    "pipeline=4, 8 microbatches": ("gpt", "selective", {"data": 1, "pipeline": 4}, 8),
+    "pipeline=4, 2 microbatches": ("llama", "selective_op", {"data": 1, "pipeline": 4}, 2),
+    "pipeline=2, interleaved": (
+        "llama",
+        "full",
+        {"data": 1, "tensor": 2, "pipeline": 2, "pipeline_chunks": 2},
+        4,
+    ),
+    "2, 2, 1 and 1": ("gpt of 6 blocks", "none", {"data": 2, "pipeline": 4, "zero_stage": 2}, 4),
+    "2 and 1, context=2 x tensor=2": (
+        "llama of 3 blocks",
+        "full",
+        {"data": 1, "tensor": 2, "context": 2, "pipeline": 2, "sequence_parallel": True},
+        2,
+    ),
+    "fsdp=2 x tensor=2 x pipeline=2": (
+        "gpt",
+        "selective_op",
+        {"data": 1, "fsdp": 2, "tensor": 2, "pipeline": 2},
+        4,
+    ),
+}
+"""Pipelines whose stages go forward and backward in turn: network, recompute, layout and
+microbatches; the first two are run by default, and every axis is met."""
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
 LEARNING_RATES |= {"adagrad": 0.01, "schedule_free": 0.01}
 
@@ -447,6 +479,19 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
     run = resolve(replace(config, model=replace(config.model, remat="selective_op")))
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.parametrize(
+    "layout", pairs(list(OF_1F1B)[:2], [(layout,) for layout in list(OF_1F1B)[2:]])
+)
+def test_stages_that_alternate_train_what_one_device_trains(layout):
+    """1F1B, interleaved or not, with any recompute. Two programs of three axes to compile: 6 s."""
+    model, remat, axes, microbatches = OF_1F1B[layout]
+    layout = {"pipeline_schedule": "1f1b", **axes}
+    config = run_of(model, "adamw", layout, microbatches).config
+    run = resolve(replace(config, model=replace(config.model, remat=remat)))
+
+    assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ def test_adapters_alone_are_trained_and_kept():
         ("llama", {"data": 1, "fsdp": 4, "tensor": 2, "sequence_parallel": True}, 1, "none"),
         ("llama", {"data": 2, "fsdp": 2, "context": 2}, 2, "selective_op"),
         ("llama", {"data": 2, "tensor": 2, "pipeline": 2}, 4, "full"),
+        ("llama", {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}, 4, "none"),
         ("gpt", {"data": 4, "tensor": 2, "zero_stage": 2}, 2, "none"),
         ("gpt", {"data": 8, "mode": "shard_map"}, 2, "none"),
     ],

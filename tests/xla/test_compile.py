@@ -275,6 +275,36 @@ def test_fused_attention_compiles_for_few_nodes():
     assert () not in axes
 
 
+@pytest.mark.slow  # compiles two pipelines for CUDA, 6 s
+@needs_cuda_compiler
+def test_1f1b_holds_as_many_microbatches_as_stages_and_gpipe_all():
+    """16 of them on 2 stages of 6 blocks, whose inputs alone are kept: by hand, to a tenth."""
+    tokens, width, blocks, microbatches = 128, 512, 12, 16
+    model = {"name": "gpt", "layers": blocks, "hidden": width, "heads": 4, "remat": "full"}
+    jobs = [
+        ProfileJob(
+            run=resolved(
+                "gpt",
+                2,
+                model=model,
+                data={"name": "synthetic_tokens", "tokens": tokens, "vocabulary": 64},
+                batch={"per_device_batch": SAMPLES * microbatches, "microbatches": microbatches},
+                layout={"pipeline": 2, "pipeline_schedule": schedule},
+            ),
+            cluster=load_cluster("dgx-h100"),
+        )
+        for schedule in ("gpipe", "1f1b")
+    ]
+
+    every, few = profile_many(jobs, cache=None, backend="cuda")
+
+    input_bytes = SAMPLES * tokens * width * 4
+    held = every.memory.temporary_bytes - few.memory.temporary_bytes
+    assert held > 0.9 * (microbatches + 1 - 2) * blocks // 2 * input_bytes
+    names = {item.name for item in few.operations}
+    assert sum(name.endswith(".bubble") for name in names) == 1
+
+
 @pytest.mark.usefixtures("kept")
 def test_attention_is_compiled_as_the_chip_would_train_it():
     """Fused on H100; as products on V100, which has none such. The model needs the same."""

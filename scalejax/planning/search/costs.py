@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.config.parallelism import PipelineTicks
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.simulator.device_state import in_graph
 from scalejax.simulator.program import MemoryUse, Program

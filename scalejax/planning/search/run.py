@@ -39,6 +39,7 @@ SEARCHED_FIELDS: dict[str, JsonValue] = {
     "layout.data": None,
     "layout.context_strategy": "all_gather",
     "layout.pipeline_chunks": 1,
+    "layout.pipeline_schedule": "gpipe",
     "layout.sequence_parallel": False,
     "layout.zero_stage": 0,
     "layout.mode": "jit",
@@ -299,21 +300,13 @@ def _with_losses(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
     )
 
 
-_SCHEDULE_NOTE = (
-    "pp above 1 is costed as 1F1B, as Megatron-LM runs it; scalejax trains GPipe, which holds more "
-    "microbatches at once and deals out chunks: confirming (--confirm), and predict, cost that"
-)
-
-
 _FRAMEWORK_NOTE = (
     "strategies are searched for as XLA runs them, and the best of them ranked as {} does"
 )
 
 
 def _framework_notes(framework: Framework, best: Sequence[Candidate]) -> list[str]:
-    has_stages = any(each.strategy.layout.pipeline > 1 for each in best)
-    notes = [_SCHEDULE_NOTE] if has_stages and framework.schedule != "1f1b" else []
-    return notes if framework == XLA else [*notes, _FRAMEWORK_NOTE.format(framework.title)]
+    return [] if framework == XLA else [_FRAMEWORK_NOTE.format(framework.title)]
 
 
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:
@@ -426,6 +419,7 @@ def run_of(config: RunConfig, strategy: Strategy, facts: DatasetFacts | None = N
                 "layout.zero_stage": strategy.zero_stage,
                 "layout.sequence_parallel": strategy.sequence_parallel,
                 "layout.pipeline_chunks": strategy.pipeline_chunks,
+                "layout.pipeline_schedule": strategy.pipeline_schedule,
                 "model.remat": strategy.recompute,
             },
         ),

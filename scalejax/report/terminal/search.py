@@ -130,6 +130,7 @@ def _flags(strategy: Strategy) -> list[str]:
     fields = {f"layout.{axis}": size for axis, size in strategy.layout.axis_sizes.items()}
     fields |= {
         "layout.pipeline_chunks": strategy.pipeline_chunks,
+        "layout.pipeline_schedule": strategy.pipeline_schedule,
         "layout.zero_stage": strategy.zero_stage,
         "layout.sequence_parallel": str(strategy.sequence_parallel).lower(),
         "batch.global_batch": strategy.split.global_batch,
@@ -141,11 +142,7 @@ def _flags(strategy: Strategy) -> list[str]:
 
 def _misfit(each: Ranked) -> str:
     """Remark on a compiled step that does not fit; empty if it fits."""
-    if each.confirmed is None or each.confirmed.fits:
-        return ""
-    if each.strategy.layout.pipeline > 1:
-        return "; it does not fit: what trains here holds all microbatches (GPipe), not 1F1B's few"
-    return "; it does not fit"
+    return "" if each.confirmed is None or each.confirmed.fits else "; it does not fit"
 
 
 def _why(report: SearchReport) -> RenderableType:

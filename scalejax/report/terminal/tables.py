@@ -329,7 +329,11 @@ def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[Renderable
 def framework(one: Framework) -> Iterator[RenderableType]:
     """What sets the step of a framework apart from XLA's, with sources."""
     yield Text.assemble((one.name, "bold"), f": {one.title}, {one.year}")
-    schedule = {"gpipe": "GPipe, as scalejax trains", "1f1b": "1F1B, interleaved with chunks"}
+    schedule = {
+        "gpipe": "GPipe, or as layout.pipeline_schedule says",
+        "1f1b": "1F1B, interleaved with chunks",
+        "zb_h1": "ZB-H1",
+    }
     lines: list[RenderableType] = []
     lines.append(Text.assemble("pipelines run ", (schedule[one.schedule], "bold")))
     for each in one.properties:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, GptConfig
-from scalejax.config.parallelism import PipelineSchedule
+from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, unknown_name
 from scalejax.simulator.frameworks.eager import (

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from scalejax.config.parallelism import Layout, PipelineTicks
+from scalejax.config.parallelism import Layout
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.simulator.program import MemoryUse
 from scalejax.simulator.transformer.block import kept_stacks
 from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements

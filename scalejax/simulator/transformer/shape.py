@@ -9,6 +9,7 @@ from typing import Literal
 
 from scalejax.config.model import ELEMENT_BYTES, CostedType
 from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, Layout
+from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
 _CACHE_SIZE = 65536  # entries of the caches
@@ -144,6 +145,11 @@ class Strategy:
     def layout(self) -> Layout:
         """Devices along each axis."""
         return self.split.layout
+
+    @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """Schedule of the stages as a run file names it: 1F1B where there are several."""
+        return "1f1b" if self.layout.pipeline > 1 else "gpipe"
 
     def require_fits(self, shape: TransformerShape) -> None:
         """Refuse axes that do not divide `shape` evenly.

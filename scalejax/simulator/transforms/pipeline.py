@@ -15,10 +15,14 @@ more than is counted. Knows nothing of hardware.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
+from typing import TypeGuard
 
-from scalejax.config.parallelism import PIPELINE, TENSOR, PipelineTicks
+from scalejax.config.parallelism import PIPELINE, TENSOR
+from scalejax.config.pipeline_schedule import GATES, PipelineTicks, timetable
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.simulator.program import (
     Collective,
@@ -27,6 +31,7 @@ from scalejax.simulator.program import (
     Loop,
     Operation,
     Program,
+    with_share,
 )
 
 BUBBLE = ".bubble"
@@ -119,8 +124,17 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
 def with_bubble(program: Program, ticks: PipelineTicks) -> Program:
     """`program` of a whole pipeline, with the idle iterations of its loops split into bubble loops.
 
-    Stages compute in all ticks of the compiled loops, also results that nobody uses.
+    Under GPipe stages compute in all ticks of the compiled loops, also results that nobody uses.
+    Under other schedules the program is that of all stages, slot by slot of a timetable
+    (`training.pipeline`): the result is that of the last stage, which goes forward and backward
+    with each microbatch, and waits for as long as each other stage takes for a chunk of one; the
+    first of those embeds the tokens too. With "zb_h1" passes over weights fill part of that time,
+    in the ratio of FLOP (Qi et al. 2023, arXiv 2401.10241, table 2).
     """
+    if ticks.schedule != "gpipe":
+        in_slots = partial(_last_stage, ticks=ticks, stage_devices=_stage_devices(program))
+        operations = tuple(each for item in program.operations for each in in_slots(item))
+        return replace(program, operations=operations)
 
     def split(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
         if not isinstance(item, Loop) or item.trip_count != ticks.work + ticks.idle:
@@ -131,6 +145,76 @@ def with_bubble(program: Program, ticks: PipelineTicks) -> Program:
 
     operations = tuple(each for item in program.operations for each in split(item))
     return replace(program, operations=operations)
+
+
+def _stage_devices(program: Program) -> int:
+    """Devices of a stage: the pipeline is the outermost axis."""
+    return program.device_count // dict(program.mesh_axes).get(PIPELINE, 1)
+
+
+def _last_stage(
+    item: Operation | Loop, ticks: PipelineTicks, stage_devices: int
+) -> tuple[Operation | Loop, ...]:
+    """`item`, if it is the loop over the slots of a timetable, as loops over the microbatches of
+    the last stage and over its bubble."""
+    slots = len(timetable(ticks).slots)
+    if not isinstance(item, Loop) or item.trip_count != slots:
+        return (item,)
+    passes = [each for each in item.body if _is_gate(each)]
+    if not passes:
+        return (item,)
+    between = tuple(_along_pipeline(each, ticks.stages, stage_devices) for each in item.body)
+    between = tuple(each for each in between if not _is_gate(each))
+    chunk_share = 1 / ticks.chunks  # of the passes of the last stage, those with its last layers
+    work = _passes(passes, first=0.0, last=chunk_share)
+    idle = _passes(passes, first=1 / ticks.idle, last=0.0)
+    weights = next((each for each in passes if each.name.startswith("weights_pass")), None)
+    if weights is not None:
+        idle = with_share(
+            tuple(each for each in idle if each.name != weights.name),
+            max(0.0, 1 - 2 * _flop(weights) / sum(map(_flop, passes))),
+        )
+    # Every pass is followed by an exchange, and so is a slot without one.
+    slots_at_work = len(passes)
+    exchanges = Loop(name=f"{item.name}.exchange", trip_count=slots_at_work, body=between)
+    rest = max(1, round((slots - slots_at_work * ticks.work) / max(1, ticks.idle)))
+    waiting = Loop(name=f"{item.name}.exchange", trip_count=rest, body=between)
+    bubble = tuple(_with_suffix(each, BUBBLE) for each in (*idle, waiting))
+    return (
+        Loop(name=item.name, trip_count=ticks.work, body=(*work, exchanges)),
+        Loop(name=item.name + BUBBLE, trip_count=ticks.idle, body=bubble),
+    )
+
+
+def _is_gate(item: Operation | Loop) -> TypeGuard[Loop]:
+    return isinstance(item, Loop) and item.name.partition("#")[0] in GATES
+
+
+def _passes(
+    items: Iterable[Operation | Loop], first: float, last: float
+) -> tuple[Operation | Loop, ...]:
+    """`items` with the parts of the first and of the last stage in these shares."""
+    shares = {"first_part": first, "last_part": last}
+    made: list[Operation | Loop] = []
+    for item in items:
+        if not isinstance(item, Loop):
+            made.append(item)
+            continue
+        share = shares.get(item.name.partition("#")[0], 1.0)
+        if share:
+            body = _passes(item.body, first, last)
+            made.append(replace(item, body=with_share(body, share) if share < 1 else body))
+    return tuple(made)
+
+
+def _along_pipeline(item: Operation | Loop, stages: int, stage_devices: int) -> Operation | Loop:
+    """A message to a neighbour, whose pairs differ from slot to slot, as one along all stages."""
+    if isinstance(item, Loop) or (sent := item.collective) is None:
+        return item
+    if sent.name != "collective_permute":
+        return item
+    group = DeviceGroup(extents=((stages, stage_devices),), axes=(PIPELINE,))
+    return replace(item, collective=replace(sent, group=group))
 
 
 def without_bubble(program: Program) -> Program:

@@ -1,0 +1,240 @@
+"""Schedules of a pipeline: which pass of which microbatch a stage computes, and when.
+
+One table for whoever asks: the trainer runs it, the simulator costs it. Knows nothing of what a
+pass computes and how long it takes.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
+
+PipelineSchedule = Literal["gpipe", "1f1b", "zb_h1"]
+"""Order of the microbatches of a pipeline: all forward and then all backward (GPipe; Huang et al.
+2018, arXiv 1811.06965); alternating (1F1B, PipeDream-Flush; Narayanan et al. 2021, arXiv
+2104.04473, section 2.2), interleaved where stages have chunks; or alternating with the gradients of
+weights in a pass of their own, which fills part of the bubble (ZB-H1; Qi et al. 2023, arXiv
+2401.10241, section 3)."""
+
+PassKind = Literal["forward", "backward", "weights"]
+"""What a stage computes of a microbatch: its output; the gradients of its input and its weights;
+with "zb_h1", where "backward" is the gradient of its input alone, that of its weights."""
+
+GATES = ("forward_pass", "backward_pass", "weights_pass", "first_part", "last_part")
+"""Scopes of what only some stages compute in a slot, by which a compiled step is read: passes, and
+in them the embedding of the first stage and the output layer of the last."""
+
+
+class PipelineTicks(NamedTuple):
+    """Ticks of a pipeline stage in one step: in each, one chunk of its layers takes a microbatch.
+
+    After each it sends activations, or gradients, to the next stage. There are as many in every
+    schedule, which sets what is held meanwhile.
+    """
+
+    schedule: PipelineSchedule
+    """Order of the microbatches."""
+    stages: int
+    """Pipeline stages."""
+    microbatches: int
+    """Microbatches per step."""
+    chunks: int = 1
+    """Interleaved chunks of layers per stage (virtual pipeline stages)."""
+
+    @property
+    def work(self) -> int:
+        """Ticks with a microbatch."""
+        return self.microbatches * self.chunks
+
+    @property
+    def idle(self) -> int:
+        """Ticks without one, while the first arrives and the last returns: the bubble, of
+        (stages - 1) / chunks microbatches (Narayanan et al. 2021, section 2.2). With "zb_h1" a
+        stage is idle for as long as for a forward and a backward pass of such ticks, less the time
+        of a pass over weights (Qi et al. 2023, section 3.1 and table 2)."""
+        return self.stages - 1
+
+    @property
+    def in_flight(self) -> float:
+        """Microbatches whose activations the first stage holds at once.
+
+        GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved
+        1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
+        section 4.2.3); none more than all.
+        """
+        if self.schedule == "gpipe":
+            return self.microbatches
+        times = 1 + self.idle / (self.stages * self.chunks) if self.chunks > 1 else 1
+        return min(self.microbatches, self.stages * times)
+
+
+class Pass(NamedTuple):
+    """One pass of one microbatch through one chunk of a stage."""
+
+    kind: PassKind
+    """What is computed."""
+    microbatch: int
+    """Index of the microbatch."""
+    chunk: int
+    """Index of the chunk of the stage."""
+
+
+_Span = tuple[Pass, int, int]
+"""A pass, and the first and last slot in which something of it is held."""
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Passes of all stages, in slots of time in which a stage computes one pass or none.
+
+    Stages exchange their results between slots. A slot is as long as what neighbours wait for.
+    """
+
+    ticks: PipelineTicks
+    """Its schedule, stages, microbatches and chunks."""
+    slots: tuple[tuple[Pass | None, ...], ...]
+    """[slot][stage]: the pass that the stage computes; None where it is idle."""
+
+    @cached_property
+    def when(self) -> dict[tuple[int, Pass], int]:
+        """Slot of each (stage, pass)."""
+        return {
+            (stage, each): slot
+            for slot, passes in enumerate(self.slots)
+            for stage, each in enumerate(passes)
+            if each is not None
+        }
+
+    def sends(self, stage: int, done: Pass) -> tuple[int, Pass] | None:
+        """(stage, pass) that waits for the result of the pass `done` of `stage`: behind the last
+        layers that is the backward pass of the same stage, which waits for the gradient of the
+        loss; None behind the first layers, and for gradients of weights."""
+        last_stage, last_chunk = self.ticks.stages - 1, self.ticks.chunks - 1
+        if done.kind == "forward":
+            if stage < last_stage:
+                return stage + 1, done
+            if done.chunk < last_chunk:
+                return 0, done._replace(chunk=done.chunk + 1)
+            return stage, done._replace(kind="backward")
+        if done.kind == "weights":
+            return None
+        if stage > 0:
+            return stage - 1, done
+        return None if done.chunk == 0 else (last_stage, done._replace(chunk=done.chunk - 1))
+
+    def _spans(self, stage: int, first: PassKind, last: PassKind) -> list[_Span]:
+        """What `stage` holds from its pass of kind `first` until that of kind `last` has ended."""
+        return [
+            (each, slot, self.when[stage, each._replace(kind=last)])
+            for (owner, each), slot in self.when.items()
+            if owner == stage and each.kind == first
+        ]
+
+    @property
+    def _last(self) -> PassKind:
+        """The pass after which nothing of a microbatch is held."""
+        return "weights" if self.ticks.schedule == "zb_h1" else "backward"
+
+    def saved(self, stage: int) -> dict[Pass, int]:
+        """Place in a buffer of what each forward pass of `stage` saves for the backward pass; a
+        place is used again when it is free."""
+        return _places(self._spans(stage, "forward", self._last))
+
+    def unweighed(self, stage: int) -> dict[Pass, int]:
+        """Place of what each backward pass saves for the pass over weights, in "zb_h1"."""
+        if self.ticks.schedule != "zb_h1":
+            return {}
+        return _places(self._spans(stage, "backward", "weights"))
+
+    def received(self, stage: int, kind: PassKind) -> dict[Pass, int]:
+        """Place of the result of another stage that each pass of `kind` of `stage` waits for, from
+        when it is sent until the pass begins."""
+        spans = []
+        for (sender, done), slot in self.when.items():
+            waiting = self.sends(sender, done)
+            if waiting is not None and waiting[0] == stage and waiting[1].kind == kind:
+                spans.append((waiting[1], slot, self.when[waiting] - 1))
+        return _places(spans)
+
+
+def _places(spans: list[_Span]) -> dict[Pass, int]:
+    """The lowest place for each that is free in all its slots."""
+    places: dict[Pass, int] = {}
+    until: list[int] = []
+    for each, start, end in sorted(spans, key=lambda span: span[1]):
+        place = next((index for index, slot in enumerate(until) if slot < start), len(until))
+        until[place : place + 1] = [end]
+        places[each] = place
+    return places
+
+
+@cache
+def timetable(ticks: PipelineTicks) -> Timetable:
+    """The passes of every stage in the schedule of `ticks`.
+
+    Every microbatch goes once forward and once backward through every chunk of every stage, and
+    nothing is computed before what it waits for was sent. Microbatches go through chunks in groups
+    of as many as there are stages, which divide them.
+
+    GPipe: a slot later on each stage. 1F1B: neighbours alternate, one forward while the other is
+    backward, so that each holds as few as the paper says. Interleaved: all stages go forward in
+    one slot and backward in the next. ZB-H1: what is most urgent of what can be computed, in the
+    limits of 1F1B's memory.
+    """
+    if ticks.schedule == "zb_h1":
+        return Timetable(ticks, _zero_bubble(ticks))
+    stages, chunks = ticks.stages, ticks.chunks
+    slots: dict[int, dict[int, Pass]] = {}
+
+    def compute(slot: int, stage: int, each: Pass) -> None:
+        slots.setdefault(slot, {})[stage] = each
+
+    for stage in range(stages):
+        back = stages - 1 - stage
+        for index in range(ticks.work):
+            group, place = divmod(index, stages * chunks)
+            chunk, place = divmod(place, stages)
+            microbatch = group * stages + place
+            forward = Pass("forward", microbatch, chunk)
+            backward = Pass("backward", microbatch, chunks - 1 - chunk)
+            if ticks.schedule == "gpipe":
+                compute(stage + index, stage, forward)
+                compute(ticks.work + ticks.idle + back + index, stage, backward)
+            elif chunks == 1:
+                compute(stage + 2 * index, stage, forward)
+                compute(stages + back + 2 * index, stage, backward)
+            else:
+                compute(2 * (stage + index), stage, forward)
+                until = (chunks - 1) * stages + stages - 1
+                compute(2 * (until + back + index) + 1, stage, backward)
+    ordered = (slots.get(slot, {}) for slot in range(max(slots) + 1))
+    return Timetable(ticks, tuple(tuple(map(row.get, range(stages))) for row in ordered))
+
+
+def _zero_bubble(ticks: PipelineTicks) -> tuple[tuple[Pass | None, ...], ...]:
+    """Slots of ZB-H1, by the rule of its section 3: backward as soon as it can, forward while
+    no more are held than in 1F1B, and weights in what would be bubble."""
+    stages, count = ticks.stages, ticks.microbatches
+    done = [dict.fromkeys(("forward", "backward", "weights"), 0) for _ in range(stages)]
+    slots = []
+    while any(each["weights"] < count for each in done):
+        before = [dict(each) for each in done]
+        row: list[Pass | None] = []
+        for stage, own in enumerate(done):
+            following = before[stage + 1]["backward"] if stage + 1 < stages else own["forward"]
+            preceding = before[stage - 1]["forward"] if stage else count
+            kind: PassKind | None = None
+            if own["backward"] < following:
+                kind = "backward"
+            elif (
+                own["forward"] < preceding
+                and own["forward"] - own["backward"] < stages - stage
+                and own["forward"] - own["weights"] < stages
+            ):
+                kind = "forward"
+            elif own["weights"] < own["backward"]:
+                kind = "weights"
+            row.append(None if kind is None else Pass(kind, own[kind], 0))
+            if kind is not None:
+                own[kind] += 1
+        slots.append(tuple(row))
+    return tuple(slots)

@@ -35,6 +35,7 @@ from scalejax.hardware import (
 from scalejax.report.terminal import scaling as ramp_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
+from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.frameworks import FRAMEWORKS, framework_named
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import RampPrediction
@@ -102,7 +103,8 @@ class Predict(CostCommand):
         else:
             tables.show(scaling_tables.scaling(prediction))
         if self.trace is not None:
-            write_trace(programs[-1], cluster, self.trace)
+            loaded, _ = of_fullest_device(programs[-1], site)
+            write_trace(loaded, cluster, self.trace)
             print(f"wrote {self.trace}; ui.perfetto.dev opens it")
         if self.json is not None:
             serialization.save(prediction, self.json)
@@ -171,7 +173,8 @@ class Explain(CostCommand):
             serialization.save(explained.explanation, self.json)
             print(f"wrote {self.json}")
         if self.trace_output is not None:
-            write_trace(explained.program, cluster, self.trace_output)
+            loaded, _ = of_fullest_device(explained.program, site)
+            write_trace(loaded, cluster, self.trace_output)
             print(f"wrote {self.trace_output}; ui.perfetto.dev opens it")
 
 

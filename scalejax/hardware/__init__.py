@@ -1,8 +1,8 @@
 """Specifications of chips and clusters as plain data, each number with its source.
 
-The catalogue is the files in `chips/`, `clusters/`, `libraries/` and `matmul_rates/` beside this
-one; a user's own chip or cluster has the format of these files. Knows specifications and measured
-rates, not how long a program takes.
+The catalogue is the files in `chips/`, `clusters/`, `libraries/`, `dispatch/`, `matmul_rates/` and
+`grouped_matmul_rates/` beside this one; a user's own chip or cluster has the format of these files.
+Knows specifications and measured rates, not how long a program takes.
 """
 
 from scalejax.hardware.catalogue import (
@@ -11,6 +11,7 @@ from scalejax.hardware.catalogue import (
     load_chip,
     load_cluster,
     load_cluster_and_site,
+    load_dispatch,
     load_library,
     load_site,
     save_cluster,
@@ -28,9 +29,16 @@ from scalejax.hardware.cluster import (
     Cluster,
     CollectiveMethod,
     CommunicationLibrary,
+    DispatchLibrary,
+    DispatchRates,
     Link,
     Network,
     SharedChip,
+)
+from scalejax.hardware.grouped_matmul_rates import (
+    GroupedMatmulRates,
+    grouped_matmul_names,
+    load_grouped_matmul_rates,
 )
 from scalejax.hardware.host import (
     CopyRates,
@@ -61,7 +69,10 @@ __all__ = [
     "CommunicationLibrary",
     "CopyRates",
     "CudaArchitecture",
+    "DispatchLibrary",
+    "DispatchRates",
     "FileWork",
+    "GroupedMatmulRates",
     "HostInput",
     "InputRates",
     "Link",
@@ -82,9 +93,12 @@ __all__ = [
     "TpuArchitecture",
     "chip_names",
     "cluster_names",
+    "grouped_matmul_names",
     "load_chip",
     "load_cluster",
     "load_cluster_and_site",
+    "load_dispatch",
+    "load_grouped_matmul_rates",
     "load_library",
     "load_matmul_table",
     "load_measured_times",

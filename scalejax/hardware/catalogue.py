@@ -1,7 +1,7 @@
 """Loaders of chips, clusters and communication libraries from TOML: the catalogue's or a user's.
 
-A cluster file gives its chip and library by name, by a path relative to the file, or as tables in
-place; see `clusters/dgx-h100.toml` for one to copy.
+A cluster file gives its chip, library and dispatch by name, by a path relative to the file, or as
+tables in place; see `clusters/dgx-h100.toml` for one to copy.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from pathlib import Path
 from scalejax.core.errors import ConfigError, UnknownHardware, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, load_toml, plain, save_toml
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.cluster import Cluster, CommunicationLibrary, LaunchMode
+from scalejax.hardware.cluster import Cluster, CommunicationLibrary, DispatchLibrary, LaunchMode
 from scalejax.hardware.site import RunConditions, Site
 
 CATALOGUE = Path(__file__).parent
@@ -53,6 +53,18 @@ def load_library(name: str) -> CommunicationLibrary:
         raise UnknownHardware(unknown_name("library", name, _names("libraries")))
     tables = load_toml(CATALOGUE / "libraries" / f"{name}.toml")
     return build(CommunicationLibrary, tables, where="library")
+
+
+def load_dispatch(name: str) -> DispatchLibrary:
+    """The library for the dispatch of tokens to experts of that name in the catalogue.
+
+    Raises:
+        UnknownHardware: if there is none; names the closest that is.
+    """
+    if name not in _names("dispatch"):
+        raise UnknownHardware(unknown_name("dispatch", name, _names("dispatch")))
+    tables = load_toml(CATALOGUE / "dispatch" / f"{name}.toml")
+    return build(DispatchLibrary, tables, where="dispatch")
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -99,6 +111,7 @@ def load_cluster_and_site(name_or_path: str) -> tuple[Cluster, Site]:
         if isinstance(each, dict):
             _fill_in(each, "chip", "chips", beside)
     _fill_in(tables, "library", "libraries", beside)
+    _fill_in(tables, "dispatch", "dispatch", beside)
     with prefixed(f"{name_or_path}: "):
         conditions = tables.pop("conditions", None) or {}
         site = build(Site, {"input": tables.pop("input", None)})

@@ -94,6 +94,9 @@ class Attainable:
     matmul_table: str | None = None
     """Table of the catalogue with measured matrix products by shape: the chip's own, or that of a
     sibling with the same multiprocessors; None for none."""
+    grouped_matmul_rates: str | None = None
+    """Rates of the catalogue that were fitted to grouped products of experts: the chip's own, or
+    those of a sibling with the same multiprocessors; None for those of plain products."""
     sustained_fraction: float = 1.0
     """Rate of matrix products in a long step over that of single ones: clocks fall under load,
     which benchmarks of microseconds do not see."""

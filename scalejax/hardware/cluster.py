@@ -158,6 +158,57 @@ class CommunicationLibrary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchRates:
+    """Rates at which a library for experts sends tokens within a node."""
+
+    base_seconds: float
+    """Time of a dispatch or a combine before its first token."""
+    token_seconds: float
+    """Time for each token of a device, whatever its size."""
+    link_bytes_per_second: float
+    """Rate of each device to all others of its node, which copying multiprocessors limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("base_seconds", "token_seconds"):
+            require_at_least(f"dispatch.{name}", getattr(self, name), 0)
+        require_above("dispatch.link_bytes_per_second", self.link_bytes_per_second, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchLibrary:
+    """A library that sends each token to its experts, and adds up what they return.
+
+    It knows which tokens go where: a token crosses the network once for each node that has one of
+    its experts and the links once for each such device, where a plain all-to-all sends a copy for
+    each expert.
+    """
+
+    name: str
+    """Name in the catalogue: "deepep"."""
+    title: str
+    """Name for people: "DeepEP, normal kernels"."""
+    rates: DispatchRates
+    """Rates on chips that were not measured."""
+    network_fraction: float
+    """Share of the attainable rate of the network that it reaches."""
+    network_seconds: float = 0.0
+    """Time of a dispatch or a combine over several nodes besides, in which counts of tokens are
+    exchanged first."""
+    chips: dict[str, DispatchRates] = field(default_factory=dict)
+    """Rates on chips that were measured, by their names."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("dispatch.network_fraction", self.network_fraction)
+        require_at_least("dispatch.network_seconds", self.network_seconds, 0)
+
+    def rates_on(self, chip: str) -> DispatchRates:
+        """Rates on the chip of that name."""
+        return self.chips.get(chip, self.rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedChip:
     """The chip under load on a machine whose devices share cores and memory."""
 
@@ -197,6 +248,8 @@ class Cluster:
     """Communication library."""
     network: Network | None = None
     """Network between nodes; None if there is only one node."""
+    dispatch: DispatchLibrary | None = None
+    """Library that sends tokens to experts and back; None for all-to-alls of `library`."""
     max_device_count: int | None = None
     """Devices of the whole cluster; None if unlimited."""
     launch_mode: LaunchMode = "asynchronous"

@@ -38,6 +38,9 @@ class RunConditions:
     """Mean time between failures of one node that end the run."""
     restart_seconds: float | None = None
     """Time from a failure until training resumes from the last checkpoint."""
+    expert_load_exponent: float | None = None
+    """Exponent of the power law by which tokens choose experts, such as 1.2; None if all experts
+    get equally many."""
 
     def __post_init__(self) -> None:
         for name in ("step_cv", "restart_seconds"):

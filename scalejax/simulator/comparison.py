@@ -11,6 +11,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import document
 from scalejax.core.units import format_bytes
 from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import CollectiveName, Program
 from scalejax.simulator.timeline.attribution import attributions
@@ -129,7 +130,9 @@ def compare(
         raise ConfigError(refusal("compiler backend of B", b.backend, accepted))
     bounds = bounds or Bounds()
     before, after = (predict(each, cluster, site=site) for each in (a, b))
-    kinds_before, kinds_after = _by_kind(a, cluster), _by_kind(b, cluster)
+    kinds_before, kinds_after = (
+        _by_kind(of_fullest_device(each, site)[0], cluster) for each in (a, b)
+    )
     axes = _axes(kinds_before, kinds_after)
     batch_ratio = _batch_ratio(before, after)
     ratio = after.step_seconds / before.step_seconds * batch_ratio

@@ -18,6 +18,7 @@ from scalejax.core.units import TFLOP
 from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.device_state import under_load
+from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
@@ -186,6 +187,7 @@ def predict(
         ConfigError: if an epoch is shorter than a batch.
     """
     cluster.require_devices(program.device_count)
+    program, site = of_fullest_device(program, site)
     cluster = under_load(cluster, program)
     costs, busy = what_if(program), without_bubble(program)
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import document
 
 CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
 ConvolutionPass = Literal["forward", "input_gradient", "filter_gradient"]
+GroupedPass = Literal["forward", "input_gradient", "weight_gradient"]
 OperationKind = Literal[
     "matmul", "convolution", "attention", "fusion", "copy", "collective", "wait", "custom"
 ]
@@ -48,6 +50,29 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedTokens:
+    """Tokens that an all-to-all sends to their experts, or brings back."""
+
+    tokens: int
+    """Tokens of one device."""
+    experts_per_token: int
+    """Experts that each token goes to: copies of it in the payload."""
+    experts: int
+    """Routed experts on all devices of the group."""
+    most_nodes: int | None = None
+    """Nodes that the experts of one token are limited to; None if they may be on any."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "experts_per_token", "experts"):
+            require_at_least(f"tokens.{name}", getattr(self, name), 1)
+        if self.experts_per_token > self.experts:
+            accepted = f"a token goes to distinct ones of experts={self.experts}"
+            raise ConfigError(refusal("tokens.experts_per_token", self.experts_per_token, accepted))
+        if self.most_nodes is not None:
+            require_at_least("tokens.most_nodes", self.most_nodes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective operation between the devices of a group."""
 
@@ -64,6 +89,8 @@ class Collective:
     """Buffers that make up the payload, combined into one collective."""
     share: float = 1.0
     """Fraction of the steps in which it runs, 0..1: 1/8 for averaging every 8 steps."""
+    tokens: RoutedTokens | None = None
+    """Tokens of an all-to-all of experts; None for other collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +113,20 @@ class Operation:
     write_bytes: int = 0
     """Bytes it writes: of an in-place update, only the update."""
     shape: tuple[int, ...] = ()
-    """(batch, m, n, k) of a matmul; (samples, output positions, input channels of a group,
-    output channels, window positions) of a convolution, for gradients those of the forward
-    convolution; (samples x heads, query tokens, key tokens, head size) of fused attention; ()
-    otherwise."""
+    """(batch, m, n, k) of a matmul, for grouped ones see `grouped_pass`; (samples, output
+    positions, input channels of a group, output channels, window positions) of a convolution, for
+    gradients those of the forward convolution; (samples x heads, query tokens, key tokens, head
+    size) of fused attention; () otherwise."""
     convolution_pass: ConvolutionPass | None = None
     """Pass that a convolution belongs to; None for other kinds, and if unknown."""
     convolution_groups: int = 1
     """Groups into which a convolution divides its channels: all of them if depthwise."""
+    grouped_pass: GroupedPass | None = None
+    """Pass that a grouped product belongs to, whose rows are divided among groups with a matrix
+    each, as tokens among experts; None for other operations. Its `shape` is (groups on the device,
+    rows of a group on average, outer, inner) of the forward product, in which a group's matrix is
+    inner x outer; its `flop` are those of the rows that there are, 2 rows outer inner, so that
+    rows need no multiple of the groups."""
     collective: Collective | None = None
     """The collective, for kind "collective"."""
     share: float = 1.0

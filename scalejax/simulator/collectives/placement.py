@@ -8,6 +8,7 @@ from functools import cache
 from scalejax.hardware import Cluster
 from scalejax.simulator import collectives
 from scalejax.simulator.collectives import MODELS, Route
+from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds
 from scalejax.simulator.program import Collective
 
 
@@ -37,10 +38,14 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
 
     Within a node measured times are used where the cluster's link has a table of them, modelled
     ones elsewhere. Across nodes the modelled time is used, but at least the time of that
-    collective within one node; except for an all-to-all, which sends less within the node.
+    collective within one node; except for an all-to-all, which sends less within the node. Tokens
+    of experts go by the cluster's library for them, if it has one.
     """
     route = group_route(collective.group.extents, cluster)
     name = collective.name
+    tokens = collective.tokens
+    if cluster.dispatch is not None and tokens is not None and name == "all_to_all" and payload:
+        return dispatch_seconds(payload, tokens, route, cluster.dispatch, chip=cluster.chip.name)
     inside = None
     if route.members > 1 and (route.nodes == 1 or name != "all_to_all"):
         inside = collectives.measured_seconds(name, payload, route, cluster)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.explain.labels import in_words
 from scalejax.simulator.explain.trace_match import TraceMatch
 from scalejax.simulator.explain.unexpected_collectives import (
@@ -134,9 +135,10 @@ def explain(
         DoesNotFit: if the mesh has more devices than the cluster.
     """
     prediction = predict(program, cluster, site=site)
-    device = device_terms(without_bubble(program), cluster)
+    loaded, _ = of_fullest_device(program, site)
+    device = device_terms(without_bubble(loaded), cluster)
     rest = [entry for entry in prediction.waterfall if entry[0] not in _DEVICE_TERMS]
-    every = attributions(program, cluster)
+    every = attributions(loaded, cluster)
     costliest = sorted(every, key=lambda attribution: -attribution.step_seconds)[:most_operations]
     return Explanation(
         program=program.name,
@@ -159,7 +161,7 @@ def explain(
             for attribution in costliest
             if attribution.step_seconds > 0
         ),
-        unexpected=unexpected_collectives(program, every, prediction.step_seconds),
+        unexpected=unexpected_collectives(loaded, every, prediction.step_seconds),
         improvements=improvements(program, cluster, site, doubled_batch),
         notes=prediction.notes,
     )

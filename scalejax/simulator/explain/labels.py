@@ -12,6 +12,10 @@ def in_words(operation: Operation) -> str:
         over = " x ".join(collective.group.axes) or f"{collective.group.size} devices"
         name = collective.name.replace("_", "-")
         return f"{name} {collective.payload_bytes / 1e6:.3g} MB {over}"
+    if operation.grouped_pass is not None and operation.shape:
+        groups, rows, outer, inner = operation.shape
+        size = f"{groups} groups of {rows} x {outer} x {inner}"
+        return f"matmul {operation.dtype} {size} {operation.grouped_pass.replace('_', ' ')}"
     if operation.kind == "matmul" and operation.shape:
         sizes = operation.shape if operation.shape[0] > 1 else operation.shape[1:]
         return f"matmul {operation.dtype} {' x '.join(map(str, sizes))}"

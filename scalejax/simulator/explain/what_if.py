@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scalejax.hardware import NO_SITE, Chip, Cluster, HostInput, Site
+from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import step_terms
@@ -96,6 +97,7 @@ def _half_latency_seconds(program: Program, cluster: Cluster, site: Site) -> flo
     pipelines included. L / 2 + B is half of L + 2 B, its time at half the bandwidth. So L need not
     be known separately, which tables of measured times do not give.
     """
+    program, site = of_fullest_device(program, site)
     seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
     terms = step_terms(program, cluster, site, seconds.step_seconds)
     added = (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Shape = tuple[int, int, int, int]
 """(batch, m, n, k) of a product."""
 
-_OPERAND_BYTES: dict[RateType, tuple[float, int]] = {
+OPERAND_BYTES: dict[RateType, tuple[float, int]] = {
     "fp4": (0.5 + 1 / 16, 2),  # blocks of 16 share a scale of a byte (NVFP4)
     "fp8": (1, 2),
     "bf16": (2, 2),
@@ -128,7 +128,7 @@ def _time(
 def compulsory_bytes(shape: Shape, kind: RateType) -> int:
     """Bytes of the operands and the result of a product, each moved once."""
     batch, m, n, k = shape
-    operand, result = _OPERAND_BYTES[kind]
+    operand, result = OPERAND_BYTES[kind]
     return math.ceil(batch * ((m + n) * k * operand + m * n * result))
 
 

@@ -1,8 +1,8 @@
 """Seconds of one operation on one device: a roofline with attainable rates, plus launch.
 
-Matrix products are costed by shape and type in `matmul`, convolutions in `convolution`. A chip
-with measured rates uses those in place of the roofline. Knows one operation and one chip; nothing
-of the schedule.
+Matrix products are costed by shape and type in `matmul`, those of groups of rows in
+`grouped_matmul`, convolutions in `convolution`. A chip with measured rates uses those in place of
+the roofline. Knows one operation and one chip; nothing of the schedule.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Literal
 
 from scalejax.hardware import Chip, MeasuredRates
 from scalejax.simulator.operations.convolution import convolution_time
+from scalejax.simulator.operations.grouped_matmul import GroupedProduct, grouped_product_time
 from scalejax.simulator.operations.matmul import (
     Product,
     ProductTime,
@@ -103,6 +104,21 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
         return ProductTime(compute_seconds=0.0, memory_seconds=memory, busy_seconds=busy)
     if operation.kind == "convolution":
         return convolution_time(operation, chip)
+    if (
+        operation.grouped_pass is not None
+        and len(operation.shape) == 4
+        and 0 not in operation.shape
+    ):
+        groups, _, outer, inner = operation.shape
+        grouped = GroupedProduct(
+            groups=groups,
+            rows=operation.flop / (2 * outer * inner),
+            outer=outer,
+            inner=inner,
+            dtype=operation.dtype,
+            grouped_pass=operation.grouped_pass,
+        )
+        return grouped_product_time(grouped, chip, moved_bytes=moved_bytes)
     shape, fraction = None, None
     if operation.kind == "attention":
         fraction = attainable.attention_fraction

@@ -1,0 +1,340 @@
+"""What it costs to route: grouped products, uneven experts, dispatch of tokens; by hand, bounds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hardware_cases import CHIP, cluster_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalejax.core.errors import ConfigError, UnknownHardware
+from scalejax.hardware import (
+    Chip,
+    DispatchLibrary,
+    DispatchRates,
+    RunConditions,
+    Site,
+    grouped_matmul_names,
+    load_chip,
+    load_cluster,
+    load_dispatch,
+    load_grouped_matmul_rates,
+)
+from scalejax.simulator.collectives import find_route
+from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds, expected_reach
+from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.comparison import compare
+from scalejax.simulator.expert_load import device_load_factor, with_expert_load
+from scalejax.simulator.explain import explain
+from scalejax.simulator.operations.grouped_matmul import (
+    UNKNOWN_CHIP,
+    GroupedProduct,
+    grouped_product_time,
+)
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import (
+    Collective,
+    DeviceGroup,
+    GroupedPass,
+    MemoryUse,
+    Operation,
+    Program,
+    RoutedTokens,
+)
+from scalejax.simulator.timeline.schedule import Schedule
+
+PASSES: tuple[GroupedPass, ...] = ("forward", "input_gradient", "weight_gradient")
+H100 = load_chip("h100")
+
+
+def grouped(
+    groups: int, rows: float, outer: int, inner: int, which: GroupedPass = "forward"
+) -> GroupedProduct:
+    """A grouped product in bf16."""
+    return GroupedProduct(
+        groups=groups, rows=rows, outer=outer, inner=inner, dtype="bf16", grouped_pass=which
+    )
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_rows_of_each_group_are_rounded_up_to_a_tile(which: GroupedPass):
+    """4 groups of 150 rows are 4 of 256 in tiles of 128: 8 us of arithmetic at 100 TFLOP/s."""
+    time = grouped_product_time(grouped(4, 600, 500, 800, which), CHIP)
+
+    assert time.compute_seconds == pytest.approx(2 * 4 * 256 * 500 * 800 / 100e12)
+    assert time.busy_seconds == pytest.approx(time.compute_seconds + 4 * UNKNOWN_CHIP.group_seconds)
+
+
+def test_every_group_s_matrix_is_moved_however_few_its_rows():
+    """8 rows for 8 matrices of 1000 x 1000 in bf16: 16 MB at 1 TB/s, and 32 kB of rows."""
+    forward = grouped_product_time(grouped(8, 8, 1000, 1000), CHIP)
+    weights = grouped_product_time(grouped(8, 8, 1000, 1000, "weight_gradient"), CHIP)
+
+    assert forward.memory_seconds == pytest.approx((16e6 + 8 * 2000 * 2) / 1e12)
+    assert weights.memory_seconds == pytest.approx(forward.memory_seconds)
+
+
+def test_the_gradient_of_the_input_is_the_forward_product_with_widths_swapped():
+    """Results in bf16 from fp8 operands: the wider side costs more where it is the result."""
+    up = replace(grouped(8, 4096, 8192, 1024), dtype="f8e4m3fn")
+    back = replace(up, grouped_pass="input_gradient")
+    swapped = replace(up, outer=1024, inner=8192)
+
+    assert grouped_product_time(back, H100) == grouped_product_time(swapped, H100)
+    assert up.compulsory_bytes("fp8") > back.compulsory_bytes("fp8")
+
+
+SIZES = st.sampled_from((128, 512, 1024, 4096, 14336))
+CHIPS = st.sampled_from([CHIP, *map(load_chip, ("h100", "b200", "gb300", "tpu-v5p"))])
+
+
+@given(
+    chip=CHIPS, which=st.sampled_from(PASSES), groups=st.integers(1, 64),
+    rows=st.integers(1, 65536), outer=SIZES, inner=SIZES, more=st.integers(0, 4096),
+    times=st.integers(2, 8),
+)  # fmt: skip
+def test_grouped_products_are_bounded_and_monotone(
+    chip: Chip,
+    which: GroupedPass,
+    groups: int,
+    rows: int,
+    outer: int,
+    inner: int,
+    more: int,
+    times: int,
+):
+    """Never above peak; more rows, or more groups of equal FLOP, are never faster."""
+
+    def seconds(groups: int, rows: int) -> float:
+        return grouped_product_time(grouped(groups, rows, outer, inner, which), chip).busy_seconds
+
+    alone = seconds(groups, rows)
+    assert alone >= 2 * rows * outer * inner / chip.peak("bf16")
+    assert seconds(groups, rows + more) >= alone
+    assert seconds(groups * times, rows) >= alone
+
+
+def test_experts_an_eighth_as_wide_and_eight_times_as_many_are_slower():
+    """Equal FLOP and parameters, 7 times the copies of tokens: maxtext issue 1256 on TPU v5p.
+
+    Published: 1.8 times as slow. Products alone are 3 % slower here, as the rest is gathering rows
+    (`experiments/grouped_products`); on few tokens more groups cost more.
+    """
+
+    def three_products(experts: int, per_token: int, tokens: int) -> float:
+        rows, width = tokens * per_token, 2 * 14336 // per_token
+        return sum(
+            grouped_product_time(grouped(experts, rows, outer, inner, which), load_chip("tpu-v5p"))
+            .busy_seconds
+            for outer, inner in ((width, 4096), (width, 4096), (4096, width))
+            for which in PASSES
+        )  # fmt: skip
+
+    many, few = (
+        three_products(56, 14, tokens) / three_products(8, 2, tokens) for tokens in (65536, 128)
+    )
+
+    assert 1.0 <= many < few
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200"])
+def test_one_group_costs_what_the_plain_product_does(chip: str):
+    """From 4096 rows the form meets the surface of plain products: differences seen up to 7 %."""
+    for m, n, k in ((4096, 4096, 4096), (8192, 2048, 7168), (16384, 14336, 4096)):
+        plain = Operation(
+            name="plain", kind="matmul", dtype="bf16", shape=(1, m, n, k), flop=2 * m * n * k
+        )
+        one = replace(plain, grouped_pass="forward")
+        assert len(Schedule((plain, replace(one, name="grouped"))).operations) == 2
+        ratio = (
+            operation_time(one, load_chip(chip)).busy_seconds
+            / operation_time(plain, load_chip(chip)).busy_seconds
+        )
+        assert ratio == pytest.approx(1, abs=0.1)
+
+
+def test_rates_of_grouped_products_are_named_by_chips():
+    """Each file of the catalogue is a chip's; a wrong name is refused with the nearest."""
+    assert {"h100", "h200", "b200", "b300", "gb200", "gb300"} == set(grouped_matmul_names())
+    assert load_chip("h800").attainable.grouped_matmul_rates == "h100"
+    with pytest.raises(UnknownHardware, match="did you mean 'h100'"):
+        load_grouped_matmul_rates("h10")
+    rates = load_grouped_matmul_rates("h100")
+    with pytest.raises(ConfigError, match=r"matmul_fraction\.bf16=1\.2 is refused"):
+        replace(rates, matmul_fraction={"bf16": 1.2})
+
+
+# Uneven experts.
+
+
+def test_load_of_the_fullest_device_by_hand_and_by_bounds():
+    """Balanced is 1, as is one device. No expert gets more than all tokens: at most E / k."""
+    assert device_load_factor(None, experts=64, devices=8) == 1.0
+    assert device_load_factor(1.2, experts=64, devices=1) == 1.0
+    # 2 experts, 2 per token: each token goes to both, whatever their loads.
+    assert device_load_factor(1.2, experts=2, devices=2, experts_per_token=2) == pytest.approx(1)
+    # Uniform in the logarithm from 1 to M for exponent 1: of two, by quadrature over both draws.
+    mean = _mean_of_the_larger_share(math.log(0.8 * 4096))
+    assert device_load_factor(1.0, experts=2, devices=2) == pytest.approx(2 * mean, rel=0.02)
+    for devices in (2, 8, 64):
+        factor = device_load_factor(1.2, experts=64, devices=devices, experts_per_token=8)
+        assert 1 < factor <= min(devices, 64 / 8)
+    with pytest.raises(ConfigError, match="devices=7 must divide"):
+        device_load_factor(1.2, experts=64, devices=7)
+
+
+def _mean_of_the_larger_share(log_range: float) -> float:
+    """Mean of max(a, b) / (a + b) for ln a and ln b uniform on [0, log_range]."""
+    steps = 2000
+    total = 0.0
+    for i in range(steps):
+        gap = log_range * (i + 0.5) / steps  # |ln a - ln b| has density 2 (L - gap) / L^2
+        total += 2 * (log_range - gap) / log_range**2 / (1 + math.exp(-gap))
+    return total * log_range / steps
+
+
+def step_with_experts(*, tokens: int = 4096) -> Program:
+    """One grouped product, and the all-to-all that feeds it, on 8 devices."""
+    group = DeviceGroup(extents=((8, 1),), axes=("expert",))
+    routed = RoutedTokens(tokens=tokens, experts_per_token=8, experts=64)
+    sent = Collective(
+        name="all_to_all", payload_bytes=tokens * 8 * 2048 * 2, group=group, is_async=False,
+        tokens=routed,
+    )  # fmt: skip
+    rows = tokens * 8
+    operations = (
+        Operation(name="send", kind="collective", dtype="bf16", collective=sent),
+        Operation(
+            name="up", kind="matmul", dtype="bf16", grouped_pass="forward",
+            shape=(8, rows // 8, 1024, 2048), flop=2 * rows * 1024 * 2048,
+            read_bytes=2 * (rows * 2048 + 8 * 1024 * 2048), write_bytes=2 * rows * 1024,
+        ),
+    )  # fmt: skip
+    memory = MemoryUse(argument_bytes=1, output_bytes=1, alias_bytes=0, temporary_bytes=0)
+    return Program(
+        name="experts", backend="closed_form", target="any", compiler="none",
+        mesh_axes=(("expert", 8),), operations=operations, memory=memory,
+    )  # fmt: skip
+
+
+def skewed_by(exponent: float) -> Site:
+    """A site of which nothing but the imbalance of experts is known."""
+    return Site(conditions=RunConditions(expert_load_exponent=exponent))
+
+
+DGX = load_cluster("dgx-h100")
+
+
+def test_a_step_takes_as_long_as_on_its_fullest_device():
+    """Rows and bytes of the fullest device, in the step and in what explains it."""
+    program = step_with_experts()
+    factor = device_load_factor(1.2, experts=64, devices=8, experts_per_token=8)
+    loaded, site = with_expert_load(program, 1.2), skewed_by(1.2)
+
+    (send, _), (up, _) = loaded.walk()
+    assert up.flop == pytest.approx(factor * 2 * 4096 * 8 * 1024 * 2048, rel=1e-6)
+    assert up.shape == (8, math.ceil(4096 * factor), 1024, 2048)
+    assert send.collective is not None
+    assert send.collective.payload_bytes == pytest.approx(factor * 4096 * 8 * 2048 * 2, rel=1e-6)
+    balanced, step = (predict(program, DGX, site=at).step_seconds for at in (Site(), site))
+    assert step == predict(loaded, DGX).step_seconds > balanced
+    explained = explain(program, DGX, site=site)
+    assert explained.operations == explain(loaded, DGX).operations
+    assert explained.improvements == explain(loaded, DGX).improvements
+    assert compare(program, program, DGX, site=site).axes == compare(loaded, loaded, DGX).axes
+
+
+@given(exponent=st.sampled_from((0.5, 1.01, 1.2, 2.0)), tokens=st.integers(8, 20000))
+def test_balanced_experts_are_never_slower(exponent: float, tokens: int):
+    """Imbalance only adds rows to the fullest device."""
+    program = step_with_experts(tokens=tokens)
+    skewed = predict(program, DGX, site=skewed_by(exponent))
+
+    assert skewed.step_seconds >= predict(program, DGX).step_seconds
+
+
+# Dispatch and combine.
+
+LIBRARY = DispatchLibrary(
+    name="paper",
+    title="No token twice",
+    rates=DispatchRates(base_seconds=10e-6, token_seconds=1e-9, link_bytes_per_second=50e9),
+    network_fraction=0.5,
+    network_seconds=20e-6,
+)
+
+
+def route_of(nodes: int):
+    """All devices of some nodes of paper chips."""
+    return find_route(cluster_of(), members=8 * nodes, members_per_node=8, nodes=nodes)
+
+
+def test_a_token_goes_once_to_each_node_and_device():
+    """16 experts on 2 nodes of 8, 2 of them per token: 2 devices, and a node or both.
+
+    The second expert is one of the other 15, of which 7 are in the first one's node: 1 + 8 / 15
+    nodes, half of which is elsewhere. 1000 tokens of 4 kB: 4 MB on 1.53 / 2 x 8 devices over
+    10 GB/s x 0.5, against 8 MB over links of 50 GB/s.
+    """
+    tokens = RoutedTokens(tokens=1000, experts_per_token=2, experts=16)
+
+    devices, nodes = expected_reach(tokens, 16, 2)
+    assert (devices, nodes) == pytest.approx((2, 1 + 8 / 15))
+    alone = 10e-6 + 1000 * 1e-9
+    inside = dispatch_seconds(8_000_000, tokens, route_of(1), LIBRARY, chip="paper")
+    reach = 8 * (1 - 14 * 13 / (16 * 15))  # 2 experts on each of 8 devices
+    assert inside == pytest.approx(alone + 4e6 * reach / 50e9)
+    across = dispatch_seconds(8_000_000, tokens, route_of(2), LIBRARY, chip="paper")
+    network = 8 * 4e6 * (1 + 8 / 15) / 2 / (10e9 * 0.5)
+    assert across == pytest.approx(alone + 20e-6 + network)
+
+
+@given(
+    per_token=st.integers(1, 16), nodes=st.sampled_from((1, 2, 4, 8)), limit=st.integers(1, 8),
+    tokens=st.integers(1, 100_000),
+)  # fmt: skip
+def test_a_limit_on_nodes_saves_network_and_no_reach_is_beyond_the_choices(
+    per_token: int, nodes: int, limit: int, tokens: int
+):
+    """DeepSeek-V3 limits a token to 4 nodes (arXiv 2412.19437, section 3.2.2)."""
+    free = RoutedTokens(tokens=tokens, experts_per_token=per_token, experts=64 * nodes)
+    limited = replace(free, most_nodes=limit)
+    devices, reached = expected_reach(limited, 8 * nodes, nodes)
+
+    assert reached >= 1 - 1e-9
+    assert reached <= min(nodes, limit, per_token) + 1e-9
+    assert devices <= min(8 * nodes, per_token) + 1e-9
+    assert reached <= expected_reach(free, 8 * nodes, nodes)[1] + 1e-9
+    payload = tokens * per_token * 4096
+    seconds = dispatch_seconds(payload, limited, route_of(nodes), LIBRARY, chip="paper")
+    assert (
+        seconds <= dispatch_seconds(payload, free, route_of(nodes), LIBRARY, chip="paper") + 1e-12
+    )
+
+
+def test_the_library_of_a_cluster_is_used_for_tokens_only():
+    """Named in a cluster's file; without it, and for other all-to-alls, NCCL's times as before."""
+    program, plain = step_with_experts(), DGX
+    (send, _), _ = program.walk()
+    sent = send.collective
+    assert sent is not None
+    named = replace(plain, dispatch=load_dispatch("deepep"))
+    other = replace(sent, tokens=None)
+
+    assert collective_seconds(sent, plain) == collective_seconds(other, plain)
+    assert collective_seconds(other, named) == collective_seconds(other, plain)
+    assert collective_seconds(sent, named) != collective_seconds(sent, plain)
+    assert named.dispatch is not None
+    assert named.dispatch.rates_on("h100") != named.dispatch.rates_on("a chip not measured")
+    with pytest.raises(UnknownHardware, match="did you mean 'deepep'"):
+        load_dispatch("depep")
+
+
+def test_routing_that_cannot_be_is_refused():
+    """More experts per token than there are; devices that do not divide them."""
+    with pytest.raises(ConfigError, match="experts_per_token=9 is refused"):
+        RoutedTokens(tokens=1, experts_per_token=9, experts=8)
+    with pytest.raises(ConfigError, match="the 16 devices of the group must divide them"):
+        expected_reach(RoutedTokens(tokens=1, experts_per_token=1, experts=24), 16, 2)

@@ -123,12 +123,18 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
             '"ring" or "all_to_all" for the strategy'
         )
         raise ConfigError(refusal("model.attention", model.attention, accepted))
+    if layout.context > 1 and (lacks := model.lacks_for_context(layout.context_strategy)):
+        accepted = f'attention {lacks} does not go that way; use "all_gather"'
+        raise ConfigError(refusal("layout.context_strategy", layout.context_strategy, accepted))
     if layout.context_strategy == "all_to_all":
         _require_heads_over_context(model, layout)
     stages, chunks = layout.pipeline, layout.pipeline_chunks
     if model.layers < stages:
         accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
         raise ConfigError(refusal("model.layers", model.layers, accepted))
+    if stages > 1 and model.period > 1:
+        parts, named = stages * chunks * model.period, "layout.pipeline*chunks*global_every"
+        require_multiple("model.layers", model.layers, parts, named)
     if chunks > 1:
         require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
         microbatches = batch.microbatches

@@ -249,6 +249,31 @@ class DecoderConfig(ModelConfig):
         """Its attention heads."""
         return {"heads": self.heads}
 
+    @property
+    def period(self) -> int:
+        """Layers after which the kinds of layers repeat."""
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.hidden // self.heads
+
+    @property
+    def value_head_size(self) -> int:
+        """Width of a head of values."""
+        return self.head_size
+
+    @property
+    def has_attention_sinks(self) -> bool:
+        """Whether the softmax of attention has a learned score beside those of tokens."""
+        return False
+
+    def lacks_for_context(self, strategy: str) -> str | None:
+        """What of its attention cannot go over the context axis by `strategy` ("ring", whose blocks
+        have no window; "all_to_all", which parts the heads); None if it can."""
+        return None
+
     def require_stack(self) -> None:
         """Refuse float8 with one block: the products to cast are found in the loop over blocks."""
         if self.compute_dtype == "float8" and self.layers == 1:
@@ -265,10 +290,14 @@ class DecoderConfig(ModelConfig):
             return "an NVIDIA GPU of compute capability 8.0 or later"
         if ELEMENT_BYTES[self.compute_dtype] != 2:
             return 'model.compute_dtype="bfloat16" or "float16"'
-        head_size = self.hidden // self.heads
+        if self.has_attention_sinks:
+            return "no attention sinks, which cuDNN's kernel does not have in JAX"
+        head_size = self.head_size
         largest = max(size for oldest, size in _FUSED_HEAD_SIZES.items() if oldest <= capability)
+        if self.value_head_size != head_size and capability < (9, 0):
+            return "a GPU of compute capability 9.0, for heads of values of another size"
         if head_size % 8 or head_size > largest:
-            return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
+            return f"heads of a multiple of 8 and at most {largest}, not {head_size}"
         return None
 
 
@@ -311,14 +340,110 @@ class GptConfig(DecoderConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """What a block of `llama` has that Llama's own does not; the defaults are Llama's.
+
+    Which published networks have it is said at each field: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv
+    2505.09388), OLMoE (arXiv 2409.02060), Gemma 3 (arXiv 2503.19786), gpt-oss (arXiv 2508.10925),
+    Nemotron-4 (arXiv 2402.16819).
+    """
+
+    head_size: int | None = None
+    """Width of a head; if absent, `hidden / heads` (Qwen3: 128, Gemma 3: 256)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias (Qwen2.5, gpt-oss)."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """RMSNorm of queries and keys before they are rotated: head: each head by itself, with one
+    scale for all heads (Qwen3, Gemma 3); all_heads: over the heads of a token together (OLMoE)."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to in local layers, itself and those just before it; if absent,
+    no layer is local (Gemma 3: 1024, gpt-oss: 128)."""
+    global_every: int | None = None
+    """Period of the layers that attend to all tokens, the last of each period (Gemma 3: 6, gpt-oss:
+    2); if absent, with a window every layer is local."""
+    local_rope_theta: float | None = None
+    """Base of the rotary embedding of local layers; if absent, `rope_theta` (Gemma 3: 10,000)."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score beside those of tokens, which takes a share of the
+    softmax and adds nothing (gpt-oss)."""
+    rope_fraction: float = 1.0
+    """Share of each head that is rotated, its first part (Nemotron-4: 0.5)."""
+    activation: Literal["silu", "gelu", "squared_relu"] = "silu"
+    """Activation of the feed-forward layer: gelu in its tanh form (Gemma 3); squared_relu: the
+    square of ReLU (Nemotron-4)."""
+    is_gated: bool = True
+    """Whether the feed-forward layer has two projections up, of which one is the gate (not in
+    Nemotron-4)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with scale and bias (Nemotron-4, which stores the scale less one)."""
+    post_norms: bool = False
+    """Whether what attention and the feed-forward layer add is normalised too (Gemma 3)."""
+
+    def __post_init__(self) -> None:
+        for name in ("head_size", "sliding_window", "global_every"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(f"model.block.{name}", value, 1)
+        if self.head_size is not None:
+            # Rotary embeddings rotate pairs of entries of a head.
+            require_multiple("model.block.head_size", self.head_size, 2, "the pairs of a head")
+        for name in ("global_every", "local_rope_theta"):
+            if getattr(self, name) is not None and self.sliding_window is None:
+                accepted = "it is of local layers: model.block.sliding_window is missing"
+                raise ConfigError(refusal(f"model.block.{name}", getattr(self, name), accepted))
+        if self.local_rope_theta is not None:
+            require_above("model.block.local_rope_theta", self.local_rope_theta, 0)
+        if not 0 < self.rope_fraction <= 1:
+            accepted = "it must be above 0 and at most 1"
+            raise ConfigError(refusal("model.block.rope_fraction", self.rope_fraction, accepted))
+
+    @property
+    def period(self) -> int:
+        """Layers after which the pattern of local and global ones repeats; 1 if all are alike."""
+        return self.global_every or 1
+
+    def window(self, place: int) -> int | None:
+        """Window of the layer at `place` in the period; None if it attends to all tokens."""
+        is_global = self.global_every is not None and place % self.period == self.period - 1
+        return None if is_global else self.sliding_window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaConfig:
+    """Multi-head latent attention: keys and values of all heads from one narrow latent, queries
+    from another; a part of each key, the same for all heads, is rotated instead.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1.
+    """
+
+    q_lora_rank: int | None = None
+    """Width of the latent of queries, d_c'; if absent, queries come from the residual stream
+    (DeepSeek-V2-Lite)."""
+    kv_lora_rank: int
+    """Width of the latent of keys and values, d_c."""
+    nope_head_size: int
+    """Width of the part of a head of queries and keys that is not rotated, d_h."""
+    rope_head_size: int
+    """Width of the rotated part, d_h^R, of which keys have one for all heads."""
+    value_head_size: int
+    """Width of a head of values."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "nope_head_size", "rope_head_size", "value_head_size"):
+            require_at_least(f"model.mla.{name}", getattr(self, name), 1)
+        if self.q_lora_rank is not None:
+            require_at_least("model.mla.q_lora_rank", self.q_lora_rank, 1)
+        require_multiple("model.mla.rope_head_size", self.rope_head_size, 2, "the pairs of a head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
     """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
     no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
+    `block` and `mla` make other decoders of it.
 
     Published sizes are presets: `name = "llama3-8b"` (`scalejax.config.presets`).
     """
 
-    is_gated = True
     has_learned_positions = False
 
     name: Literal["llama"] = "llama"
@@ -348,21 +473,84 @@ class LlamaConfig(DecoderConfig):
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
     bfloat16."""
+    scaled_embeddings: bool = False
+    """Whether embedded tokens are multiplied by the root of `hidden` (Gemma 3)."""
+    block: BlockConfig = BlockConfig()
+    """What its blocks have that Llama's do not: QK-norm, sliding windows, biases, activations."""
+    mla: MlaConfig | None = None
+    """Multi-head latent attention in place of grouped queries; if absent, there is none."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
-        # Rotary embeddings rotate pairs of entries of a head.
-        require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
-        require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
+        if self.block.head_size is None and self.mla is None:
+            # Rotary embeddings rotate pairs of entries of a head.
+            require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
+        if self.mla is None:
+            require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
+        else:
+            self._require_latent_attention()
+        rotated = self.head_size * self.block.rope_fraction
+        if self.mla is None and rotated % 2:
+            accepted = f"it must rotate pairs of the {self.head_size} entries of a head"
+            raise ConfigError(
+                refusal("model.block.rope_fraction", self.block.rope_fraction, accepted)
+            )
         self.require_stack()
+
+    def lacks_for_context(self, strategy: str) -> str | None:
+        """What of its attention cannot go over the context axis by `strategy`; None if it can."""
+        if self.block.attention_sinks and strategy != "all_gather":
+            return "with sinks"
+        if strategy != "ring":
+            return None
+        if self.block.sliding_window is not None:
+            return "over a sliding window"
+        return "with heads of values of another size" if self.mla is not None else None
+
+    def _require_latent_attention(self) -> None:
+        """Refuse what latent attention has sizes of its own for, or does not have."""
+        usual = BlockConfig()
+        for name in ("head_size", "qkv_bias", "qk_norm", "rope_fraction", "attention_sinks"):
+            if (value := getattr(self.block, name)) != getattr(usual, name):
+                accepted = "model.mla does not have it; leave it out"
+                raise ConfigError(refusal(f"model.block.{name}", value, accepted))
+
+    @property
+    def is_gated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by its block
+        """Whether the feed-forward layer has a gate."""
+        return self.block.is_gated
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """Its attention heads."""
+        """Its attention heads; with latent attention keys have as many as queries."""
+        if self.mla is not None:
+            return {"heads": self.heads}
         return {"heads": self.heads, "kv_heads": self.kv_heads}
+
+    @property
+    def period(self) -> int:
+        """Layers after which local and global ones repeat."""
+        return self.block.period
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head of queries and keys."""
+        if self.mla is not None:
+            return self.mla.nope_head_size + self.mla.rope_head_size
+        return self.block.head_size or self.hidden // self.heads
+
+    @property
+    def value_head_size(self) -> int:
+        """Width of a head of values."""
+        return self.head_size if self.mla is None else self.mla.value_head_size
+
+    @property
+    def has_attention_sinks(self) -> bool:
+        """Whether the softmax of attention has a learned score beside those of tokens."""
+        return self.block.attention_sinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

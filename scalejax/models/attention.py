@@ -5,7 +5,8 @@ backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused attentio
 separate matrix products and softmax, on any device and in any type.
 
 Shapes: B batch, S query tokens, T key tokens, H heads of queries, G heads of keys and values,
-R heads of queries per head of keys and values, K size of a head.
+R heads of queries per head of keys and values, K size of a head, J of a head of values, N parts of
+a sequence as long as a window W.
 """
 
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # tried with jax 0.10.2, 0.12.0
 
 from scalejax.config.model import AttentionKind, DecoderConfig, ModelConfig, Remat
 from scalejax.config.parallelism import CONTEXT, ContextStrategy
@@ -73,6 +75,8 @@ def causal_attention(
     kind: AttentionKind,
     *,
     remat: Remat = "none",
+    window: int | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of every token over itself and those before it, [B, S, H, K].
 
@@ -84,22 +88,30 @@ def causal_attention(
     Args:
         q_BSHK: queries.
         k_BSGK: keys, each shared by H / G heads of queries: H is a multiple of G.
-        v_BSGK: values.
+        v_BSGK: values; their heads may be of another size.
         kind: fused or unfused.
         remat: "selective" and "selective_op" save only queries, keys and values for the backward
             pass.
+        window: tokens that a token attends to, itself and those just before it; None for all.
+            Unfused, a sequence of several windows is computed in parts of that many tokens, each of
+            which sees itself and the part before (Beltagy et al. 2020, arXiv 2004.05150, section
+            3): scores are [B, H, S, 2 W].
+        sinks_H: a score of each head that takes a share of its softmax and adds nothing (gpt-oss,
+            arXiv 2508.10925); unfused alone.
     """
     strategy = constraints().context_strategy
     if is_zigzag():
         source = "ring" if strategy == "ring" else "all_gather"
         return blockwise_attention(q_BSHK, k_BSGK, v_BSGK, kind, source)
-    attend = partial(_unfused, remat)
+    if window is not None and window >= q_BSHK.shape[1]:
+        window = None
+    attend = partial(_unfused, remat, window, sinks_H)
     if axis_size(CONTEXT) > 1 and strategy == "all_to_all":
-        attend = _kernel if kind == "fused" else attend
+        attend = partial(_kernel, window) if kind == "fused" else attend
         return attention_over_heads(q_BSHK, k_BSGK, v_BSGK, attend)
     k_BSGK, v_BSGK = constrained_keys(k_BSGK), constrained_keys(v_BSGK)
     if kind == "fused":  # saves no more than queries, keys and values in any case
-        return _fused(q_BSHK, k_BSGK, v_BSGK)
+        return _fused(q_BSHK, k_BSGK, v_BSGK, window)
     return attend(q_BSHK, k_BSGK, v_BSGK)
 
 
@@ -119,8 +131,21 @@ def full_attention(
     return kept(attend(q_BSHK, k_BSHK, v_BSHK))
 
 
-def _unfused(remat: Remat, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
+def _unfused(
+    remat: Remat,
+    window: int | None,
+    sinks_H: jax.Array | None,
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+) -> jax.Array:
+    tokens = q_BSHK.shape[1]
+    if window is not None and tokens % window == 0 and axis_size(CONTEXT) == 1:
+        attend = partial(_in_parts, window=window, sinks_H=sinks_H)
+    elif window is not None or sinks_H is not None:
+        attend = partial(_masked, window=window, sinks_H=sinks_H)
+    else:
+        attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
     if remat in ("selective", "selective_op"):
         attend = jax.checkpoint(attend, prevent_cse=False)  # a scan already prevents it
     return kept(attend(q_BSHK, k_BSGK, v_BSGK))
@@ -132,16 +157,108 @@ def _ungrouped(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.A
     return jnp.einsum("bhst,bthk->bshk", shares_BHST, v_BSHK)
 
 
-def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+def _masked(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGJ: jax.Array,
+    *,
+    window: int | None,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """Attention of every token over its window, the scores of all tokens masked."""
+    place = jnp.arange(q_BSHK.shape[1])
+    behind_ST = place[:, None] - place[None, :]
+    is_seen_ST = (behind_ST >= 0) & (behind_ST < (window or place.size))
+    return _attended(q_BSHK, k_BSGK, v_BSGJ, is_seen_ST, sinks_H)
+
+
+def _in_parts(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGJ: jax.Array,
+    *,
+    window: int,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """Attention of every token over its window, the scores of two parts of the sequence at once."""
+
+    def parts(heads: jax.Array) -> jax.Array:
+        return heads.reshape(heads.shape[0], -1, window, *heads.shape[2:])
+
+    def seen(heads: jax.Array) -> jax.Array:
+        here = parts(heads)
+        before = jnp.pad(here[:, :-1], ((0, 0), (1, 0), *(((0, 0),) * 3)))
+        return jnp.concatenate([before, here], axis=2)
+
+    place = jnp.arange(window)
+    behind_WT = window + place[:, None] - jnp.arange(2 * window)[None, :]
+    is_seen_WT = (behind_WT >= 0) & (behind_WT < window)
+    # Nothing comes before the first part.
+    is_first_N = jnp.arange(q_BSHK.shape[1] // window) == 0
+    is_before_T = jnp.arange(2 * window) < window
+    is_seen_NWT = is_seen_WT[None] & ~(is_first_N[:, None] & is_before_T[None, :])[:, None]
+    mixed = jax.vmap(_attended, in_axes=(1, 1, 1, 0, None), out_axes=1)(
+        parts(q_BSHK), seen(k_BSGK), seen(v_BSGJ), is_seen_NWT, sinks_H
+    )
+    return mixed.reshape(*q_BSHK.shape[:3], v_BSGJ.shape[-1])
+
+
+def _attended(
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGJ: jax.Array,
+    is_seen_ST: jax.Array,
+    sinks_H: jax.Array | None,
+) -> jax.Array:
+    """Softmax of masked scores in float32, scores of sinks beside them, and what it mixes."""
+    batch, tokens, heads, size = q_BSHK.shape
+    groups = k_BTGK.shape[2]
+    q_BSGRK = q_BSHK.reshape(batch, tokens, groups, heads // groups, size)
+    scores_BGRST = jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BTGK).astype(jnp.float32)
+    hidden_ST = jnp.where(is_seen_ST, 0.0, jnp.finfo(jnp.float32).min)
+    scores_BGRST = scores_BGRST * size**-0.5 + hidden_ST[None, None, None]
+    if sinks_H is None:
+        shares_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
+    else:
+        sinks_GR11 = sinks_H.astype(jnp.float32).reshape(1, groups, -1, 1, 1)
+        largest = jnp.maximum(jnp.max(scores_BGRST, axis=-1, keepdims=True), sinks_GR11)
+        largest = jax.lax.stop_gradient(largest)
+        powers = jnp.exp(scores_BGRST - largest)
+        total = jnp.sum(powers, axis=-1, keepdims=True) + jnp.exp(sinks_GR11 - largest)
+        shares_BGRST = powers / total
+    mixed = jnp.einsum("bgrst,btgj->bsgrj", shares_BGRST.astype(v_BTGJ.dtype), v_BTGJ)
+    return mixed.reshape(batch, tokens, heads, -1)
+
+
+def _fused(
+    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, window: int | None = None
+) -> jax.Array:
     """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if another axis is manual,
     which JAX's own partitioning of the kernel does not support."""
+    kernel = partial(_kernel, window)
     if not is_partly_manual():
-        return _kernel(q_BSHK, k_BSGK, v_BSGK)
-    return over_shards(_kernel)(q_BSHK, k_BSGK, v_BSGK)
+        return kernel(q_BSHK, k_BSGK, v_BSGK)
+    return over_shards(kernel)(q_BSHK, k_BSGK, v_BSGK)
 
 
-_kernel = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-"""cuDNN's causal attention of whole samples."""
+def _kernel(
+    window: int | None, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGJ: jax.Array
+) -> jax.Array:
+    """cuDNN's causal attention of whole samples, each token over its window."""
+    if q_BSHK.shape[-1] == v_BSGJ.shape[-1]:
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        if window is not None:
+            attend = partial(attend, local_window_size=(window - 1, 0))
+        return attend(q_BSHK, k_BSGK, v_BSGJ)
+    # cuDNN has heads of values of another size from Hopper on; the function above refuses them.
+    return cudnn.dot_product_attention(  # type: ignore[return-value]  one of them
+        q_BSHK,
+        k_BSGK,
+        v_BSGJ,
+        scale=q_BSHK.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.CAUSAL,
+        sliding_window_length=window,
+    )
 
 
 def _grouped(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:

@@ -34,15 +34,22 @@ class PreNormBlock(nnx.Module):
     """Norm of the input of the feed-forward layer."""
     feed_forward: nnx.Module
     """Maps [B, S, D] to [B, S, D]."""
+    attention_post_norm: nnx.Module | None = None
+    """Norm of what attention adds; None if there is none."""
+    feed_forward_post_norm: nnx.Module | None = None
+    """Norm of what the feed-forward layer adds; None if there is none."""
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
-        for norm, layer in (
-            (self.attention_norm, self.attention),
-            (self.feed_forward_norm, self.feed_forward),
+        for norm, layer, post_norm in (
+            (self.attention_norm, self.attention, self.attention_post_norm),
+            (self.feed_forward_norm, self.feed_forward, self.feed_forward_post_norm),
         ):
             normalised_BSD = constrained_for_layer(normalised(norm, x_BSD))
-            x_BSD = constrained_residual(x_BSD + layer(normalised_BSD))  # type: ignore[operator]
+            added_BSD = layer(normalised_BSD)  # type: ignore[operator]
+            if post_norm is not None:
+                added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
+            x_BSD = constrained_residual(x_BSD + added_BSD)
             if axis_size(TENSOR) > 1:
                 x_BSD = kept(x_BSD)  # else its all-reduce over tensor would be repeated
         return x_BSD
@@ -54,17 +61,20 @@ def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rn
 
 
 def through_blocks(
-    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat
+    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat, period: int = 1
 ) -> jax.Array:
     """The residual stream after every one of the stacked `blocks`, [B, S, D].
 
-    One compiled block is scanned: program and compile time do not grow with depth.
+    One compiled block is scanned: program and compile time do not grow with depth. Where layers
+    alternate, one period of them is scanned, and what is left of the last one comes after it.
 
     Args:
-        blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D].
+        blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D], and with a period
+            has `at_place`, itself as the layer at a place in the period.
         x_BSD: the residual stream before the first.
         dtype: type in which matrices are multiplied.
         remat: what the backward pass recomputes; "selective" is implemented by the block.
+        period: layers after which the kinds of layers repeat.
     """
     structure, stacked = nnx.split(blocks)
     # Before the scan: once, and not for every pass over a block; gradients of all blocks
@@ -80,9 +90,47 @@ def through_blocks(
         x_BSD, _ = jax.lax.scan(block, x_BSD, layers)
         return x_BSD
 
+    through = scanned if period == 1 else _in_periods(structure, remat, period)
+
     if (stages := axis_size(PIPELINE)) > 1:
-        return through_stages(scanned, stacked, x_BSD, stages, remat)
-    return scanned(stacked, x_BSD)
+        return through_stages(through, stacked, x_BSD, stages, remat)
+    return through(stacked, x_BSD)
+
+
+def _in_periods(
+    structure: nnx.GraphDef, remat: Remat, period: int
+) -> Callable[[nnx.State, jax.Array], jax.Array]:
+    """A function of stacked layers and the residual stream that scans whole periods of layers, each
+    of which is at its place in the period, and then passes the layers that are left."""
+
+    def at(place: int) -> Callable[..., jax.Array]:
+        def block(x_BSD: jax.Array, layer: nnx.State) -> jax.Array:
+            return nnx.merge(structure, layer).at_place(place)(x_BSD)
+
+        return recomputed(block, remat)
+
+    places = [at(place) for place in range(period)]
+
+    def passed(x_BSD: jax.Array, layers: nnx.State) -> tuple[jax.Array, None]:
+        count = jax.tree.leaves(layers)[0].shape[0]
+        for place in range(count):
+            layer = jax.tree.map(lambda leaf, place=place: leaf[place], layers)
+            x_BSD = places[place](x_BSD, layer)
+        return x_BSD, None
+
+    def scanned(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
+        count = jax.tree.leaves(layers)[0].shape[0]
+        whole = count // period * period
+        if whole:
+            split = jax.tree.map(
+                lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), layers
+            )
+            x_BSD, _ = jax.lax.scan(passed, x_BSD, split)
+        if whole < count:
+            x_BSD, _ = passed(x_BSD, jax.tree.map(lambda leaf: leaf[whole:], layers))
+        return x_BSD
+
+    return scanned
 
 
 def cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:

@@ -36,6 +36,8 @@ class CausalNetwork(Network):
     """What the backward pass recomputes."""
     is_tied: bool
     """Whether the output layer is the token embedding."""
+    period: int = 1
+    """Layers after which the kinds of layers repeat."""
     tokens: nnx.Embed
     """Token embedding."""
     blocks: nnx.Module
@@ -50,7 +52,7 @@ class CausalNetwork(Network):
         # Gathered over fsdp here, once: both ends of the network may use the token embedding.
         tokens_VD = self._table(self.tokens, TOKENS)
         x_BSD = self._embedded(tokens_VD, inputs)
-        x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
+        x_BSD = self.through_blocks(x_BSD)
         return self._logits(tokens_VD if self.is_tied else self._table(self.output, TOKENS), x_BSD)
 
     def embedded(self, inputs: jax.Array) -> jax.Array:
@@ -59,7 +61,9 @@ class CausalNetwork(Network):
 
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after the blocks that this network holds, [B, S, D]."""
-        return through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
+        return through_blocks(
+            self.blocks, x_BSD, dtype=self.dtype, remat=self.remat, period=self.period
+        )
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Logits [B, S, V] of the residual stream after the last block."""

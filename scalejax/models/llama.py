@@ -1,11 +1,14 @@
-"""Llama's decoder-only transformer with scanned blocks, and its partition rules.
+"""Llama's decoder-only transformer with scanned blocks, what decoders of today have instead, and
+the partition rules.
 
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads of keys and values,
-N heads of queries for each of those and the two, K size of a head, F width between linear layers.
+N heads of queries for each of those and the two, K size of a head, J of a head of values, L width
+of a latent, F width between linear layers.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +17,14 @@ from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import AttentionKind, LlamaConfig, Remat
+from scalejax.config.model import AttentionKind, LlamaConfig, MlaConfig, Remat
 from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import adapted, linear, multiplied
 from scalejax.models.network import PartitionRules
+from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between, in_token_order
 
@@ -32,7 +36,10 @@ configs)."""
 QKV = P(FSDP, TENSOR, None, None)
 PROJECTION = DOWN = P((TENSOR, FSDP), None)
 GATED = P(FSDP, None, TENSOR)
-"""How matrices are split: as those of gpt, heads of queries with their head of keys and values."""
+UP = P(FSDP, TENSOR)
+LATENT, OF_LATENT = P(FSDP, None), P(FSDP, TENSOR, None)
+"""How matrices are split: as those of gpt, heads of queries with their head of keys and values;
+latents are whole on every device of the tensor axis, the heads made of them are not."""
 
 
 class Attention(nnx.Module):
@@ -42,13 +49,33 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.kind: AttentionKind = config.attention
         self.remat: Remat = config.remat
+        block = config.block
+        self.window = block.window(0)
         self.theta = config.rope_theta
-        head_size = config.hidden // config.heads
+        self.local_theta = block.local_rope_theta or config.rope_theta
+        head_size = config.head_size
+        self.rotated = round(head_size * block.rope_fraction)
+        self.norms_every_head = block.qk_norm == "head"
         # One matrix, so that gradients of its operand are summed over tensor once. Heads that
         # read the same keys are a dimension, so that the tensor axis divides them and no more.
         per_pair = config.heads // config.kv_heads
-        self.qkv = _layer(config, config.hidden, (config.kv_heads, per_pair + 2, head_size), rngs)
-        self.projection = _layer(config, config.hidden, (config.hidden,), rngs, _residual(config))
+        self.qkv = _layer(
+            config,
+            config.hidden,
+            (config.kv_heads, per_pair + 2, head_size),
+            rngs,
+            use_bias=block.qkv_bias,
+        )
+        width = config.heads * head_size
+        self.projection = _layer(config, width, (config.hidden,), rngs, _residual(config))
+        if block.qk_norm != "none":
+            counts = (1, 1) if self.norms_every_head else (config.heads, config.kv_heads)
+            self.q_norm, self.k_norm = (
+                _rms_norm(config, rngs, width=count * head_size) for count in counts
+            )
+        if block.attention_sinks:
+            init = nnx.initializers.normal(INIT_STD)
+            self.sinks = nnx.Param(init(rngs.params(), (config.heads,), jnp.float32))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Causal attention of every token, [B, S, D]."""
@@ -57,23 +84,108 @@ class Attention(nnx.Module):
         q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
         every = (q_BSHK, qkv_BSGNK[:, :, :, -2], qkv_BSGNK[:, :, :, -1])
         q_BSHK, k_BSGK, v_BSGK = map(constrained_between, every)
-        q_BSHK, k_BSGK = (_rotated(heads, self.theta) for heads in (q_BSHK, k_BSGK))
-        mixed_BSHK = causal_attention(q_BSHK, k_BSGK, v_BSGK, self.kind, remat=self.remat)
+        if hasattr(self, "q_norm"):
+            q_BSHK = self._normalised(self.q_norm, q_BSHK)
+            k_BSGK = self._normalised(self.k_norm, k_BSGK)
+        theta = self.theta if self.window is None else self.local_theta
+        q_BSHK, k_BSGK = (_rotated(heads, theta, self.rotated) for heads in (q_BSHK, k_BSGK))
+        mixed_BSHK = causal_attention(
+            q_BSHK,
+            k_BSGK,
+            v_BSGK,
+            self.kind,
+            remat=self.remat,
+            window=self.window,
+            sinks_H=self.sinks[...] if hasattr(self, "sinks") else None,
+        )
         mixed_BSHK = constrained_between(mixed_BSHK)
-        mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
-        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
+        mixed_BSF = mixed_BSHK.reshape(batch, tokens, -1)
+        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+
+    def _normalised(self, norm: nnx.RMSNorm, heads_BSHK: jax.Array) -> jax.Array:
+        """Queries or keys through their norm: each head by itself, or all of a token together."""
+        if self.norms_every_head:
+            return normalised(norm, heads_BSHK)
+        flat_BSF = heads_BSHK.reshape(*heads_BSHK.shape[:2], -1)
+        return normalised(norm, flat_BSF).reshape(heads_BSHK.shape)
 
 
-def _rotated(heads_BSHK: jax.Array, theta: float) -> jax.Array:
+class LatentAttention(nnx.Module):
+    """Causal self-attention whose keys and values are made of one latent of each token.
+
+    c = RMSNorm(x W_dkv) [B, S, L]; of it every head has a key without position and a value; beside
+    that a key has a rotated part, x W_kr, which is the same for all heads. Queries are made of a
+    latent of their own, or of the residual stream.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1 and appendix C.
+    """
+
+    def __init__(self, config: LlamaConfig, mla: MlaConfig, *, rngs: nnx.Rngs):
+        self.kind: AttentionKind = config.attention
+        self.remat: Remat = config.remat
+        self.window = config.block.window(0)
+        self.theta = config.rope_theta
+        self.local_theta = config.block.local_rope_theta or config.rope_theta
+        self.rotated, self.heads = mla.rope_head_size, config.heads
+        self.latent = mla.kv_lora_rank
+        keys_and_values = mla.nope_head_size + mla.value_head_size
+        if mla.q_lora_rank is None:
+            self.q = _layer(config, config.hidden, (config.heads, config.head_size), rngs)
+        else:
+            self.q_down = _layer(config, config.hidden, (mla.q_lora_rank,), rngs)
+            self.q_norm = _rms_norm(config, rngs, width=mla.q_lora_rank)
+            self.q_up = _layer(config, mla.q_lora_rank, (config.heads, config.head_size), rngs)
+        self.kv_down = _layer(config, config.hidden, (self.latent + self.rotated,), rngs)
+        self.kv_norm = _rms_norm(config, rngs, width=self.latent)
+        self.kv_up = _layer(config, self.latent, (config.heads, keys_and_values), rngs)
+        width = config.heads * mla.value_head_size
+        self.projection = _layer(config, width, (config.hidden,), rngs, _residual(config))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Causal attention of every token, [B, S, D]."""
+        batch, tokens, _ = x_BSD.shape
+        theta = self.theta if self.window is None else self.local_theta
+        q_BSHK = constrained_between(self._queries(x_BSD))
+        both_BSL = kept(linear(self.kv_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat))
+        latent_BSL = normalised(self.kv_norm, both_BSL[..., : self.latent])
+        place_BS1K = _rotated(both_BSL[:, :, None, self.latent :], theta, self.rotated)
+        kv_BSHK = linear(self.kv_up, "bsl,lhk->bshk", OF_LATENT, latent_BSL, self.remat)
+        kv_BSHK = constrained_between(kv_BSHK)
+        bare = q_BSHK.shape[-1] - self.rotated
+        place_BSHK = jnp.broadcast_to(place_BS1K, (batch, tokens, self.heads, self.rotated))
+        k_BSHK = jnp.concatenate([kv_BSHK[..., :bare], place_BSHK], axis=-1)
+        turned_BSHK = _rotated(q_BSHK[..., bare:], theta, self.rotated)
+        q_BSHK = jnp.concatenate([q_BSHK[..., :bare], turned_BSHK], axis=-1)
+        v_BSHJ = kv_BSHK[..., bare:]
+        mixed_BSHJ = causal_attention(
+            q_BSHK, k_BSHK, v_BSHJ, self.kind, remat=self.remat, window=self.window
+        )
+        mixed_BSF = constrained_between(mixed_BSHJ).reshape(batch, tokens, -1)
+        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+
+    def _queries(self, x_BSD: jax.Array) -> jax.Array:
+        """Queries of all heads, [B, S, H, K], not rotated yet."""
+        if hasattr(self, "q"):
+            return kept(linear(self.q, "bsd,dhk->bshk", OF_LATENT, x_BSD, self.remat))
+        latent_BSL = kept(linear(self.q_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat))
+        latent_BSL = normalised(self.q_norm, latent_BSL)
+        return linear(self.q_up, "bsl,lhk->bshk", OF_LATENT, latent_BSL, self.remat)
+
+
+def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
     """Heads with rotary position embedding, whose products depend on relative positions.
 
     Element i of the first half of a head and element i of the second are rotated together, by
-    position x theta^(-2i / K), in float32.
+    position x theta^(-2i / K), in float32. Of a head of more than `rotated` entries the first so
+    many are rotated as a head of that size, and the others are not.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2; the pairs as in Hugging Face's
     transformers (those of the paper, and of Llama's own code, are neighbours: the same network
     with the columns of its matrices in another order).
     """
+    if rotated < heads_BSHK.shape[3]:
+        turned = _rotated(heads_BSHK[..., :rotated], theta, rotated)
+        return jnp.concatenate([turned, heads_BSHK[..., rotated:]], axis=-1)
     tokens, size = heads_BSHK.shape[1], heads_BSHK.shape[3]
     places_S = in_token_order(jnp.arange(tokens, dtype=jnp.float32), axis=0)
     turns_K = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
@@ -85,11 +197,12 @@ def _rotated(heads_BSHK: jax.Array, theta: float) -> jax.Array:
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers whose product, one of them through SiLU, goes through a third
-    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
+    """Two linear layers whose product, one of them through the activation function, goes through a
+    third (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.remat: Remat = config.remat
+        self.activated = _GATED_ACTIVATIONS[config.block.activation]
         self.gated = _layer(config, config.hidden, (2, config.ffn_hidden), rngs)
         self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
 
@@ -99,7 +212,8 @@ class FeedForward(nnx.Module):
         gate_BSF = kept(gate_BSF)
 
         def narrowed(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
-            return linear(self.down, "bsf,fd->bsd", DOWN, _swiglu(gate_BSF, up_BSF), self.remat)
+            inner_BSF = self.activated(gate_BSF, up_BSF)
+            return linear(self.down, "bsf,fd->bsd", DOWN, inner_BSF, self.remat)
 
         return kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF)
 
@@ -126,14 +240,80 @@ def _swiglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BSF) * up_BSF
 
 
+@partial(jax.checkpoint, prevent_cse=False)
+def _geglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+    """The gate through GELU (tanh form), times the other; computed again in the backward pass."""
+    return jax.nn.gelu(gate_BSF, approximate=True) * up_BSF
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _gated_squared_relu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+    """The square of the gate through ReLU, times the other; computed again likewise."""
+    return jnp.square(jax.nn.relu(gate_BSF)) * up_BSF
+
+
+_GATED_ACTIVATIONS = {"silu": _swiglu, "gelu": _geglu, "squared_relu": _gated_squared_relu}
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _silu(x: jax.Array) -> jax.Array:
+    return jax.nn.silu(x)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _squared_relu(x: jax.Array) -> jax.Array:
+    """The square of ReLU (So et al. 2021, "Primer", arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "squared_relu": _squared_relu}
+
+
+class UngatedFeedForward(nnx.Module):
+    """Two linear layers with the activation function between them."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.remat: Remat = config.remat
+        self.activated = _ACTIVATIONS[config.block.activation]
+        self.up = _layer(config, config.hidden, (config.ffn_hidden,), rngs)
+        self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Each token by itself, [B, S, D]."""
+        up_BSF = kept(constrained_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
+
+        def narrowed(up_BSF: jax.Array) -> jax.Array:
+            return linear(self.down, "bsf,fd->bsd", DOWN, self.activated(up_BSF), self.remat)
+
+        return kept_without_inner(narrowed, self.remat)(up_BSF)
+
+
 class Block(PreNormBlock):
     """One of its blocks."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _rms_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.feed_forward_norm = _rms_norm(config, rngs)
-        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.config = config
+        self.attention_norm = _norm(config, rngs)
+        if config.mla is None:
+            self.attention = Attention(config, rngs=rngs)
+        else:
+            self.attention = LatentAttention(config, config.mla, rngs=rngs)
+        self.feed_forward_norm = _norm(config, rngs)
+        layer = FeedForward if config.block.is_gated else UngatedFeedForward
+        self.feed_forward = layer(config, rngs=rngs)
+        if config.block.post_norms:
+            self.attention_post_norm = _norm(config, rngs)
+            self.feed_forward_post_norm = _norm(config, rngs)
+
+    def at_place(self, place: int) -> "Block":
+        """This block as the layer at `place` in the period of local and global ones."""
+        cast(Attention | LatentAttention, self.attention).window = self.config.block.window(place)
+        return self
 
 
 class Llama(CausalNetwork, names=("llama",)):
@@ -149,6 +329,8 @@ class Llama(CausalNetwork, names=("llama",)):
         self.dtype = jnp.dtype(config.compute_dtype)
         self.remat: Remat = config.remat
         self.is_tied = config.tied_embeddings
+        self.period = config.block.period
+        self.embedding_scale = config.hidden**0.5 if config.scaled_embeddings else None
 
         def embedding() -> nnx.Embed:
             init = nnx.initializers.normal(INIT_STD)
@@ -156,17 +338,26 @@ class Llama(CausalNetwork, names=("llama",)):
 
         self.tokens = embedding()
         self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
-        self.norm = _rms_norm(config, rngs)
+        self.norm = _norm(config, rngs)
         if not self.is_tied:
             self.output = embedding()
+
+    def _positioned(self, x_BSD: jax.Array) -> jax.Array:
+        """Embedded tokens, scaled where the config says so; positions are the blocks'."""
+        return x_BSD if self.embedding_scale is None else x_BSD * self.embedding_scale
 
     @staticmethod
     def partition_rules() -> PartitionRules:
         """The rules above, with the stacked layers sharded over the pipeline axis."""
         return (
             (r"qkv/kernel$", P(PIPELINE, *QKV)),
+            (r"qkv/bias$", P(PIPELINE, *QKV[1:])),
+            (r"attention/(q|q_up|kv_up)/kernel$", P(PIPELINE, *OF_LATENT)),
+            (r"attention/(q_down|kv_down)/kernel$", P(PIPELINE, *LATENT)),
+            (r"attention/sinks$", P(PIPELINE, TENSOR)),
             (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
             (r"gated/kernel$", P(PIPELINE, *GATED)),
+            (r"up/kernel$", P(PIPELINE, *UP)),
             (r"down/kernel$", P(PIPELINE, *DOWN)),
             (r"^blocks/", P(PIPELINE)),
             (r"(tokens|output)/embedding$", TOKENS),
@@ -179,21 +370,33 @@ def _layer(
     outputs: tuple[int, ...],
     rngs: nnx.Rngs,
     init: Initializer | None = None,
+    *,
+    use_bias: bool = False,
 ) -> nnx.LinearGeneral:
-    """A linear layer without a bias."""
+    """A linear layer, without a bias unless it is asked for."""
     return nnx.LinearGeneral(
         inputs,
         outputs,
-        use_bias=False,
+        use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
         kernel_init=init or nnx.initializers.normal(INIT_STD),
         rngs=rngs,
     )
 
 
-def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+    """The norm of the residual stream."""
+    if config.block.norm == "rms":
+        return _rms_norm(config, rngs)
     dtype = jnp.dtype(config.compute_dtype)
-    return nnx.RMSNorm(config.hidden, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+    return nnx.LayerNorm(config.hidden, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+
+
+def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> nnx.RMSNorm:
+    """RMSNorm over the residual stream, or over `width` entries."""
+    dtype = jnp.dtype(config.compute_dtype)
+    features = width or config.hidden
+    return nnx.RMSNorm(features, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
 
 
 def _residual(config: LlamaConfig) -> Initializer:

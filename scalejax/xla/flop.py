@@ -293,8 +293,10 @@ def _fused_attention(
     """FLOP count of a cuDNN call of fused attention, or of its gradient.
 
     Forward are two products of 2 batch m n k each. Backward are five: the scores again, and two
-    gradients for each product. A causal mask halves them: what lies beyond it is skipped (the
-    blocks on the diagonal are not: 1 + 128 / tokens of that, under 7 % from 2048 tokens on).
+    gradients for each product. Of the two sizes of a head, queries' and values', three of the five
+    products have the first and two the second. A causal mask halves them: what lies beyond it is
+    skipped (the blocks on the diagonal are not: 1 + 128 / tokens of that, under 7 % from 2048
+    tokens on); so is what lies before a sliding window.
 
     Source: Dao 2023, "FlashAttention-2", arXiv 2307.08691, sections 3.1 and 4.1.
     """
@@ -304,10 +306,15 @@ def _fused_attention(
     sizes = [int(size) for size in config["intermediate_tensor_shape"]["dimensions"]]
     samples, heads, queries, keys = sizes
     query = _only_array(operands[0])
-    products = 5 if "Backward" in target else 2
-    flop = products * 2 * samples * heads * queries * keys * query.dims[-1]
+    of_queries, of_values = (3, 2) if "Backward" in target else (1, 1)
+    value_size = _only_array(operands[2]).dims[-1] if len(operands) > 2 else query.dims[-1]
+    depth = of_queries * query.dims[-1] + of_values * value_size
+    flop = 2 * samples * heads * queries * keys * depth
     if "CAUSAL" in str(config.get("mask_type", "")):
         flop //= 2
+        window = int(config.get("sliding_window_length", 0))
+        if 0 < window < keys:  # half of the square, less that of what lies before the window
+            flop = flop * (keys**2 - (keys - window) ** 2) // keys**2
     return FlopCount(
         kind="attention",
         dtype=query.dtype,

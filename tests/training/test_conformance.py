@@ -88,6 +88,42 @@ DEEPER = {
     "gpt of 6 blocks": {**MODELS["gpt"], "model": {**MODELS["gpt"]["model"], "layers": 6}},
     "llama of 3 blocks": {**ZOO["llama"], "model": {**ZOO["llama"]["model"], "layers": 3}},
 }
+TODAY = {
+    "local and global layers": {
+        "model": {
+            **ZOO["llama"]["model"],
+            "scaled_embeddings": True,
+            "norm_epsilon": 0.01,
+            "block": {
+                "head_size": 16,
+                "qkv_bias": True,
+                "qk_norm": "all_heads",
+                "sliding_window": 4,
+                "global_every": 2,
+                "local_rope_theta": 10.0,
+                "attention_sinks": True,
+                "activation": "gelu",
+                "post_norms": True,
+            },
+        },
+        "data": "tokens",
+    },
+    "latent attention": {
+        "model": {
+            **ZOO["llama"]["model"],
+            "block": {"activation": "squared_relu", "is_gated": False, "norm": "layer"},
+            "mla": {
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "nope_head_size": 8,
+                "rope_head_size": 4,
+                "value_head_size": 6,
+            },
+        },
+        "data": "tokens",
+    },
+}
+"""Decoders whose blocks are not Llama's."""
 """Networks whose blocks the stages of `UNEVEN` do not divide."""
 DATA = {
     "images": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8},
@@ -211,7 +247,7 @@ def run_of(
     model: str, optimizer: str, layout: dict[str, Any], microbatches: int = 1
 ) -> ResolvedRun:
     """A small run of five updates."""
-    about = {**MODELS, **ZOO, **DEEPER}[model]
+    about = {**MODELS, **ZOO, **DEEPER, **TODAY}[model]
     data, about_optimizer = DATA[about["data"]], {**OPTIMIZERS, **VARIANTS}[optimizer]
     tables = {
         "model": about["model"],
@@ -490,6 +526,29 @@ def test_stages_that_alternate_train_what_one_device_trains(layout):
     layout = {"pipeline_schedule": "1f1b", **axes}
     config = run_of(model, "adamw", layout, microbatches).config
     run = resolve(replace(config, model=replace(config.model, remat=remat)))
+
+    assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.slow_except("latent attention-tensor=4, tokens split")
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    pairs(
+        [
+            ("latent attention", "tensor=4, tokens split"),
+            ("local and global layers", "data=2 x tensor=2 x pipeline=2"),
+        ],
+        [
+            ("local and global layers", "data=2 x context=2 x tensor=2"),
+            ("latent attention", "fsdp=2 x tensor=2 x pipeline=2"),
+        ],
+    ),
+)
+def test_a_decoder_of_today_trains_what_one_device_trains(model, layout):
+    """Norms of all heads, biases, sinks, windows and latents, split over every axis. Two gradients
+    compile."""
+    axes, microbatches = HYBRIDS[layout]
+    run = run_of(model, "adamw", axes, microbatches)
 
     assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 

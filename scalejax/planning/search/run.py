@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import DecoderConfig
+from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
@@ -133,6 +133,12 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if config.gradient_sync is not None:
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
+    if isinstance(model, LlamaConfig):
+        usual = LlamaConfig()
+        for name in ("block", "mla", "scaled_embeddings"):
+            if getattr(model, name) != getattr(usual, name):
+                accepted = "the closed form knows Llama's own blocks; use scalejax predict"
+                raise ConfigError(refusal(f"model.{name}", "given", accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
     return TransformerShape(

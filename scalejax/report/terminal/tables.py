@@ -3,6 +3,7 @@
 Formats figures and computes none. Each function yields the parts to print, in order.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -232,10 +233,11 @@ def reference(
         sections: the tables, in order.
         presets: published networks by name, shown after the model tables.
     """
-    for name, kinds in groupby(sections, key=lambda each: each.title.split()[0]):
+    # "[model.block]" is part of "[model]".
+    for name, kinds in groupby(sections, key=lambda each: re.split(r"[ .\]]", each.title)[0]):
         for section in kinds:
             yield from _section(section)
-        if name == "[model]":
+        if name == "[model":
             yield from _published(presets)
 
 

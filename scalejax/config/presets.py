@@ -6,7 +6,7 @@ published vocabulary and context length are listed too, but belong to the data a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ModelConfig
@@ -20,7 +20,7 @@ class Preset:
 
     network: str
     """Its architecture: the `model.name` of the config class."""
-    sizes: Mapping[str, int | float] = field(default_factory=dict)
+    sizes: Mapping[str, JsonValue] = field(default_factory=dict)
     """Other fields of the model; the others keep the defaults of the network."""
     vocabulary: int | None = None
     """Size of the vocabulary, as published; None for networks that read images."""
@@ -74,6 +74,127 @@ def _vit(layers: int, hidden: int, heads: int, parameters: int) -> Preset:
     )
 
 
+def _llama31(layers: int, hidden: int, heads: int, ffn_hidden: int, parameters: int) -> Preset:
+    """Llama 3 with the context of 3.1; its scaled angles are left out, as by the network."""
+    return replace(_llama3(layers, hidden, heads, ffn_hidden, parameters), tokens=131_072)
+
+
+def _qwen25(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int, parameters: int
+) -> Preset:
+    is_small = hidden <= 2048  # these tie the embeddings
+    return Preset(
+        network="llama",
+        sizes={
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn_hidden": ffn_hidden,
+            "rope_theta": 1e6,
+            "norm_epsilon": 1e-6,
+            "tied_embeddings": is_small,
+            "block": {"qkv_bias": True},
+        },
+        vocabulary=151_936 if is_small else 152_064,
+        tokens=32_768,
+        parameters=parameters,
+        source="Qwen Team 2024, arXiv 2412.15115, table 1; parameters of the checkpoints",
+    )
+
+
+def _qwen3(
+    layers: int, hidden: int, heads: int, ffn_hidden: int, parameters: int, *, is_tied: bool = False
+) -> Preset:
+    return Preset(
+        network="llama",
+        sizes={
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": 8,
+            "ffn_hidden": ffn_hidden,
+            "rope_theta": 1e6,
+            "norm_epsilon": 1e-6,
+            "tied_embeddings": is_tied,
+            "block": {"head_size": 128, "qk_norm": "head"},
+        },
+        vocabulary=151_936,
+        tokens=32_768,
+        parameters=parameters,
+        source="Qwen Team 2025, arXiv 2505.09388, table 1; parameters of the checkpoints",
+    )
+
+
+def _gemma3(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn_hidden: int,
+    parameters: int,
+    rounded_to: int = 10**7,
+    head_size: int = 256,
+    window: int = 1024,
+) -> Preset:
+    block: JsonValue = {
+        "head_size": head_size,
+        "qk_norm": "head",
+        "sliding_window": window,
+        "global_every": 6,
+        "local_rope_theta": 1e4,
+        "activation": "gelu",
+        "post_norms": True,
+    }
+    return Preset(
+        network="llama",
+        sizes={
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn_hidden": ffn_hidden,
+            "rope_theta": 1e6,
+            "norm_epsilon": 1e-6,
+            "tied_embeddings": True,
+            "scaled_embeddings": True,
+            "block": block,
+        },
+        vocabulary=262_144,
+        tokens=32_768,
+        parameters=parameters,
+        rounded_to=rounded_to,
+        source="Gemma Team 2025, arXiv 2503.19786; the text model, sizes of the checkpoints",
+    )
+
+
+def _nemotron4(
+    layers: int, hidden: int, heads: int, ffn_hidden: int, parameters: int, source: str
+) -> Preset:
+    return Preset(
+        network="llama",
+        sizes={
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": 8,
+            "ffn_hidden": ffn_hidden,
+            "rope_theta": 1e4,
+            "block": {
+                "activation": "squared_relu",
+                "is_gated": False,
+                "norm": "layer",
+                "rope_fraction": 0.5,
+            },
+        },
+        vocabulary=256_000,
+        tokens=4096,
+        parameters=parameters,
+        rounded_to=10**8,
+        source=source,
+    )
+
+
 _GPT2 = "Radford et al. 2019, table 2; parameters of the published checkpoints"
 _GPT3 = "Brown et al. 2020, arXiv 2005.14165, table 2.1"
 _BERT = "Devlin et al. 2018, arXiv 1810.04805, section 3; parameters of BertForMaskedLM in \
@@ -109,6 +230,32 @@ PRESETS: dict[str, Preset] = {
     "llama3-8b": _llama3(32, 4096, 32, 14_336, 8_030_261_248),
     "llama3-70b": _llama3(80, 8192, 64, 28_672, 70_553_706_496),
     "llama3-405b": _llama3(126, 16_384, 128, 53_248, 405_853_388_800),
+    "llama3.1-8b": _llama31(32, 4096, 32, 14_336, 8_030_261_248),
+    "llama3.1-70b": _llama31(80, 8192, 64, 28_672, 70_553_706_496),
+    "llama3.1-405b": _llama31(126, 16_384, 128, 53_248, 405_853_388_800),
+    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, 494_032_768),
+    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, 1_543_714_304),
+    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 11_008, 3_085_938_688),
+    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18_944, 7_615_616_512),
+    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13_824, 14_770_033_664),
+    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27_648, 32_763_876_352),
+    "qwen2.5-72b": _qwen25(80, 8192, 64, 8, 29_568, 72_706_203_648),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, 596_049_920, is_tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, 1_720_574_976, is_tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, 4_022_468_096, is_tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288, 8_190_735_360),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408, 14_768_307_200),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600, 32_762_123_264),
+    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 999_885_952, 1, window=512),
+    "gemma3-4b": _gemma3(34, 2560, 8, 4, 10_240, 3_880_000_000),
+    "gemma3-12b": _gemma3(48, 3840, 16, 8, 15_360, 11_770_000_000),
+    "gemma3-27b": _gemma3(62, 5376, 32, 16, 21_504, 27_010_000_000, head_size=128),
+    "nemotron4-15b": _nemotron4(
+        32, 6144, 48, 24_576, 15_600_000_000, "Parmar et al. 2024, arXiv 2402.16819, table 1"
+    ),
+    "nemotron4-340b": _nemotron4(
+        96, 18_432, 96, 73_728, 341_000_000_000, "NVIDIA 2024, arXiv 2406.11704, table 1"
+    ),
     "bert-base": Preset(
         network="bert_base",
         vocabulary=30_522,
@@ -192,4 +339,10 @@ def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:
     if name not in PRESETS:
         raise ConfigError(unknown_name("model.name", name, [*ModelConfig.names(), *PRESETS]))
     given = {key: value for key, value in model.items() if key != "name" and value is not None}
-    return {"name": PRESETS[name].network, **PRESETS[name].sizes, **given}
+    sizes = dict(PRESETS[name].sizes)
+    for key, value in given.items():
+        published = sizes.get(key)
+        if isinstance(published, dict) and isinstance(value, dict):
+            value = {**published, **value}  # of a table the fields that are given
+        sizes[key] = value
+    return {"name": PRESETS[name].network, **sizes}

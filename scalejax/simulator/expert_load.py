@@ -11,6 +11,7 @@ then faster); and element-wise work on the rows, which is not told apart from ot
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +20,7 @@ import numpy as np
 from scalejax.config.parallelism import EXPERT
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware import Site
-from scalejax.simulator.program import Operation, Program, each_changed
+from scalejax.simulator.program import Loop, Operation, Program, each_changed
 
 _MOST_OVER_LEAST = 0.8 * 4096
 """Load of the fullest expert over that of the emptiest, in the population that loads are drawn
@@ -85,7 +86,8 @@ def of_fullest_device(program: Program, site: Site) -> tuple[Program, Site]:
     """`program` as its fullest device runs it, and the site without that condition.
 
     Both are returned as they are where the conditions of the site state no imbalance. Grouped
-    products get the rows of the fullest device, and all-to-alls of tokens their bytes.
+    products get the rows of the fullest device, loops over blocks of rows its blocks, and
+    all-to-alls of tokens its bytes.
     """
     exponent = site.conditions.expert_load_exponent
     if exponent is None:
@@ -133,7 +135,22 @@ def with_expert_load(program: Program, exponent: float) -> Program:
             ),
         )
 
-    return replace(program, operations=each_changed(program.operations, loaded))
+    def of_blocks(items: Iterable[Operation | Loop]) -> tuple[Operation | Loop, ...]:
+        return tuple(
+            item
+            if not isinstance(item, Loop)
+            else replace(item, body=of_blocks(item.body))
+            if item.expert_blocks is None
+            else replace(
+                item,
+                trip_count=math.ceil(
+                    item.trip_count * factor(item.expert_blocks.experts * devices)
+                ),
+            )
+            for item in items
+        )
+
+    return replace(program, operations=of_blocks(each_changed(program.operations, loaded)))
 
 
 def _with_rows(item: Operation, times: float) -> Operation:

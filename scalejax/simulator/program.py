@@ -138,6 +138,16 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBlocks:
+    """What a loop over blocks of the rows of experts does: one block of one expert at a time."""
+
+    experts: int
+    """Experts on the device."""
+    rows: int
+    """Rows of a block, the last of an expert padded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """Operations that repeat, such as the layers of a scanned network."""
 
@@ -147,6 +157,9 @@ class Loop:
     """Iterations of the body."""
     body: tuple["Operation | Loop", ...]
     """The operations of one iteration, in schedule order."""
+    expert_blocks: ExpertBlocks | None = None
+    """Blocks of rows of experts that the iterations are; `trip_count` is then that of experts with
+    equally many tokens. None for other loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

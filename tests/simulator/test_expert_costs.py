@@ -27,6 +27,7 @@ from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.comparison import compare
 from scalejax.simulator.expert_load import device_load_factor, with_expert_load
 from scalejax.simulator.explain import explain
+from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
 from scalejax.simulator.operations.grouped_matmul import (
     UNKNOWN_CHIP,
     GroupedProduct,
@@ -37,13 +38,16 @@ from scalejax.simulator.predict import predict
 from scalejax.simulator.program import (
     Collective,
     DeviceGroup,
+    ExpertBlocks,
     GroupedPass,
+    Loop,
     MemoryUse,
     Operation,
     Program,
     RoutedTokens,
 )
 from scalejax.simulator.timeline.schedule import Schedule
+from scalejax.simulator.transforms.float8 import in_float8
 
 PASSES: tuple[GroupedPass, ...] = ("forward", "input_gradient", "weight_gradient")
 H100 = load_chip("h100")
@@ -253,6 +257,99 @@ def test_balanced_experts_are_never_slower(exponent: float, tokens: int):
     skewed = predict(program, DGX, site=skewed_by(exponent))
 
     assert skewed.step_seconds >= predict(program, DGX).step_seconds
+
+
+# Experts in a loop over blocks, as scalejax compiles them, and grouped, as others train them.
+
+
+def step_in_blocks() -> Program:
+    """2 experts on each of 4 devices, 3 blocks of 64 rows each, widths 32 and 48, backward."""
+
+    def product(name: str, *shape: int) -> Operation:
+        return Operation(
+            name=name, kind="matmul", dtype="bf16", shape=(1, *shape), flop=2 * math.prod(shape),
+            read_bytes=10, write_bytes=10,
+        )  # fmt: skip
+
+    def moved(name: str, write: int) -> Operation:
+        return Operation(
+            name=name, kind="fusion", dtype="bf16", read_bytes=write, write_bytes=write
+        )
+
+    group = DeviceGroup(extents=((4, 1),), axes=("expert",))
+    gathered = Collective(
+        name="all_gather", payload_bytes=4 * 96 * 64 + 8 * 96, group=group, is_async=False
+    )
+    loop = Loop(
+        name="blocks",
+        trip_count=6,
+        expert_blocks=ExpertBlocks(experts=2, rows=64),
+        body=(
+            moved("rows", 64 * 32 * 2 + 2),
+            moved("matrix of the block", 32 * 48 * 2),
+            product("up", 64, 48, 32),
+            product("of weights", 32, 48, 64),
+            moved("sum of gradients", 32 * 48 * 4),
+        ),
+    )
+    memory = MemoryUse(argument_bytes=1, output_bytes=1, alias_bytes=0, temporary_bytes=0)
+    return Program(
+        name="blocks", backend="closed_form", target="any", compiler="none",
+        mesh_axes=(("expert", 4),), memory=memory,
+        operations=(
+            Loop(
+                name="layers",
+                trip_count=2,
+                body=(
+                    Operation(name="all", kind="collective", dtype="bf16", collective=gathered),
+                    loop,
+                ),
+            ),
+        ),
+    )  # fmt: skip
+
+
+def test_blocks_of_experts_become_grouped_products_by_hand():
+    """Of 6 blocks of 64 rows: 384 rows in 2 groups; matrices are not copied for each block."""
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+    program = with_grouped_experts(step_in_blocks(), tokens, token_bytes=64)
+    sent, rows, up, of_weights = (item for item, _ in program.walk())
+
+    assert all(times == 2 for _, times in program.walk())
+    assert up.grouped_pass == "input_gradient"
+    assert of_weights.grouped_pass == "weight_gradient"
+    assert up.shape == (2, 192, 32, 48)
+    assert of_weights.shape == (2, 192, 32, 48)
+    assert up.flop == of_weights.flop == 2 * 384 * 32 * 48
+    assert rows.write_bytes == 6 * (64 * 32 * 2 + 2)
+    assert sent.collective is not None
+    assert sent.collective.name == "all_to_all"
+    assert sent.collective.payload_bytes == 96 * 4 * 64
+    assert sent.collective.tokens == tokens
+
+
+def test_experts_are_linear_layers_in_fp8():
+    """In a loop over blocks, and grouped: operands of 192 rows of 32 and 48, and 2 matrices."""
+    program = step_in_blocks()
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+    in_blocks = {item.name: item for item, _ in in_float8(program).walk()}
+    grouped = with_grouped_experts(program, tokens, token_bytes=64)
+    at_once = {item.name: item for item, _ in in_float8(grouped).walk()}
+
+    assert in_blocks["up"].dtype == at_once["up"].dtype == "f8e4m3fn"
+    assert at_once["up.cast"].write_bytes == 2 * (192 * 32 + 32 * 48)
+    assert at_once["of weights.cast"].write_bytes == 2 * 192 * (32 + 48)
+
+
+def test_a_loop_over_blocks_is_as_long_as_on_the_fullest_device():
+    """Its trip count is that of even loads; the gather of all tokens does not grow."""
+    program = step_in_blocks()
+    loaded = with_expert_load(program, 1.2)
+    factor = device_load_factor(1.2, experts=8, devices=4)
+    before, after = ({item.name: n for item, n in each.walk()} for each in (program, loaded))
+
+    assert after["up"] == 2 * math.ceil(6 * factor) > before["up"] == 12
+    assert after["all"] == before["all"] == 2
 
 
 # Dispatch and combine.

@@ -25,7 +25,8 @@ def in_float8(program: Program) -> Program:
     """`program` with the products of its linear layers in fp8.
 
     Linear layers are the products of single matrices in its innermost loops, over blocks;
-    operations outside of them, such as the output layer, are unchanged.
+    operations outside of them, such as the output layer, are unchanged. Products of experts are
+    linear layers too, grouped or in a loop over blocks.
 
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.
@@ -37,10 +38,12 @@ def in_float8(program: Program) -> Program:
 def _in_loops(item: Operation | Loop) -> Operation | Loop:
     if not isinstance(item, Loop):
         return item
-    if any(isinstance(inner, Loop) for inner in item.body):
+    if any(isinstance(inner, Loop) and inner.expert_blocks is None for inner in item.body):
         return replace(item, body=tuple(map(_in_loops, item.body)))
-    operations = [inner for inner in item.body if isinstance(inner, Operation)]
-    return replace(item, body=with_float8_products(operations))
+    body: list[Operation | Loop] = []
+    for inner in item.body:  # experts are linear layers of the block that they are in
+        body.extend((_in_loops(inner),) if isinstance(inner, Loop) else _cast(inner))
+    return replace(item, body=tuple(body))
 
 
 def with_float8_products(operations: Iterable[Operation]) -> tuple[Operation, ...]:
@@ -53,9 +56,12 @@ def _cast(item: Operation) -> tuple[Operation, ...]:
     if item.kind != "matmul" or item.dtype != "bf16" or len(item.shape) != 4:
         return (item,)
     batch, m, n, k = item.shape
-    if batch > 1:
+    if batch > 1 and item.grouped_pass is None:
         return (item,)
-    operands = m * k + k * n
+    # Of a grouped product the matrices of all experts, and rows as wide as either side.
+    operands = batch * (m * (n if item.grouped_pass == "input_gradient" else k) + k * n)
+    if item.grouped_pass == "weight_gradient":
+        operands = batch * m * (n + k)
     cast = Operation(
         name=f"{item.name}.cast",
         kind="fusion",

@@ -159,12 +159,20 @@ def with_conditions(
         cluster: the hardware.
         site: its site.
         values: by field of `RunConditions`, such as {"step_cv": 0.02}; and "launches_block" or
-            "launches_in_graph", by which the cluster's `launch_mode` is said.
+            "launches_in_graph", by which the cluster's `launch_mode` is said, and "dispatch", the
+            name of its library for experts, or "all_to_all" for none.
 
     Raises:
         ConfigError: if there is no such field, or it cannot have that value.
+        UnknownHardware: if there is no such library.
     """
     values = dict(values)
+    if "dispatch" in values:
+        named = values.pop("dispatch")
+        if not isinstance(named, str):
+            raise ConfigError(refusal("conditions.dispatch", named, "it must be a name"))
+        library = None if named == "all_to_all" else load_dispatch(named)
+        cluster = replace(cluster, dispatch=library)
     stated = {name: values.pop(name) for name in _LAUNCH_MODES if name in values}
     for name, value in stated.items():
         if not isinstance(value, bool):

@@ -20,6 +20,7 @@ from scalejax.hardware import (
     load_cluster,
     load_dispatch,
     load_grouped_matmul_rates,
+    with_conditions,
 )
 from scalejax.simulator.collectives import find_route
 from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds, expected_reach
@@ -423,6 +424,11 @@ def test_the_library_of_a_cluster_is_used_for_tokens_only():
     assert collective_seconds(sent, plain) == collective_seconds(other, plain)
     assert collective_seconds(other, named) == collective_seconds(other, plain)
     assert collective_seconds(sent, named) != collective_seconds(sent, plain)
+    site = Site()
+    assert with_conditions(plain, site, {"dispatch": "deepep"}) == (named, site)
+    assert with_conditions(named, site, {"dispatch": "all_to_all"}) == (plain, site)
+    with pytest.raises(ConfigError, match="dispatch=3 is refused"):
+        with_conditions(plain, site, {"dispatch": 3})
     assert named.dispatch is not None
     assert named.dispatch.rates_on("h100") != named.dispatch.rates_on("a chip not measured")
     with pytest.raises(UnknownHardware, match="did you mean 'deepep'"):

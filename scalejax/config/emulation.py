@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from scalejax.config.all_reduce_spec import ReduceRange, parse_all_reduce_spec
+from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdRounds
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import Family
 
@@ -240,7 +241,7 @@ class HogwildConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedLocalSgdConfig(AlgorithmConfig):
+class EmulatedLocalSgdConfig(LocalSgdRounds, AlgorithmConfig):
     """Local SGD: workers train independently, and their parameters are averaged every few steps
     (Stich 2018).
 
@@ -258,21 +259,10 @@ class EmulatedLocalSgdConfig(AlgorithmConfig):
     2010)."""
     begin_step: int = 0
     """Steps of synchronous SGD before local SGD begins (post-local SGD, Lin et al. 2018)."""
-    outer_learning_rate: float = 1.0
-    """Learning rate of the outer step towards the average (DiLoCo: 0.7)."""
-    outer_momentum: float = 0.0
-    """Nesterov momentum of the outer step (DiLoCo, Douillard et al. 2023: 0.9)."""
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None:
-            require_at_least("emulation.algorithm.every_steps", self.every_steps, 1)
         require_at_least("emulation.algorithm.begin_step", self.begin_step, 0)
-        require_above("emulation.algorithm.outer_learning_rate", self.outer_learning_rate, 0)
-        if not 0 <= self.outer_momentum < 1:
-            accepted = "it must be at least 0, and below 1"
-            raise ConfigError(
-                refusal("emulation.algorithm.outer_momentum", self.outer_momentum, accepted)
-            )
+        self.require_rounds("emulation.algorithm", self.every_steps)
 
     def round_steps(self, total_steps: int) -> int:
         """Steps from one average to the next."""
@@ -476,28 +466,6 @@ class KvStoreConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionConfig:
-    """Compression of the gradients that workers push, with error feedback except for fp16."""
-
-    method: Literal["fp16", "two_bit", "top_k"]
-    """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
-    top_k: the largest entries of each layer, with their indices; with several servers, the largest
-    of the shard of a parameter that each holds, all stacked blocks counting as one layer."""
-    threshold: float = 0.5
-    """two_bit: least magnitude of an entry that is sent, and the magnitude that is sent; of
-    gradients summed over their samples, as MXNet's."""
-    fraction: float = 0.001
-    """top_k: share of the entries that is sent; at least one of each layer, and with several
-    servers at least one to each that holds a shard of a parameter."""
-
-    def __post_init__(self) -> None:
-        require_above("emulation.compression.threshold", self.threshold, 0)
-        if not 0 < self.fraction <= 1:
-            accepted = "it must be above 0, and at most 1"
-            raise ConfigError(refusal("emulation.compression.fraction", self.fraction, accepted))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimingConfig:
     """Durations of the emulation's virtual clock; absent ones are predicted for the cluster."""
 
@@ -600,8 +568,10 @@ class EmulationConfig:
     """Replicas of the model, each on a device of its own."""
     server_shards: int = 1
     """Parameter servers, each of which holds a shard of every parameter."""
-    compression: CompressionConfig | None = None
-    """Compression of the gradients that workers push to servers; if absent, none."""
+    compression: GradientSyncConfig | None = None
+    """Compression of the gradients that workers push to servers: fp16, two_bit or top_k, of the
+    shard of a parameter that each server holds (with several, all stacked blocks count as one
+    layer); if absent, none."""
     timing: TimingConfig = field(default_factory=TimingConfig)
     """Durations of compute and communication."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
@@ -614,13 +584,14 @@ class EmulationConfig:
         require_at_least("emulation.server_shards", self.server_shards, 1)
         self.core.require_workers(self.workers, self.server_shards)
         pushing = self.core.pushes_gradients and not self.core.is_all_reduced
-        if self.compression is not None and not pushing:
+        if self.compression is not None and not (pushing and self.compression.compresses):
             accepted = (
-                "it is of gradients that are pushed to servers: of downpour, stale_synchronous, "
-                'and synchronous with gradient_sync = "parameter_server"'
+                "fp16, two_bit and top_k are of gradients that are pushed to servers: of downpour, "
+                'stale_synchronous, and synchronous with gradient_sync = "parameter_server"'
             )
-            field = "emulation.compression.method"
-            raise ConfigError(refusal(field, self.compression.method, accepted))
+            raise ConfigError(
+                refusal("emulation.compression.name", self.compression.name, accepted)
+            )
 
     @property
     def core(self) -> AlgorithmConfig:

@@ -26,6 +26,11 @@ class GradientSyncConfig(Family):
     """Whether what a device sends may not show that its gradient overflowed."""
 
     @property
+    def compresses(self) -> bool:
+        """Whether it sends gradients in fewer bytes."""
+        return hasattr(self, "error_feedback")
+
+    @property
     def keeps_state(self) -> bool:
         """Whether each device keeps state of its own from one step to the next."""
         return self.averages_parameters or getattr(self, "error_feedback", False)
@@ -132,8 +137,26 @@ class TopKConfig(GradientSyncConfig):
             )
 
 
+@dataclass(frozen=True, kw_only=True)  # no slots: beside those of the base of a family
+class LocalSgdRounds:
+    """Averages of local SGD, trained or emulated, and the outer step towards them."""
+
+    outer_learning_rate: float = 1.0
+    """Learning rate of the outer step, from the last average towards the new one (DiLoCo: 0.7)."""
+    outer_momentum: float = 0.0
+    """Nesterov momentum of the outer step (DiLoCo, Douillard et al. 2023: 0.9); 0 for none."""
+
+    def require_rounds(self, table: str, every_steps: int | None) -> None:
+        """Refuse what cannot be, by the names of fields of `table`."""
+        require_at_least(f"{table}.every_steps", 1 if every_steps is None else every_steps, 1)
+        require_above(f"{table}.outer_learning_rate", self.outer_learning_rate, 0)
+        if not 0 <= self.outer_momentum < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal(f"{table}.outer_momentum", self.outer_momentum, accepted))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSgdConfig(GradientSyncConfig):
+class LocalSgdConfig(LocalSgdRounds, GradientSyncConfig):
     """Local SGD: each device updates its own parameters, which are averaged every few steps (Stich
     2018, arXiv 1805.09767).
 
@@ -152,24 +175,14 @@ class LocalSgdConfig(GradientSyncConfig):
     begin_epoch: float = 0.0
     """Epoch until which gradients are averaged in every step (post-local SGD; Lin et al. 2018,
     arXiv 1808.07217)."""
-    outer_learning_rate: float = 1.0
-    """Learning rate of the outer step, from the last average towards the new one."""
-    outer_momentum: float = 0.0
-    """Nesterov momentum of the outer step; 0 for none."""
     reduction: Literal["mean", "adasum"] = "mean"
     """What devices go on from: the mean of their parameters; or the last average plus Adasum of how
     far each has moved from it, which with `every_steps = 1` is Horovod's
     `DistributedOptimizer(op=Adasum)`."""
 
     def __post_init__(self) -> None:
-        require_at_least("gradient_sync.every_steps", self.every_steps, 1)
         require_at_least("gradient_sync.begin_epoch", self.begin_epoch, 0)
-        require_above("gradient_sync.outer_learning_rate", self.outer_learning_rate, 0)
-        if not 0 <= self.outer_momentum < 1:
-            accepted = "it must be from 0 to below 1"
-            raise ConfigError(
-                refusal("gradient_sync.outer_momentum", self.outer_momentum, accepted)
-            )
+        self.require_rounds("gradient_sync", self.every_steps)
 
     @property
     def keeps_last_average(self) -> bool:

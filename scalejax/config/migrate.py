@@ -15,6 +15,7 @@ from scalejax.core.serialization import JsonValue, load_toml
 
 RENAMED_FIELDS = {
     "exchange": "gradient_sync",
+    "emulation.compression.method": "emulation.compression.name",
     "emulation.algorithm.exchange": "emulation.algorithm.gradient_sync",
     "emulation.timing.exchange_seconds": "emulation.timing.collective_seconds",
 }
@@ -120,6 +121,10 @@ def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tup
         table.clear()
         table.update(entries)
         renamed.append(_said(old, new))
+        if old == "emulation.compression.method":  # a table had the numbers of all methods
+            own = {"two_bit": "threshold", "top_k": "fraction"}.get(str(table["name"]))
+            for number in {"threshold", "fraction"} - {own}:
+                table.pop(number, None)
     for (field, value), now in RENAMED_VALUES.items():
         *path, last = field.split(".")
         table = _table_at(current, path)

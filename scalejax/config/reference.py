@@ -112,9 +112,11 @@ def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
 
 def _meanings(kind: type) -> dict[str, str]:
     """The docstring beneath each field; Python does not keep it, so the source is parsed."""
+    bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
+    inherited = {name: doc for base in bases for name, doc in _meanings(base).items()}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     body = definition.body if isinstance(definition, ast.ClassDef) else []
-    return {
+    return inherited | {
         field.target.id: " ".join(doc.value.value.split())
         for field, doc in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)

@@ -5,7 +5,6 @@ the same to a shard as to the whole. Gradients are lazy: one is computed when it
 together with others that are pending, in one program. Knows no time and no workers.
 """
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from scalejax.config.gradient_sync import GradientSyncConfig
+from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.loader.loader import evaluation_batches
@@ -28,78 +29,51 @@ from scalejax.emulation.sampler import Samples
 from scalejax.models import network_class
 from scalejax.training.data_parallel import combined_gradients
 from scalejax.training.evaluation import build_evaluation
-from scalejax.training.gradient_sync.layers import from_layers, layers_of
+from scalejax.training.gradient_sync import build_gradient_sync
+from scalejax.training.gradient_sync.adasum import pairwise
+from scalejax.training.gradient_sync.device_rows import DeviceRows
 from scalejax.training.setup import schedule_of, train_setup
 from scalejax.training.state import PyTree, abstract_state
 from scalejax.training.step import init_state
 
-# Gradient compression with error feedback, and Adasum.
-
 
 def compressed(
-    method: str,
-    number: float,
+    config: GradientSyncConfig,
+    samples: int,
     gradient: PyTree,
     residual: PyTree | None,
     stacked: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
-    """The compressed sum of `gradient` and `residual`, and the new residual.
+    """What a device of `training.gradient_sync` sends of a gradient, and what it keeps of it.
 
     Args:
-        method: fp16; two_bit: `number`, 0 or -`number`; top_k: the fraction `number` of a
-            layer's entries with the largest magnitude, at least one if it has any.
-        number: parameter of the method; a compile-time constant.
+        config: the compression.
+        samples: number of samples that the gradient averages over.
         gradient: float32.
         residual: what earlier compressions left out; None for nothing.
         stacked: path prefixes of parameters whose first dimension counts layers.
     """
-    if residual is not None:
-        gradient = jax.tree.map(jnp.add, gradient, residual)
-    ways = {
-        "fp16": lambda leaf: leaf.astype(jnp.float16).astype(leaf.dtype),
-        "two_bit": partial(_signed, threshold=number),
-        "top_k": partial(_largest, fraction=number),
-    }
-    layers = [ways[method](layer) for layer in layers_of(gradient, stacked)]
-    sent = from_layers(layers, gradient)
-    return sent, jax.tree.map(jnp.subtract, gradient, sent)
+    sync, rows = build_gradient_sync(config, stacked=stacked), DeviceRows(None, samples)
+    alone = jax.shard_map(
+        lambda own, kept: sync.combine(own, rows, kept),
+        mesh=Mesh(jax.devices()[:1], (DATA,)),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,  # JAX cannot infer that the sum over one device is replicated
+    )
+    return alone(gradient, sync.init(gradient) if residual is None else residual)
 
 
-def kept_entries(entries: int, fraction: float) -> int:
-    """Number of entries that top_k sends."""
-    return min(entries, max(1, math.ceil(fraction * entries)))
-
-
-def adasum(several: Sequence[PyTree], stacked: tuple[str, ...] = ()) -> PyTree:
-    """Adasum of a power of two of gradients, by pairwise recursion; each layer by itself,
-    `stacked` as in `compressed`."""
-    split = [layers_of(gradient, stacked) for gradient in several]
-    while len(split) > 1:
-        pairs = zip(split[::2], split[1::2], strict=True)
-        split = [list(map(_of_pair, left, right)) for left, right in pairs]
-    return from_layers(split[0], several[0])
-
-
-def _signed(layers: jax.Array, threshold: float) -> jax.Array:
-    small = jnp.where(layers <= -threshold, -threshold, 0.0)
-    return jnp.where(layers >= threshold, threshold, small)
-
-
-def _largest(layers: jax.Array, fraction: float) -> jax.Array:
-    """The entries of largest magnitude in each layer of [layers, entries], the rest 0."""
-    _, places = jax.lax.top_k(jnp.abs(layers), kept_entries(layers.shape[1], fraction))
-    values = jnp.take_along_axis(layers, places, axis=1)
-    return jnp.put_along_axis(jnp.zeros_like(layers), places, values, axis=1, inplace=False)
-
-
-def _of_pair(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Adasum of two gradients of [layers, entries]."""
-    product = jnp.vecdot(left, right)[:, None]
-    shares = [
-        jnp.where(norm > 0, 1 - product / (2 * jnp.where(norm > 0, norm, 1.0)), 1.0)
-        for norm in (jnp.vecdot(left, left)[:, None], jnp.vecdot(right, right)[:, None])
+def message_bytes(compressed: Callable[[PyTree, None], object], gradient: PyTree) -> int:
+    """Bytes that a device sends of `gradient`: what the collectives of `compressed` take."""
+    alone = jax.make_jaxpr(compressed)(gradient, None).jaxpr.eqns[-1]
+    taken = [
+        argument.aval
+        for each in alone.params["jaxpr"].eqns
+        if each.primitive.name in ("psum", "all_gather")
+        for argument in each.invars
     ]
-    return shares[0] * left + shares[1] * right
+    return sum(each.size * each.dtype.itemsize for each in taken)
 
 
 TOGETHER = 8
@@ -122,6 +96,8 @@ class JaxExecutor:
         *,
         shards: int,
         gradients_per_update: int = 1,
+        compression: GradientSyncConfig | None = None,
+        samples: int = 1,
     ) -> None:
         """Set up the programs; computes nothing yet.
 
@@ -131,6 +107,8 @@ class JaxExecutor:
             sources: the training and the test examples.
             shards: number of parameter shards.
             gradients_per_update: minibatches of an update; the learning rate counts minibatches.
+            compression: compression of gradients, if any.
+            samples: number of samples of a minibatch.
         """
         setup = train_setup(run, mesh)
         if gradients_per_update > 1:
@@ -152,8 +130,10 @@ class JaxExecutor:
         self._joined = jax.jit(self._join)
         # Shards are cut across layers, so a piece of a stacked parameter counts as one layer.
         self._stacked = network_class(run.config.model).stacked if shards == 1 else ()
-        self._compressed = jax.jit(compressed, static_argnums=(0, 1, 4))
-        self._adasum = jax.jit(adasum, static_argnums=1)
+        if compression is not None:
+            self._compress = partial(compressed, compression, samples, stacked=self._stacked)
+            self._compressed = jax.jit(self._compress)
+        self._adasum = jax.jit(pairwise, static_argnums=1)
         self._evaluation = build_evaluation(run, mesh)
         self._waiting: deque[weakref.ref[Gradient]] = deque()
         self._failure: BaseException | None = None
@@ -165,20 +145,18 @@ class JaxExecutor:
         return tuple(leaf.size for leaf in jax.tree.leaves(self._like))
 
     @property
-    def shard_layers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(layers, elements per layer) of each parameter's piece, for each shard."""
-        return tuple(
-            tuple(layer.shape for layer in jax.eval_shape(self._layers, part))
-            for part in jax.eval_shape(self._cut, self._like)
-        )
-
-    @property
     def shard_bytes(self) -> tuple[int, ...]:
         """Bytes of each shard."""
         parts = jax.eval_shape(self._cut, self._like)
         return tuple(
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts
         )
+
+    @property
+    def message_bytes(self) -> tuple[int, ...]:
+        """Bytes of a compressed gradient for each shard."""
+        parts = jax.eval_shape(self._cut, self._like)
+        return tuple(message_bytes(self._compress, part) for part in parts)
 
     def execute(
         self,
@@ -205,9 +183,8 @@ class JaxExecutor:
                 return self._updated(*known)
             case "combine":
                 return [self._combine_all(factors, known)]
-            case "fp16" | "two_bit" | "top_k":
-                kept = known[1] if len(known) > 1 else None
-                return self._compressed(operation, factors[0], known[0], kept, self._stacked)
+            case "compress" | "fp16" | "two_bit" | "top_k":
+                return self._compressed(known[0], known[1] if len(known) > 1 else None)
             case "adasum":
                 return [self._adasum(known, self._stacked)]
             case "dot":
@@ -296,9 +273,6 @@ class JaxExecutor:
         batches = evaluation_batches(self._test, self._evaluation.batch, self._run.config.input)
         with closing(batches):
             return [self._evaluation.function(params, {}, batch) for batch in batches]
-
-    def _layers(self, part: PyTree) -> list[jax.Array]:
-        return layers_of(part, self._stacked)
 
     def _cut(self, tree: PyTree) -> tuple[PyTree, ...]:
         """The shards of `tree`, each leaf cut into pieces of nearly the same length."""

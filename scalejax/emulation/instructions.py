@@ -19,6 +19,7 @@ Operation = Literal[
     "evaluate",
     "trained",
     "evaluated",
+    "compress",
     "fp16",
     "two_bit",
     "top_k",
@@ -28,8 +29,8 @@ Operation = Literal[
 loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> their linear
 combination. dot: two shards -> their inner product. evaluate: shards -> metrics of the test data.
 trained, evaluated: metrics, and as the factor a step -> nothing; a line of the record is made of
-them. fp16, two_bit, top_k: a part of a gradient, and its residual -> the compressed sum of both,
-and the new residual. adasum: gradients -> one."""
+them. compress (until 0.2 fp16, two_bit, top_k): a part of a gradient, and its residual -> the
+compressed sum of both, and the new residual. adasum: gradients -> one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,12 +140,10 @@ class InstructionLog:
         """Linear combination of gradients or parameters, shard by shard."""
         return tuple(self.combine(factors, values) for values in zip(*several, strict=True))
 
-    def compress(
-        self, method: Operation, number: float, gradient: Value, kept: Value | None
-    ) -> tuple[Value, Value]:
+    def compress(self, gradient: Value, kept: Value | None) -> tuple[Value, Value]:
         """The compressed sum of a part of a gradient and its residual, and the new residual."""
         inputs = (gradient,) if kept is None else (gradient, kept)
-        sent, left = self._do(method, inputs, 2, factors=(number,))
+        sent, left = self._do("compress", inputs, 2)
         return sent, left
 
     def adasum(self, gradients: Sequence[Value]) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scalejax.config.emulation import FailuresConfig
-from scalejax.emulation.compression import Compression
+from scalejax.config.gradient_sync import GradientSyncConfig
 from scalejax.emulation.instructions import InstructionLog, Shards, Value
 from scalejax.emulation.virtual_cluster import Line, Then, VirtualCluster, after
 
@@ -69,8 +69,10 @@ class Servers:
         """Number of server failures."""
         self.shard_bytes = tuple(shard_bytes)
         """Bytes of the shard of each server."""
-        self.compression: Compression | None = None
-        """Gradient compression of the workers."""
+        self.message_bytes = self.shard_bytes
+        """Bytes of a pushed gradient's part for each server."""
+        self._compression: GradientSyncConfig | None = None
+        self._residuals: dict[tuple[int, int], Value] = {}  # of each worker, for each server
         self._cluster, self._instructions = cluster, instructions
         self._pushes: dict[tuple[int, int], _Push] = {}  # the last push of a worker to a server
         self._in, self._out, self._at_work = (
@@ -79,6 +81,10 @@ class Servers:
         if failures.server_mtbf_seconds is not None:
             for server in range(len(self.params)):
                 cluster.env.process(self._fail(server, failures))
+
+    def compress(self, compression: GradientSyncConfig, message_bytes: Sequence[int]) -> None:
+        """Have workers compress what they push to so many bytes for each server."""
+        self._compression, self.message_bytes = compression, tuple(message_bytes)
 
     def whole(self) -> Shards:
         """The current parameters."""
@@ -111,8 +117,10 @@ class Servers:
         """Send every server its part of `gradient`; each calls `apply` with its number and the
         part when it processes it; `then` is called when all have."""
         left = len(gradient)
-        if self.compression is not None:
-            gradient = self.compression.sent(worker, gradient)
+        if self._compression is not None:
+            gradient = tuple(
+                self._compressed(worker, server, part) for server, part in enumerate(gradient)
+            )
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
@@ -125,6 +133,14 @@ class Servers:
 
         for server, part in enumerate(gradient):
             self._pushed(worker, server, part, applied)
+
+    def _compressed(self, worker: int, server: int, part: Value) -> Value:
+        """The part as received; its residual is added to the next one."""
+        kept = self._residuals.get((worker, server))
+        sent, left = self._instructions.compress(part, kept)
+        if self._compression is not None and self._compression.keeps_state:
+            self._residuals[worker, server] = left
+        return sent
 
     def operate(self, then: Callable[[], object] = lambda: None) -> None:
         """Have every server do one small operation on its shard, requested by a coordinator; `then`
@@ -187,9 +203,7 @@ class Servers:
     def _pushed(
         self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
     ) -> None:
-        cluster, size = self._cluster, self.shard_bytes[server]
-        if self.compression is not None:
-            size = self.compression.sent_bytes(server)
+        cluster, size = self._cluster, self.message_bytes[server]
         self.sent_bytes += size
         seconds = cluster.durations.update_seconds / len(self.params)
         push = self._pushes[worker, server] = _Push()

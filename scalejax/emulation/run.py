@@ -14,7 +14,6 @@ from scalejax.data.datasets import open_source
 from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
-from scalejax.emulation.compression import Compression
 from scalejax.emulation.executor import JaxExecutor
 from scalejax.emulation.instructions import Instruction, InstructionLog
 from scalejax.emulation.parameter_servers import Servers
@@ -65,11 +64,7 @@ def emulate_run(
     )
     servers = Servers(virtual_cluster, instructions, executor.shard_bytes, emulation.failures)
     if emulation.compression is not None:
-        samples = run.split.global_batch // emulation.sharing_workers
-        pieces = executor.shard_layers
-        servers.compression = Compression(
-            emulation.compression, instructions, pieces, samples=samples
-        )
+        servers.compress(emulation.compression, executor.message_bytes)
     progress = Progress(
         virtual_cluster,
         instructions,
@@ -112,6 +107,8 @@ def executor_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxExecutor:
         (train, test),
         shards=emulation.server_shards,
         gradients_per_update=emulation.core.steps_per_update(emulation.workers),
+        compression=emulation.compression,
+        samples=run.split.global_batch // emulation.sharing_workers,
     )
 
 

@@ -21,12 +21,10 @@ from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
 from scalejax.models.pipeline import dealt_to_stages
 from scalejax.models.sharding import in_token_order, is_partly_manual
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.optimizers.fine_tuning import trainable, updated
 from scalejax.training.pipeline import Network, Parameters, scheduled_gradients
 from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
-
-PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
 
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; for masked

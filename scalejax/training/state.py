@@ -21,6 +21,7 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
 from scalejax.models.sharding import also_over, split_axes
 from scalejax.training.gradient_sync import GradientSync, build_gradient_sync
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.gradient_sync.diloco import initial_outer
 from scalejax.training.mesh import replicated
 from scalejax.training.noise_scale import NoiseAverages
@@ -31,9 +32,6 @@ from scalejax.training.optimizers.fine_tuning import (
     with_base_type,
 )
 from scalejax.training.setup import TrainSetup, network_of, train_setup
-
-PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
 
 
 @jax.tree_util.register_dataclass

@@ -14,16 +14,20 @@ from exchange_cases import assert_same, placed
 from least_squares_cases import LeastSquares
 
 from scalejax.config.emulation import EmulationConfig
+from scalejax.config.gradient_sync import Fp16Config, TopKConfig, TwoBitConfig
 from scalejax.config.run import resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
-from scalejax.emulation.executor import adasum, compressed
+from scalejax.emulation.executor import compressed
 from scalejax.emulation.instructions import Rows
 from scalejax.emulation.run import emulate_run
 from scalejax.emulation.sampler import Samples
+from scalejax.training.gradient_sync.adasum import pairwise
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state
+
+TWO_BIT = TwoBitConfig(name="two_bit", threshold=0.5)
 
 
 def emulated(algorithm: dict[str, Any], workers: int, **emulation: Any):
@@ -44,8 +48,8 @@ def test_two_bits_are_those_of_mxnet():
     """Threshold, 0 or -threshold; what is left comes later: 0.3 twice makes one 0.5."""
     gradient = np.array([0.3, 0.5, -0.7, 2.0, -0.1], np.float32)
 
-    sent, left = compressed("two_bit", 0.5, gradient, None)
-    again, rest = compressed("two_bit", 0.5, gradient, left)
+    sent, left = compressed(TWO_BIT, 1, gradient, None)
+    again, rest = compressed(TWO_BIT, 1, gradient, left)
 
     np.testing.assert_allclose(sent, [0, 0.5, -0.5, 0.5, 0])
     np.testing.assert_allclose(left, [0.3, 0, -0.2, 1.5, -0.1], atol=1e-7)
@@ -57,7 +61,7 @@ def test_largest_entries_are_sent_as_they_are():
     """Two of five by size, of each array by itself; at least one."""
     gradient = {"w": np.array([[1.0, -5.0], [0.5, 3.0]], np.float32), "b": np.ones(1, np.float32)}
 
-    sent, left = compressed("top_k", 0.5, gradient, None)
+    sent, left = compressed(TopKConfig(name="top_k", fraction=0.5), 1, gradient, None)
 
     np.testing.assert_array_equal(sent["w"], [[0, -5], [0, 3]])
     np.testing.assert_array_equal(left["w"], [[1, 0], [0.5, 0]])
@@ -66,7 +70,7 @@ def test_largest_entries_are_sent_as_they_are():
 
 def test_half_precision_rounds():
     """To eleven bits; too large is infinite, as there."""
-    sent, _ = compressed("fp16", 0.0, jnp.array([1 + 2**-12, 0.1, 1e5]), None)
+    sent, _ = compressed(Fp16Config(name="fp16"), 1, jnp.array([1 + 2**-12, 0.1, 1e5]), None)
 
     np.testing.assert_array_equal(sent, [1, np.float32(np.float16(0.1)), np.inf])
 
@@ -83,7 +87,7 @@ def test_half_precision_rounds():
 )
 def test_adasum_adds_orthogonal_and_averages_parallel_gradients(several: list, expected: list):
     """By the formula of its paper, in pairs."""
-    found = adasum([np.array(each, np.float32) for each in several])
+    found = pairwise([np.array(each, np.float32) for each in several])
 
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -100,7 +104,7 @@ def test_sending_all_of_a_gradient_changes_nothing_but_the_bytes(algorithm: dict
     """Every entry and its place: twice the bytes up, and the same losses bit for bit."""
     plain, loss = emulated(algorithm, 2, server_shards=2)
     whole, same = emulated(
-        algorithm, 2, server_shards=2, compression={"method": "top_k", "fraction": 1.0}
+        algorithm, 2, server_shards=2, compression={"name": "top_k", "fraction": 1.0}
     )
 
     assert same == loss
@@ -110,12 +114,11 @@ def test_sending_all_of_a_gradient_changes_nothing_but_the_bytes(algorithm: dict
 
 @pytest.mark.parametrize(
     ("compression", "part"),
-    [({"method": "fp16"}, 1 / 2), ({"method": "two_bit", "threshold": 1.0}, 12 / 172)],
+    [({"name": "fp16"}, 1 / 2), ({"name": "two_bit", "threshold": 1.0}, 11 / 172)],
     ids=["fp16", "two_bit"],
 )
 def test_compressed_gradients_train_with_fewer_bytes(compression: dict, part: float):
-    """Half of what is pushed, or a word for 16 numbers of a parameter: 8 + 1 + 2 + 1 words for 172;
-    what is fetched is whole."""
+    """Half of what is pushed, or a word for 16 numbers, 11 for 172; what is fetched is whole."""
     plain, loss = emulated({"name": "downpour"}, 2)
     small, compressed_loss = emulated({"name": "downpour"}, 2, compression=compression)
 
@@ -133,7 +136,7 @@ def test_at_least_one_entry_of_each_piece_is_sent_and_paid_for(servers: int, pus
         {"name": "downpour"},
         1,
         server_shards=servers,
-        compression={"method": "top_k", "fraction": 0.001},
+        compression={"name": "top_k", "fraction": 0.001},
     )
 
     payload = 4 * (16 * 8 + 8 + 8 * 4 + 4)
@@ -146,7 +149,9 @@ def test_stacked_layers_are_compressed_each_by_itself():
     """The largest entry of each of two layers, not the two largest; other arrays are whole."""
     leaf = np.array([[[1.0, -5.0], [0.5, 3.0]], [[0.5, 0.0], [0.0, -0.75]]], np.float32)
 
-    sent, _ = compressed("top_k", 0.25, {"blocks": leaf, "head": leaf}, None, ("blocks",))
+    config = TopKConfig(name="top_k", fraction=0.25)
+
+    sent, _ = compressed(config, 1, {"blocks": leaf, "head": leaf}, None, ("blocks",))
 
     np.testing.assert_array_equal(sent["blocks"].reshape(2, 4), [[0, -5, 0, 0], [0, 0, 0, -0.75]])
     np.testing.assert_array_equal(sent["head"].reshape(2, 4), [[0, -5, 0, 3], [0, 0, 0, 0]])
@@ -156,7 +161,7 @@ def test_adasum_of_stacked_layers_is_of_each_by_itself():
     """The first layers are equal, the second orthogonal; as one array they would be neither."""
     left, right = np.array([[1.0, 0], [0, 2]]), np.array([[1.0, 0], [3, 0]])
 
-    found = adasum([{"blocks": each.astype(np.float32)} for each in (left, right)], ("blocks",))
+    found = pairwise([{"blocks": each.astype(np.float32)} for each in (left, right)], ("blocks",))
 
     np.testing.assert_allclose(found["blocks"], [[1, 0], [3, 2]], rtol=1e-6)
 
@@ -191,7 +196,7 @@ def test_emulated_transformers_compress_as_trained_ones(gradient_sync: str):
     if gradient_sync == "adasum":
         tables["algorithm"]["reduction"] = "adasum"
     else:
-        tables["compression"] = {"method": "top_k", "fraction": 0.1}
+        tables["compression"] = {"name": "top_k", "fraction": 0.1}
     settings = build(EmulationConfig, tables | {"workers": 2})
 
     with LastEvaluated() as last:
@@ -235,7 +240,7 @@ def test_each_worker_keeps_back_what_it_has_not_sent():
         "algorithm": {"name": "downpour"},
         "workers": 2,
         "server_shards": 2,
-        "compression": {"method": "two_bit", "threshold": 18.0},
+        "compression": {"name": "two_bit", "threshold": 18.0},
     }
     problem = LeastSquares(shards=2, learning_rate=0.02)
 
@@ -260,11 +265,15 @@ def test_each_worker_keeps_back_what_it_has_not_sent():
             {"algorithm": {"name": "synchronous", "reduction": "adasum"}, "server_shards": 2},
             "whole layers",
         ),
-        ({"algorithm": {"name": "synchronous"}, "compression": {"method": "fp16"}}, "pushed"),
-        ({"algorithm": {"name": "easgd"}, "compression": {"method": "fp16"}}, "pushed"),
+        ({"algorithm": {"name": "synchronous"}, "compression": {"name": "fp16"}}, "pushed"),
+        ({"algorithm": {"name": "easgd"}, "compression": {"name": "fp16"}}, "pushed"),
         (
-            {"algorithm": {"name": "downpour"}, "compression": {"method": "top_k", "fraction": 0}},
+            {"algorithm": {"name": "downpour"}, "compression": {"name": "top_k", "fraction": 0}},
             "fraction=0",
+        ),
+        (
+            {"algorithm": {"name": "downpour"}, "compression": {"name": "adasum"}},
+            "fp16, two_bit and top_k are",
         ),
     ],
 )

@@ -13,7 +13,6 @@ from emulate_cases import durations
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.emulation.algorithms import algorithm_of
-from scalejax.emulation.compression import Compression
 from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Moment, Progress
@@ -84,9 +83,9 @@ class LeastSquares:
                 return [sum(f * value for f, value in zip(factors, inputs, strict=True))]
             case "evaluate":
                 return [np.concatenate(inputs)]
-            case "two_bit":
+            case "compress":
                 whole = sum(inputs)
-                sent = np.trunc(np.clip(whole / factors[0], -1, 1)) * factors[0]
+                sent = np.trunc(np.clip(whole / 3, -1, 1)) * 3.0  # two bits, with that threshold
                 return [sent, whole - sent]
             case "adasum":
                 return [adasum_by_hand(*inputs)]
@@ -152,9 +151,7 @@ def emulated(
     sizes = [part.nbytes for part in problem.cut(problem.initial)]
     servers = Servers(cluster, instructions, sizes, config.failures)
     if config.compression is not None:
-        samples = BATCH // config.sharing_workers
-        pieces = [[(1, part.size)] for part in problem.cut(problem.initial)]
-        servers.compression = Compression(config.compression, instructions, pieces, samples=samples)
+        servers.compress(config.compression, sizes)
     result = Emulated(cluster=cluster, servers=servers, training=None)
     progress = Progress(
         cluster,

@@ -18,7 +18,8 @@ Source: Maleki et al. 2020, arXiv 2006.02924, sections 3 and 4 (algorithm Adasum
 each layer, as there and in Horovod.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,9 @@ from jax import lax
 
 from scalejax.config.gradient_sync import AdasumConfig
 from scalejax.config.parallelism import DATA
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.gradient_sync.layers import from_layers, layers_of
 from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, stateless
-
-PyTree = Any
 
 
 @build_gradient_sync.register
@@ -113,6 +113,22 @@ def _combined_with_partner(
     left_factor = _per_column(_coefficient(product, left_norm), blocks)
     right_factor = _per_column(_coefficient(product, right_norm), blocks)
     return left_factor * left + right_factor * right
+
+
+def pairwise(several: Sequence[PyTree], stacked: tuple[str, ...] = ()) -> PyTree:
+    """Adasum of gradients that are all on this device: as many as a power of two."""
+    split = [layers_of(gradient, stacked) for gradient in several]
+    while len(split) > 1:
+        pairs = zip(split[::2], split[1::2], strict=True)
+        split = [list(map(_of_pair, left, right)) for left, right in pairs]
+    return from_layers(split[0], several[0])
+
+
+def _of_pair(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Adasum of two gradients of a parameter, [layers, entries]."""
+    product = jnp.vecdot(left, right)
+    factors = (_coefficient(product, jnp.vecdot(side, side))[:, None] for side in (left, right))
+    return next(factors) * left + next(factors) * right
 
 
 def _coefficient(product: jax.Array, squared_norm: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 from scalejax.config.parallelism import DATA
 
 PyTree = Any
+"""Nested dicts and dataclasses of arrays, as JAX means it."""
 
 
 @dataclass(frozen=True, slots=True)

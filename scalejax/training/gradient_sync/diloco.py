@@ -8,14 +8,11 @@ their mean, or w plus Adasum of their moves from it.
 Source: Douillard et al. 2023, algorithm 1, with Nesterov momentum, arXiv 2311.08105.
 """
 
-from typing import Any
-
 import jax
 import optax
 
 from scalejax.config.gradient_sync import LocalSgdConfig
-
-PyTree = Any
+from scalejax.training.gradient_sync.device_rows import PyTree
 
 
 def initial_outer(config: LocalSgdConfig, params: PyTree) -> PyTree:

@@ -4,17 +4,14 @@ Source: Horovod's `Compression.fp16`; the sum is in float16 there too, so that t
 devices' gradients must stay below 65504.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax.config.gradient_sync import Fp16Config
 from scalejax.config.parallelism import DATA
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
-
-PyTree = Any
 
 
 @build_gradient_sync.register

@@ -1,13 +1,10 @@
 """A tree of gradients as a list of layers, for methods that work layer by layer."""
 
-from typing import Any
-
 import jax
 from jax.tree_util import tree_flatten_with_path, tree_unflatten
 
 from scalejax.models import parameter_path
-
-PyTree = Any
+from scalejax.training.gradient_sync.device_rows import PyTree
 
 
 def layers_of(tree: PyTree, stacked: tuple[str, ...]) -> list[jax.Array]:

@@ -8,7 +8,6 @@ state. Knows trees of arrays; no networks, no optimizers and no config beyond it
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,7 @@ from jax import lax
 
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.parallelism import DATA
-from scalejax.training.gradient_sync.device_rows import DeviceRows
-
-PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
+from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ momentum correction, clipping and warmup); Stich et al. 2018, arXiv 1809.07599.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,9 @@ from jax import lax
 from scalejax.config.gradient_sync import TopKConfig
 from scalejax.config.parallelism import DATA
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.gradient_sync.layers import from_layers, layers_of
 from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
-
-PyTree = Any
 
 _MOST_ENTRIES = 2**31 - 1
 """Indices are int32."""
@@ -72,7 +70,7 @@ def _largest(layers: list[jax.Array], fraction: float) -> tuple[jax.Array, jax.A
     places, values, begin = [], [], 0
     for layer in layers:
         count, entries = layer.shape
-        _, found = lax.top_k(jnp.abs(layer), max(1, math.ceil(fraction * entries)))
+        _, found = lax.top_k(jnp.abs(layer), min(entries, max(1, math.ceil(fraction * entries))))
         values.append(jnp.take_along_axis(layer, found, axis=1).reshape(-1))
         first = begin + entries * jnp.arange(count, dtype=jnp.int32)
         places.append((found.astype(jnp.int32) + first[:, None]).reshape(-1))

@@ -6,8 +6,6 @@ two bits, so that an all-reduce is impossible.
 Source: MXNet's kvstore, `set_gradient_compression({"type": "2bit"})` (apache/incubator-mxnet#8662).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,9 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 from scalejax.config.gradient_sync import TwoBitConfig
 from scalejax.config.parallelism import DATA
+from scalejax.training.gradient_sync.device_rows import PyTree
 from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
-
-PyTree = Any
 
 _PER_WORD = 16
 _UP, _DOWN = 1, 2

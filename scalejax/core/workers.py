@@ -132,12 +132,16 @@ class Worker:
             self.connection.send(request)
 
     def receive(self) -> tuple[Kind, Any]:
-        """The next message of the worker: (kind, value)."""
+        """The next message of the worker: (kind, value). One that cannot be read here, such as of a
+        class whose module only the worker finds, is a refusal."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             return "failed", WorkerFailed(self._said(), code, self._name)
+        except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+            who = self._name or "a worker"
+            return "refused", ScalejaxError(f"What {who} sent cannot be read here: {error}.")
 
     def answer(self) -> Any:
         """The answer to the oldest request.

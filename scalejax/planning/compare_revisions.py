@@ -34,7 +34,11 @@ CASES = 2
 """Programs of a comparison that may have to be compiled."""
 
 _COMPILE = """
-import sys
+import ctypes, os, signal, sys
+if sys.platform == "linux" and (process := int(sys.argv[2])):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its caller
+    if os.getppid() != process:
+        os.kill(os.getpid(), signal.SIGKILL)
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pydantic import TypeAdapter

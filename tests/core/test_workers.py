@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from child_processes import children_of, is_running, wait_until
 
-from scalejax.core.errors import ConfigError, require_at_least
+from scalejax.core.errors import ConfigError, ScalejaxError, require_at_least
 from scalejax.core.workers import Pool, Worker, report
 
 
@@ -114,6 +114,20 @@ def test_workers_start_side_by_side_however_much_they_are_sent_first():
     worker = Worker(bytes(2**22), program="import time; time.sleep(20)")
 
     assert time.monotonic() - begin < 10
+    worker.close()
+
+
+def test_an_answer_of_a_class_that_is_not_here_is_a_refusal(tmp_path):
+    """The worker finds its module, and the caller does not; the worker goes on."""
+    (tmp_path / "only_there.py").write_text("class Thing: pass\n")
+    worker = Worker(eval, search_path=[*sys.path, str(tmp_path)])
+
+    worker.send("__import__('only_there').Thing()")
+    with pytest.raises(ScalejaxError, match="cannot be read here: No module named 'only_there'"):
+        worker.answer()
+
+    worker.send("1 + 1")
+    assert worker.answer() == 2
     worker.close()
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_processes import is_running, wait_until
 from hardware_cases import cluster_of
 from program_cases import matmul, program_of
 
@@ -249,6 +250,35 @@ def test_commits_without_their_network_are_refused_or_noted(
     assert main(words) == 0
     assert "'nets' is not of the commit: found in" in capsys.readouterr().out
     assert checkouts(repository) == []
+
+
+CALLER = """
+import os, signal, sys, time
+from scalejax.core.workers import Worker
+from scalejax.planning.compare_revisions import _COMPILE
+worker = Worker({}, program=_COMPILE, search_path=sys.argv[1:])
+while not os.path.exists(os.path.join(sys.argv[1], "at_work")):
+    time.sleep(0.05)
+print(worker.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of the kernel")
+def test_what_compiles_a_commit_ends_with_its_caller(tmp_path: Path):
+    """Whatever scalejax the commit has: here one that is imported for ten minutes."""
+    (tmp_path / "scalejax.py").write_text(
+        "import pathlib, time\n"
+        "pathlib.Path(__file__).with_name('at_work').touch()\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", CALLER, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(scalejax.__file__).parents[1])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        worker = int(caller.stdout.readline())
+
+    assert wait_until(lambda: not is_running(worker), 5)
 
 
 @pytest.mark.slow

@@ -20,12 +20,18 @@ from scalejax.core.serialization import Family
 ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
-CostedType = Literal[ComputeType, "float8"]
-"""`ComputeType`, or float8, in which a transformer of stacked blocks can be costed but not
-trained: linear layers in fp8, the rest in bfloat16."""
+CostedType = Literal[ComputeType, "float8", "float4"]
+"""`ComputeType`, or float8 or float4, in which a transformer of stacked blocks can be costed but
+not trained: linear layers in fp8 or fp4, the rest in bfloat16."""
 
-ELEMENT_BYTES: dict[CostedType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 2}
-"""Bytes of an activation by compute type; with float8 only matrix products are in 8 bits."""
+ELEMENT_BYTES: dict[CostedType, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8": 2,
+    "float4": 2,
+}
+"""Bytes of an activation by compute type; with float8 and float4 only products are narrow."""
 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
@@ -275,9 +281,12 @@ class DecoderConfig(ModelConfig):
         return None
 
     def require_stack(self) -> None:
-        """Refuse float8 with one block: the products to cast are found in the loop over blocks."""
-        if self.compute_dtype == "float8" and self.layers == 1:
-            accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
+        """Refuse float8 and float4 with one block: the products to cast are found in the loop over
+        blocks."""
+        if self.compute_dtype in ("float8", "float4") and self.layers == 1:
+            accepted = (
+                f'{self.compute_dtype} needs a stack of at least 2 blocks; use 2, or "bfloat16"'
+            )
             raise ConfigError(refusal("model.layers", self.layers, accepted))
 
     def lacks_for_fused_attention(self, capability: tuple[int, int] | None) -> str | None:
@@ -328,8 +337,8 @@ class GptConfig(DecoderConfig):
     """fused: one cuDNN kernel (NVIDIA GPUs from compute capability 8.0 on, 16 bits). unfused:
     separate matrix products and softmax. auto: fused where the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
-    bfloat16."""
+    """Element type of activations; float8, float4: costed only, linear layers in fp8 or fp4 and
+    the rest in bfloat16."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
@@ -471,8 +480,8 @@ class LlamaConfig(DecoderConfig):
     """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
     the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
-    bfloat16."""
+    """Element type of activations; float8, float4: costed only, linear layers in fp8 or fp4 and
+    the rest in bfloat16."""
     scaled_embeddings: bool = False
     """Whether embedded tokens are multiplied by the root of `hidden` (Gemma 3)."""
     block: BlockConfig = BlockConfig()

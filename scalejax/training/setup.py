@@ -94,9 +94,9 @@ def schedule_of(run: ResolvedRun) -> Schedule:
 
 def _require_trained_type(model: ModelConfig) -> None:
     """Refuse compute types that can be costed but not trained."""
-    if model.compute_dtype == "float8":
+    if model.compute_dtype in ("float8", "float4"):
         accepted = (
-            "it is for costing only: predict, explain and search know what linear layers in fp8 "
+            "it is for costing only: predict, explain and search know what linear layers in it "
             'cost, and nothing trains in them; use "bfloat16"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, replace
 
 from scalejax.config.model import ModelConfig
+from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.serialization import JsonValue, build
@@ -28,9 +29,13 @@ full recompute."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
-    """`row` corrected to its source, with the network of a benchmark of fine-tuning."""
-    if row.model.model == _MLPERF_LORA:
-        return replace(row, model=replace(row.model, model="llama"))
+    """`row` corrected to its source, by the names of networks and the devices of JAX."""
+    if row.machine.hardware in _TWO_DEVICES:
+        # Axes count devices of JAX, two in a chip; the batch of one follows from the whole.
+        work = replace(row.work, per_device_batch=None)
+        row = replace(row, device_count=2 * row.device_count, work=work)
+    if (network := _SAME_NETWORK.get(row.model.model)) is not None:
+        row = replace(row, model=replace(row.model, model=network))
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(
@@ -39,6 +44,9 @@ def as_published(row: LedgerRow) -> LedgerRow:
         work=replace(row.work, recompute="selective"),
     )
 
+
+_TWO_DEVICES = ("tpu7x_ironwood_chip",)
+"""Names of chips that are two devices of JAX each, and whose rows count chips."""
 
 # Fine-tuning.
 
@@ -77,8 +85,29 @@ def _fine_tuning(row: LedgerRow) -> JsonValue:
 
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
 """Height and width of the images of networks that do not read 224 x 224."""
-_CAUSAL = ("gpt", "llama")
+_SAME_NETWORK = {
+    _MLPERF_LORA: "llama",
+    "llama31_8b": "llama",
+    "llama31_405b": "llama",
+    "llama_like_1b": "llama",
+    "llama_like_3b": "llama",
+    "llama_like_8b": "llama",
+    "llama_like_80b": "llama",
+    "llama_like": "llama",
+    "mistral": "llama",
+    "gpt3": "gpt",
+}
+"""Names of networks that are llama or gpt in the sizes of their rows. Mistral 7B: its window, of
+4,096 tokens, is left out, as by MaxText, whose rows these are."""
+_BLOCKS: dict[str, str] = {"nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b"}
+"""Networks with the blocks of a preset, in the sizes of their rows."""
+_CAUSAL = ("gpt", "llama", *_BLOCKS)
 """Networks whose sizes a row states, and which support recompute."""
+_TIED = "embeddings tied"
+"""Mark of rows whose output layer is the embedding."""
+_VOCABULARIES = {"gpt": 51_200, "nemotron4": 256_000}
+"""Vocabulary where a row states none: of GPT-3 50,257 tokens, padded as NVIDIA's recipes do; of
+Nemotron-4 as published."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
@@ -96,10 +125,19 @@ _COMPUTE_TYPES = {
     "bf16": "bfloat16",
     "fp8": "float8",
     "fp8?": "float8",
+    "fp8-cs": "float8",
+    "fp8-ds": "float8",
+    "fp8-mx": "float8",
+    "mxfp8": "float8",
+    "fp4": "float4",
+    "nvfp4": "float4",
 }
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16. Where a source leaves fp8 or fp4 open (fp8?), fp8 is
-taken."""
+taken. Per tensor with current or delayed scaling (fp8-cs, fp8-ds) or in blocks of 32 (fp8-mx,
+mxfp8), fp8 is costed as one."""
+_NARROW = ("float8", "float4")
+"""Types of which only products are."""
 
 _ASYNC_TENSOR = "asynctp"
 """Mark of rows of torchtitan with asynchronous tensor parallelism."""
@@ -167,10 +205,14 @@ def _chunks(row: LedgerRow) -> int:
     Where the source of a row of Megatron-LM does not state them, it interleaved stages: "the
     interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
     2021, arXiv 2104.04473, section 5.1), which takes microbatches in groups, one for each stage.
-    The number of chunks is not stated: the fewest that divide the layers evenly are assumed.
+    The number of chunks is not stated: the fewest that divide the layers evenly are assumed. Where
+    those that a row states do not divide them, as embedding and loss count as layers, there are
+    none: the bubble is too long by as much.
     """
     spread = row.spread
     stages = spread.pipeline or 1
+    if (row.model.layers or stages) % (stages * (spread.pipeline_chunks or 1)):
+        return 1
     is_open = "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES
     if stages == 1 or not is_open:
         return spread.pipeline_chunks or 1
@@ -189,20 +231,26 @@ def framework_of(row: LedgerRow) -> Framework:
     """The framework that trained a row, as `predict --framework` has it.
 
     Megatron-Core's published runs of 2024 overlap all communication with compute (README of
-    NVIDIA/Megatron-LM, "Training Speed and Scalability").
+    NVIDIA/Megatron-LM, "Training Speed and Scalability"). It stands for what is built on it: NeMo,
+    Megatron-Bridge, AMD's Primus, and Megatron-LM from its releases 0.x on; PyTorch for nanotron
+    and Colossal-AI; XLA for MaxText.
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
     name = "xla"
-    if "Megatron-Core" in named or "NeMo Framework" in named:
+    if _ON_MEGATRON_CORE.search(named):
         name = "megatron-core"
     elif _is_megatron(row):
         name = "megatron-lm-fp16" if row.work.precision == "fp16" else "megatron-lm"
     elif _is_titan(row):
         name = "torchtitan" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
         name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""
-    elif "PyTorch" in named or (row.spread.pipeline or 1) > 1:
+    elif _ON_PYTORCH.search(named) or (row.spread.pipeline or 1) > 1:
         name = "pytorch"
     return framework_named(name)
+
+
+_ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
+_ON_PYTORCH = re.compile("PyTorch|nanotron|Colossal-AI")
 
 
 def _is_titan(row: LedgerRow) -> bool:
@@ -219,9 +267,9 @@ def _require_axes(row: LedgerRow) -> None:
         ConfigError: naming the axis.
     """
     spread = row.spread
-    if (spread.context or 1) > 1 and row.work.attention != "unfused":
-        raise ConfigError(f"fused attention over a context axis (context={spread.context})")
-    if (spread.pipeline or 1) > 1 and row.model.model != "gpt":
+    if row.stalled:
+        raise ConfigError("its source marks it as stalled: no program explains its time")
+    if (spread.pipeline or 1) > 1 and row.model.model not in _CAUSAL:
         raise ConfigError(f"a pipeline of {row.model.model!r}")
     axes = (spread.data, spread.fsdp, spread.tensor, spread.context, spread.pipeline)
     product = math.prod(size or 1 for size in axes)
@@ -240,7 +288,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     if row.work.precision is None:
         raise ConfigError("precision is not stated")
     compute_type = _COMPUTE_TYPES.get(row.work.precision)
-    if compute_type is None or (compute_type == "float8" and row.model.model not in _CAUSAL):
+    if compute_type is None or (compute_type in _NARROW and row.model.model not in _CAUSAL):
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []
@@ -257,9 +305,10 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "schedule": {"base_learning_rate": 0.1},
                 "layout": {
                     "data": spread.data,
-                    "fsdp": spread.fsdp or 1,
+                    "fsdp": _fsdp(row),
                     "tensor": tensor,
                     "context": spread.context or 1,
+                    "context_strategy": _context_strategy(row),
                     "pipeline": stages,
                     "pipeline_chunks": _chunks(row),
                     # Without a tensor axis there is none, whatever the row states.
@@ -275,11 +324,30 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     return runs
 
 
+def _fsdp(row: LedgerRow) -> int:
+    """Devices along the fsdp axis; all that the other axes leave where a row states ZeRO 3 and not
+    over how many (MaxText's ici_fsdp_parallelism = -1)."""
+    spread = row.spread
+    if spread.fsdp is not None or spread.data is not None or spread.zero_stage != 3:
+        return spread.fsdp or 1
+    others = (spread.tensor or 1) * (spread.context or 1) * (spread.pipeline or 1)
+    return max(1, row.device_count // others)
+
+
+def _context_strategy(row: LedgerRow) -> str:
+    """How attention goes over the context axis: in a ring, the default of Transformer Engine and
+    torchtitan; over heads in a pipeline, whose stages cannot have rings."""
+    spread = row.spread
+    if (spread.context or 1) == 1 or row.work.attention == "unfused":
+        return "all_gather"
+    return "all_to_all" if (spread.pipeline or 1) > 1 else "ring"
+
+
 def _per_device_batch(row: LedgerRow) -> int:
     """Samples per device per update, stated or implied."""
     work, spread = row.work, row.spread
-    if work.per_device_batch:
-        return work.per_device_batch
+    if work.per_device_batch and work.per_device_batch == int(work.per_device_batch):
+        return int(work.per_device_batch)
     if not work.global_batch:
         raise ConfigError("neither per_device_batch nor global_batch is stated")
     sharing = (spread.tensor or 1) * (spread.context or 1) * (spread.pipeline or 1)
@@ -299,13 +367,15 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
     return [per_device // microbatch]
 
 
+_MAXTEXT_POLICIES = ("custom", "save_dot_with_context_except_mlp")
+"""MaxText's policies that keep, or offload, some products of a block by their names."""
+
+
 def _recomputes(row: LedgerRow) -> list[str]:
     """Candidate recompute settings; none, then full, where a row of a transformer states none."""
-    stated = row.work.recompute
-    if (row.spread.pipeline or 1) > 1:
-        if stated not in (None, "full"):
-            raise ConfigError(f"a pipeline whose recompute is {stated!r}")
-        return ["full"]  # else the activations in flight are more than is counted
+    stated = (row.work.recompute or "").rstrip("?") or None
+    if stated in _MAXTEXT_POLICIES:
+        return ["selective_op", "full"]
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
     if stated == "selective" and _is_titan(row):
@@ -324,24 +394,31 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         ConfigError: if scalejax has no such network.
     """
     model = row.model
-    if model.model not in {*ModelConfig.names()} - {"custom", "vit"}:  # whose sizes a row lacks
+    unknown = {"custom", "vit"}  # whose sizes a row lacks
+    if model.model not in {*ModelConfig.names(), *_BLOCKS} - unknown:
         raise ConfigError(f"no network {model.model!r}")
     if model.model not in _CAUSAL:
         return {"name": model.model, "compute_dtype": compute_type}
     if model.layers is None or model.hidden is None or model.heads is None:
         raise ConfigError("layers, hidden and heads are not all stated")
     sizes: dict[str, JsonValue] = {}
-    if model.model == "llama":
+    name, block = model.model, _BLOCKS.get(model.model)
+    if block is not None:
+        name = "llama"
+        sizes = {"block": PRESETS[block].sizes["block"]}
+    if name == "llama":
         if model.ffn_hidden is None:
             raise ConfigError("ffn_hidden of a llama is not stated")
-        sizes = {"kv_heads": model.kv_heads or model.heads, "ffn_hidden": model.ffn_hidden}
+        sizes |= {"kv_heads": model.kv_heads or model.heads, "ffn_hidden": model.ffn_hidden}
+        if _TIED in (row.notes or ""):
+            sizes["tied_embeddings"] = True
     elif model.kv_heads not in (None, model.heads):
         raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")
     elif model.ffn_hidden not in (None, 4 * model.hidden):
         sizes = {"ffn_hidden": model.ffn_hidden}
     return {
         **sizes,
-        "name": model.model,
+        "name": name,
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
@@ -373,7 +450,7 @@ def _data(row: LedgerRow) -> JsonValue:
             "masked": math.ceil(BERT_MASKED * tokens),
             "vocabulary": model.vocab or BERT_VOCABULARY,
         }
-    if model.seq_len is None or model.vocab is None:
+    if model.seq_len is None or _words(row) is None:
         raise ConfigError("seq_len and vocab are not both stated")
     return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": _vocabulary(row)}
 
@@ -385,11 +462,16 @@ def _vocabulary(row: LedgerRow) -> int | None:
     make-vocab-size-divisible-by) and divides it. Undivided it stays as stated: the compiler
     pads its products by itself, and the difference is below 0.1 % of a step.
     """
-    words, devices = row.model.vocab, row.spread.tensor or 1
+    words, devices = _words(row), row.spread.tensor or 1
     if words is None or devices == 1 or not _is_megatron(row):
         return words
     multiple = _WORDS_OF_DEVICE * devices
     return -(-words // multiple) * multiple
+
+
+def _words(row: LedgerRow) -> int | None:
+    """Vocabulary of the row's network; None where neither the row nor its publication states it."""
+    return row.model.vocab or _VOCABULARIES.get(row.model.model)
 
 
 def _optimizer(row: LedgerRow) -> JsonValue:

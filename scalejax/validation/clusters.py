@@ -44,6 +44,8 @@ _LINKS: dict[str, LinkKind] = {
 }
 """Kind of link, by a part of the ledger's name for it, the first that fits; of NVLink alone, as
 MLPerf's systems name it, that of all nodes of its generations 4 and 5."""
+_RACKS, _RACK = ("gb200", "gb300"), 72
+"""Devices of which a node is a rack (NVL72), where rows may count those of a host; its devices."""
 _ASSUMED_MEMORY = "HBM size"
 """Mark of rows whose source does not state the memory of a device."""
 _YEAR_OF_40_GB = 2020
@@ -83,6 +85,14 @@ def _machine(row: LedgerRow) -> LedgerMachine:
     until then there was the one of 40 GB alone.
     """
     machine = row.machine
+    if machine.hardware in _RACKS and (hosts := _RACK // (machine.devices_per_node or _RACK)) > 1:
+        # All GPUs of a rack are joined by NVLink: the node is the rack, with its hosts' cards.
+        rate = machine.node_network_gbit_per_second
+        machine = replace(
+            machine,
+            devices_per_node=_RACK,
+            node_network_gbit_per_second=None if rate is None else rate * hosts,
+        )
     is_assumed = _ASSUMED_MEMORY in (row.assumed or "")
     if is_assumed and row.year is not None and row.year <= _YEAR_OF_40_GB:
         hardware = machine.hardware.replace("a100_sxm_80gb", "a100_sxm_40gb")
@@ -108,7 +118,9 @@ def _cluster(
             f"the catalogue has no cluster of {chip!r} joined by {machine.intra_node_link!r}"
         )
     chosen = min(candidates, key=lambda cluster: _distance(cluster, machine, named))
-    per_node = machine.devices_per_node or chosen.devices_per_node
+    is_torus = chosen.link.kind == "ici"  # of the whole slice, whatever a host has of it
+    per_node = chosen.devices_per_node if is_torus else machine.devices_per_node
+    per_node = per_node or chosen.devices_per_node
     # However many devices there are now: the row was measured on so many.
     chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
     # What names its own library, or has another than NVLink's, keeps it.

@@ -5,11 +5,13 @@ Knows the columns and their types; nothing of networks, clusters or predictions.
 
 import csv
 import dataclasses
+import gzip
 import io
 import math
 import re
 import types
 import typing
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +92,8 @@ class LedgerWork:
 
     precision: str | None = None
     """Arithmetic: "fp32", "tf32", "fp16", "bf16", "fp8"."""
-    per_device_batch: int | None = None
-    """Samples per device per update."""
+    per_device_batch: float | None = None
+    """Samples per device per update; a part of one where devices share a sample."""
     microbatch: int | None = None
     """Samples per device per forward pass."""
     global_batch: int | None = None
@@ -126,6 +128,8 @@ class LedgerRow:
     """Measured time of one update; None where it is not stated."""
     notes: str | None = None
     """Remarks."""
+    stalled: int | None = None
+    """1 where the source's run stalled for reasons of its own, so that no program explains it."""
     model: LedgerModel
     """Network."""
     machine: LedgerMachine
@@ -164,7 +168,8 @@ _FAMILIES = (
 
 
 def read_ledger(path: Path) -> list[LedgerRow]:
-    """The rows of a ledger in the format of the project's `step_times.csv`, in order.
+    """The rows of a ledger in the format of the project's `step_times.csv`, in order; of one that
+    ends in `.gz`, unpacked.
 
     Columns that are not known are ignored, and those that a row can do without may be missing
     or blank; but one that looks like the missing one misspelt is refused.
@@ -174,10 +179,13 @@ def read_ledger(path: Path) -> list[LedgerRow]:
             malformed: with file, line, column.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{str(path)!r} is no file.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
     lines = _lines(path, text)
     rows = [_part(LedgerRow, _Cells(path=path, line=line, values=each)) for line, each in lines]

@@ -7,12 +7,12 @@ nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, GptConfig, ModelConfig
+from scalejax.config.model import ELEMENT_BYTES, CostedType, DecoderConfig, GptConfig, ModelConfig
 from scalejax.config.parallelism import stage_layers
 from scalejax.config.run import ResolvedRun, resolve
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import counted
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.simulator.transforms.float8 import in_float8
@@ -191,7 +191,7 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     """The run that is compiled as a substitute for `run` on `chip`.
 
     With unfused attention for older chips, which are compiled for as newer ones; in bfloat16 for
-    float8, whose products `restored` derives.
+    float8 and float4, whose products `restored` derives.
 
     Raises:
         ConfigError: if fused attention or fp8 is requested and the chip has none.
@@ -201,7 +201,7 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     if not isinstance(model, DecoderConfig):
         return run
     compiled = model
-    if model.compute_dtype == "float8":
+    if model.compute_dtype in _UNITS:
         compiled = replace(compiled, compute_dtype="bfloat16")
     is_old = chip.cuda is not None and chip.cuda.compute_capability < OLDEST_CAPABILITY
     if is_old and model.attention == "fused":
@@ -212,17 +212,23 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     return run if compiled == model else replace(run, config=replace(run.config, model=compiled))
 
 
+_UNITS: dict[CostedType, RateType] = {"float8": "fp8", "float4": "fp4"}
+"""The chip's units for compute types of which only products are."""
+
+
 def require_type(model: ModelConfig, chip: Chip) -> None:
-    """Refuse float8 on a chip that has no rate for it.
+    """Refuse float8 or float4 on a chip that has no rate for it.
 
     Raises:
         ConfigError: naming the nearest available type.
     """
-    if model.compute_dtype == "float8" and "fp8" not in chip.peak_flop_per_second:
-        accepted = f'{chip.name} has no rate for fp8; use "bfloat16", or a chip with one'
+    units = _UNITS.get(model.compute_dtype)
+    if units is not None and units not in chip.peak_flop_per_second:
+        accepted = f'{chip.name} has no rate for {units}; use "bfloat16", or a chip with one'
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
 def restored(program: Program, run: ResolvedRun) -> Program:
     """Program of `run`, derived from `program`, that of its substitute by `for_chip`."""
-    return in_float8(program) if run.config.model.compute_dtype == "float8" else program
+    kind = run.config.model.compute_dtype
+    return in_float8(program, kind) if kind == "float8" or kind == "float4" else program

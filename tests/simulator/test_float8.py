@@ -54,6 +54,22 @@ def test_products_of_blocks_are_cast_and_nothing_else():
     assert "fp8" in program.notes[-1]
 
 
+def test_four_bits_have_a_scale_for_sixteen_and_their_own_units():
+    """NVFP4: half a byte an element and a sixteenth of a scale; at the rate of fp4, if any."""
+    blocks = Loop(name="blocks", trip_count=3, body=(LINEAR,))
+
+    (loop,) = in_float8(program_of(blocks), "float4").operations
+
+    assert isinstance(loop, Loop)
+    cast, product = loop.body
+    assert isinstance(cast, Operation)
+    assert isinstance(product, Operation)
+    assert cast.write_bytes == product.read_bytes == 2 * 4096**2 * 9 // 16
+    b300, h100 = load_cluster("dgx-b300").chip, load_cluster("dgx-h100").chip
+    assert b300.peak(product.dtype) == 3 * b300.peak("f8e4m3fn")
+    assert h100.peak(product.dtype) == h100.peak("f8e4m3fn")
+
+
 def test_large_products_gain_and_narrow_ones_lose():
     """Twice the rate, less what the casts move: worth it for 16k rows, not for 128."""
     cluster = load_cluster("dgx-h100")

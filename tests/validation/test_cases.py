@@ -53,7 +53,7 @@ def test_what_a_row_leaves_open_is_tried_in_order(row):
         ({"precision": ""}, "precision is not stated"),
         ({"precision": "tf32"}, "precision 'tf32', which v100 does not have"),
         ({"pipeline": "4"}, "a pipeline of 'resnet50'"),
-        ({"context": "2"}, "a context axis"),
+        ({"context": "2", "data": "8"}, "it splits transformers"),
         ({"recompute": "selective"}, "selective recompute"),
         ({"data": "4"}, "its axes multiply to 4, not to 16 devices"),
         ({"per_device_batch": "", "global_batch": ""}, "neither per_device_batch nor global_batch"),
@@ -183,6 +183,10 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "Megatron-DeepSpeed"}, "megatron-lm"),
         ({"framework": "Megatron-Core r0.8.0"}, "megatron-core"),
         ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "megatron-core"),
+        ({"framework": "Megatron-LM 0.14, TE 2.11"}, "megatron-core"),
+        ({"framework": "Primus-pipeline (Megatron)"}, "megatron-core"),
+        ({"framework": "nanotron (Hugging Face)"}, "pytorch"),
+        ({"framework": "MaxText (JAX)"}, "xla"),
         ({"framework": "JAX / PaxML"}, "xla"),
         ({}, "xla"),
         ({"layers": "8", "fsdp": "1", "pipeline": "8", "recompute": "full"}, "pytorch"),
@@ -231,3 +235,44 @@ def test_row_that_its_source_contradicts_is_run_as_published(row):
 
     assert found.cluster.chip.name == "h200"
     assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["selective_op"]
+
+
+RACK = GPT | {"model": "llama31_8b", "ffn_hidden": "96", "hardware": "gb200"}
+RACK |= {"intra_node_link": "NVLINK Gen5", "devices_per_node": "4"}
+RACK |= {"node_network_gbit_per_second": "1600"}
+
+
+def test_rows_of_2026_become_runs(row):
+    """Types after fp8, chips that are two devices, racks, rings, chunks that do not divide layers,
+    and blocks that are not Llama's."""
+    rack = case(row(RACK | {"precision": "nvfp4"}))
+    assert rack.cluster.devices_per_node == 72
+    assert rack.cluster.network is not None
+    assert rack.cluster.network.bytes_per_second == 18 * 1600e9 / 8
+    assert rack.runs[0].config.model.compute_dtype == "float4"
+
+    torus = {"hardware": "tpu7x_ironwood_chip", "device_count": "8", "fsdp": "16", "data": ""}
+    torus |= {"intra_node_link": "", "devices_per_node": "4", "node_network_gbit_per_second": ""}
+    torus |= {"global_batch": "16", "per_device_batch": "0.5", "recompute": "custom"}
+    tpu = case(row(RACK | torus | {"microbatch": "1"}))
+    assert (tpu.runs[0].layout.fsdp, tpu.runs[0].layout.device_count) == (16, 16)
+    assert [getattr(run.config.model, "remat", "") for run in tpu.runs] == ["selective_op", "full"]
+
+    stages = {"layers": "6", "fsdp": "1", "pipeline": "4", "context": "2", "pipeline_chunks": "2"}
+    piped = case(row(RACK | stages | {"recompute": "none?"})).runs[0].config
+    assert (piped.layout.pipeline_chunks, piped.layout.context_strategy) == (1, "all_to_all")
+    ring = case(row(RACK | {"context": "2", "fsdp": "4"})).runs[0].config
+    assert ring.layout.context_strategy == "ring"
+
+    nemotron = {"model": "nemotron4", "kv_heads": "2", "vocab": ""}
+    found = case(row(RACK | nemotron)).runs[0]
+    assert isinstance(found.config.model, LlamaConfig)
+    assert found.config.model.block.activation == "squared_relu"
+    assert found.dataset.classes == 256_000
+    tied = case(row(RACK | {"notes": "embeddings tied"})).runs[0].config.model
+    assert isinstance(tied, LlamaConfig)
+    assert tied.tied_embeddings
+
+    stalled = case_of(row(RACK | {"stalled": "1"}))
+    assert isinstance(stalled, Skipped)
+    assert "stalled" in stalled.reason

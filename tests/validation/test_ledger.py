@@ -1,5 +1,6 @@
 """Ledgers: read strictly, and refused with line and column."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,17 @@ def test_blank_cells_are_unknown_and_others_typed(row):
     assert found.step_seconds == 0.25
     assert found.model.layers is None
     assert found.family == "dlperf"
+
+
+def test_packed_ledger_is_read_as_it_is(row, tmp_path: Path):
+    """Whatever packs it; a damaged one is refused."""
+    path = tmp_path / "ledger.csv.gz"
+    path.write_bytes(gzip.compress(ledger(tmp_path, RESNET).read_bytes()))
+
+    assert read_ledger(path) == [row(RESNET)]
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ledger(path)
 
 
 @pytest.mark.parametrize(

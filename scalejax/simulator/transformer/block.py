@@ -83,10 +83,12 @@ class _Block:
         self.sums_early = self.tensor == shard.layout.fsdp == 1 and sum_axes(shard.layout) != ()
 
     def done(self) -> tuple[Operation, ...]:
-        """All operations so far, with products in fp8 if that is the compute type."""
+        """All operations so far, with products in fp8 or fp4 if that is the compute type."""
         operations = self.write.done()
-        is_float8 = self.shard.shape.compute_dtype == "float8"
-        return with_float8_products(operations) if is_float8 else operations
+        kind = self.shard.shape.compute_dtype
+        if kind == "float8" or kind == "float4":
+            return with_float8_products(operations, kind)
+        return operations
 
     def gather(self, *names: str) -> None:
         """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;

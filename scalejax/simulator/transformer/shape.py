@@ -15,6 +15,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least, require
 _CACHE_SIZE = 65536  # entries of the caches
 _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8": "bf16",
+    "float4": "bf16",
 }  # fmt: skip
 
 Recompute = Literal["none", "selective", "selective_op", "full"]

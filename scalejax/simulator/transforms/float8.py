@@ -1,28 +1,39 @@
-"""Program with linear layers in 8-bit floating point, derived from the program in bf16.
+"""Program with linear layers in 8-bit or 4-bit floating point, derived from the program in bf16.
 
 A costing type: the trainer does not train in it. Every product of a linear layer, forward and of
 both gradients, runs at the chip's rate for fp8, after its two operands have been cast to 8 bits.
 Attention, as in Transformer Engine and torchao, and the output layer stay in bf16; so do all sums
 and gathers. The largest value of an operand (amax), by which it is scaled, is computed by the
 operation that produces it. A gradient that two products share is cast twice, a sixth too much of
-the cast bytes. Knows nothing of hardware.
+the cast bytes. In 4 bits blocks of 16 share a scale of a byte (NVFP4), and all linear layers are
+products in 4 bits: left out are the few that recipes keep in 16, and the transforms of gradients
+before they are rounded. Knows nothing of hardware.
 
-Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433.
+Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433; NVIDIA 2025,
+"Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from scalejax.simulator.program import Loop, Operation, Program
 
 FP8 = "f8e4m3fn"
 """XLA's name of the type."""
 _WIDE_BYTES = 2  # of an element of bf16
-_NOTE = "linear layers in fp8: derived from the program in bf16"
+NarrowType = Literal["float8", "float4"]
+"""Compute types of which only the products of linear layers are."""
+_TYPES: dict[NarrowType, tuple[str, str, float]] = {
+    "float8": (FP8, "fp8", 1.0),
+    "float4": ("f4e2m1fn", "fp4", 0.5 + 1 / 16),
+}
+"""XLA's name of each, its short name, and the bytes of an element with its share of the scale."""
 
 
-def in_float8(program: Program) -> Program:
-    """`program` with the products of its linear layers in fp8.
+def in_float8(program: Program, kind: NarrowType = "float8") -> Program:
+    """`program` with the products of its linear layers in fp8, or fp4.
 
     Linear layers are the products of single matrices in its innermost loops, over blocks;
     operations outside of them, such as the output layer, are unchanged. Products of experts are
@@ -30,28 +41,33 @@ def in_float8(program: Program) -> Program:
 
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.
+        kind: type of the products.
     """
-    operations = tuple(_in_loops(item) for item in program.operations)
-    return replace(program, operations=operations, notes=(*program.notes, _NOTE))
+    operations = tuple(_in_loops(item, kind) for item in program.operations)
+    note = f"linear layers in {_TYPES[kind][1]}: derived from the program in bf16"
+    return replace(program, operations=operations, notes=(*program.notes, note))
 
 
-def _in_loops(item: Operation | Loop) -> Operation | Loop:
+def _in_loops(item: Operation | Loop, kind: NarrowType) -> Operation | Loop:
     if not isinstance(item, Loop):
         return item
     if any(isinstance(inner, Loop) and inner.expert_blocks is None for inner in item.body):
-        return replace(item, body=tuple(map(_in_loops, item.body)))
+        return replace(item, body=tuple(_in_loops(inner, kind) for inner in item.body))
     body: list[Operation | Loop] = []
     for inner in item.body:  # experts are linear layers of the block that they are in
-        body.extend((_in_loops(inner),) if isinstance(inner, Loop) else _cast(inner))
+        is_loop = isinstance(inner, Loop)
+        body.extend((_in_loops(inner, kind),) if is_loop else _cast(inner, kind))
     return replace(item, body=tuple(body))
 
 
-def with_float8_products(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """`operations` of a block with its linear layers in fp8."""
-    return tuple(each for item in operations for each in _cast(item))
+def with_float8_products(
+    operations: Iterable[Operation], kind: NarrowType = "float8"
+) -> tuple[Operation, ...]:
+    """`operations` of a block with its linear layers in fp8, or fp4."""
+    return tuple(each for item in operations for each in _cast(item, kind))
 
 
-def _cast(item: Operation) -> tuple[Operation, ...]:
+def _cast(item: Operation, kind: NarrowType) -> tuple[Operation, ...]:
     """A product of activations and a weight matrix in fp8 after a cast; other items unchanged."""
     if item.kind != "matmul" or item.dtype != "bf16" or len(item.shape) != 4:
         return (item,)
@@ -62,13 +78,16 @@ def _cast(item: Operation) -> tuple[Operation, ...]:
     operands = batch * (m * (n if item.grouped_pass == "input_gradient" else k) + k * n)
     if item.grouped_pass == "weight_gradient":
         operands = batch * m * (n + k)
+    dtype, _, element_bytes = _TYPES[kind]
+    narrow = math.ceil(element_bytes * operands)
     cast = Operation(
         name=f"{item.name}.cast",
         kind="fusion",
-        dtype=FP8,
+        dtype=dtype,
         read_bytes=_WIDE_BYTES * operands,
-        write_bytes=operands,
+        write_bytes=narrow,
         source=item.source,
     )
-    product = replace(item, dtype=FP8, read_bytes=max(operands, item.read_bytes - operands))
+    saved = _WIDE_BYTES * operands - narrow
+    product = replace(item, dtype=dtype, read_bytes=max(narrow, item.read_bytes - saved))
     return cast, product

@@ -142,11 +142,19 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
 
 
 def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
-    """Refuse an expert axis for networks without experts, and one that does not divide them.
+    """Refuse an expert axis for networks without experts, and one that does not divide them; and
+    layouts that networks with experts do not have.
 
     Raises:
         ConfigError: naming the nearest number of devices that divides.
     """
+    if model.expert_count:
+        if layout.mode != "jit":
+            accepted = 'loads of experts are of all devices; use "jit"'
+            raise ConfigError(refusal("layout.mode", layout.mode, accepted))
+        if layout.pipeline > 1:
+            accepted = "a stage does not report loads of experts; use 1"
+            raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:
@@ -282,6 +290,9 @@ def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelCo
     targets = fine_tuning.lora.targets
     if not isinstance(model, DecoderConfig):
         accepted = f"adapters are of decoders (gpt, llama), not of {model.name!r}"
+        raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
+    if model.expert_count:
+        accepted = "experts have no adapters; leave model.moe or fine_tuning.lora out"
         raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
     if model.is_gated and ("up_proj" in targets) != ("gate_proj" in targets):
         accepted = "gate and up are one matrix here: name both gate_proj and up_proj"

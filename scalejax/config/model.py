@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from scalejax.config.dataset_facts import DatasetFacts, ExampleKind
+from scalejax.config.moe import MoeConfig
 from scalejax.core.errors import (
     ConfigError,
     refusal,
@@ -476,6 +477,8 @@ class LlamaConfig(DecoderConfig):
     remat: Remat = "none"
     """Activation recomputation in the backward pass: none, selective (scores and softmax of
     attention), selective_op (every second matrix product is kept), or full (each block)."""
+    moe: MoeConfig | None = None
+    """A mixture of experts in place of the feed-forward layer; if absent, none."""
     attention: AttentionKind = "auto"
     """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
     the device has it."""
@@ -508,6 +511,23 @@ class LlamaConfig(DecoderConfig):
                 refusal("model.block.rope_fraction", self.block.rope_fraction, accepted)
             )
         self.require_stack()
+        if self.moe is not None:
+            self._require_experts(self.moe)
+
+    def _require_experts(self, moe: MoeConfig) -> None:
+        """Refuse what layers of experts do not have."""
+        if self.compute_dtype == "float8":
+            accepted = 'products of experts are not costed in float8; use "bfloat16"'
+            raise ConfigError(refusal("model.compute_dtype", self.compute_dtype, accepted))
+        if moe.dense_layers >= self.layers:
+            accepted = f"below model.layers={self.layers}, as some layer has experts"
+            raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))
+        if moe.dense_layers and self.period > 1:
+            accepted = "local and global layers are counted from the first with experts; use 0"
+            raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))
+        if self.block.activation != "silu" or not self.block.is_gated:
+            accepted = 'experts are gated by "silu"'
+            raise ConfigError(refusal("model.block.activation", self.block.activation, accepted))
 
     def lacks_for_context(self, strategy: str) -> str | None:
         """What of its attention cannot go over the context axis by `strategy`; None if it can."""
@@ -560,6 +580,16 @@ class LlamaConfig(DecoderConfig):
     def has_attention_sinks(self) -> bool:
         """Whether the softmax of attention has a learned score beside those of tokens."""
         return self.block.attention_sinks
+
+    @property
+    def shares_programs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
+        """Whether several runs may be one program: loops over the loads of experts may not."""
+        return self.moe is None
+
+    @property
+    def expert_count(self) -> int:
+        """Routed experts of each of its layers that have any; 0 without."""
+        return 0 if self.moe is None else self.moe.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,9 @@ def _require_plain(config: RunConfig) -> None:
             "mlp, alexnet, vgg, gpt, llama, bert, vit"
         )
         raise ConfigError(refusal("model.name", model.name, accepted))
+    if model.expert_count:
+        accepted = "losses and loads of its experts are of whole batches; leave it out"
+        raise ConfigError(refusal("model.moe.experts", model.expert_count, accepted))
     if model.compute_dtype == "float16":
         accepted = 'its loss scale is of one optimizer; take "bfloat16" or "float32"'
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))

@@ -5,7 +5,7 @@ Knows how activations pass through a block and to the next; nothing of what its 
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,18 @@ class PreNormBlock(nnx.Module):
         ):
             normalised_BSD = constrained_for_layer(normalised(norm, x_BSD))
             added_BSD = layer(normalised_BSD)  # type: ignore[operator]
-            if post_norm is not None:
-                added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
-            x_BSD = constrained_residual(x_BSD + added_BSD)
-            if axis_size(TENSOR) > 1:
-                x_BSD = kept(x_BSD)  # else its all-reduce over tensor would be repeated
+            x_BSD = with_added(x_BSD, added_BSD, post_norm)
         return x_BSD
+
+
+def with_added(x_BSD: jax.Array, added_BSD: jax.Array, post_norm: nnx.Module | None) -> jax.Array:
+    """The residual stream with what a layer adds to it, normalised first if `post_norm` is given,
+    [B, S, D]."""
+    if post_norm is not None:
+        added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
+    x_BSD = constrained_residual(x_BSD + added_BSD)
+    # Else the all-reduce over tensor would be repeated in the backward pass.
+    return kept(x_BSD) if axis_size(TENSOR) > 1 else x_BSD
 
 
 def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rngs) -> _Block:
@@ -76,59 +82,83 @@ def through_blocks(
         remat: what the backward pass recomputes; "selective" is implemented by the block.
         period: layers after which the kinds of layers repeat.
     """
-    structure, stacked = nnx.split(blocks)
-    # Before the scan: once, and not for every pass over a block; gradients of all blocks
-    # are then stacked in the compute type too, half the memory of float32.
-    stacked = jax.tree_util.tree_map_with_path(partial(cast_kernel, dtype), stacked)
+    scanned, stacked = _scanned(blocks, dtype, remat, period)
 
-    def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(structure, layer)(x_BSD), None
-
-    block = recomputed(block, remat)
-
-    def scanned(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
-        x_BSD, _ = jax.lax.scan(block, x_BSD, layers)
-        return x_BSD
-
-    through = scanned if period == 1 else _in_periods(structure, remat, period)
+    def through(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
+        return scanned(layers, x_BSD)[0]
 
     if (stages := axis_size(PIPELINE)) > 1:
         return through_stages(through, stacked, x_BSD, stages, remat)
     return through(stacked, x_BSD)
 
 
+def through_reporting_blocks(
+    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat, period: int = 1
+) -> tuple[jax.Array, Any]:
+    """The residual stream after every one of the stacked `blocks`, [B, S, D], and what each
+    reports, stacked. A block maps [B, S, D] to (the same, its report); arguments as for
+    `through_blocks`."""
+    scanned, stacked = _scanned(blocks, dtype, remat, period)
+    return scanned(stacked, x_BSD)
+
+
+def _scanned(
+    blocks: nnx.Module, dtype: jnp.dtype, remat: Remat, period: int
+) -> tuple[Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]], nnx.State]:
+    """The scan over stacked `blocks`, and the parameters to scan over."""
+    structure, stacked = nnx.split(blocks)
+    # Before the scan: once, and not for every pass over a block; gradients of all blocks
+    # are then stacked in the compute type too, half the memory of float32.
+    stacked = jax.tree_util.tree_map_with_path(partial(cast_kernel, dtype), stacked)
+
+    def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, Any]:
+        made = nnx.merge(structure, layer)(x_BSD)
+        return made if isinstance(made, tuple) else (made, None)
+
+    block = recomputed(block, remat)
+
+    def scanned(layers: nnx.State, x_BSD: jax.Array) -> tuple[jax.Array, Any]:
+        return jax.lax.scan(block, x_BSD, layers)
+
+    return scanned if period == 1 else _in_periods(structure, remat, period), stacked
+
+
 def _in_periods(
     structure: nnx.GraphDef, remat: Remat, period: int
-) -> Callable[[nnx.State, jax.Array], jax.Array]:
+) -> Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]]:
     """A function of stacked layers and the residual stream that scans whole periods of layers, each
     of which is at its place in the period, and then passes the layers that are left."""
 
-    def at(place: int) -> Callable[..., jax.Array]:
-        def block(x_BSD: jax.Array, layer: nnx.State) -> jax.Array:
-            return nnx.merge(structure, layer).at_place(place)(x_BSD)
+    def at(place: int) -> Callable[..., tuple[jax.Array, Any]]:
+        def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, Any]:
+            made = nnx.merge(structure, layer).at_place(place)(x_BSD)
+            return made if isinstance(made, tuple) else (made, None)
 
         return recomputed(block, remat)
 
     places = [at(place) for place in range(period)]
 
-    def passed(x_BSD: jax.Array, layers: nnx.State) -> tuple[jax.Array, None]:
-        count = jax.tree.leaves(layers)[0].shape[0]
+    def passed(x_BSD: jax.Array, layers: nnx.State) -> tuple[jax.Array, Any]:
+        count, reports = jax.tree.leaves(layers)[0].shape[0], []
         for place in range(count):
             layer = jax.tree.map(lambda leaf, place=place: leaf[place], layers)
-            x_BSD = places[place](x_BSD, layer)
-        return x_BSD, None
+            x_BSD, report = places[place](x_BSD, layer)
+            reports.append(report)
+        return x_BSD, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
-    def scanned(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
+    def scanned(layers: nnx.State, x_BSD: jax.Array) -> tuple[jax.Array, Any]:
         count = jax.tree.leaves(layers)[0].shape[0]
-        whole = count // period * period
+        whole, reports = count // period * period, []
         if whole:
             split = jax.tree.map(
                 lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), layers
             )
-            x_BSD, _ = jax.lax.scan(passed, x_BSD, split)
+            x_BSD, report = jax.lax.scan(passed, x_BSD, split)
+            reports.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), report))
         if whole < count:
-            x_BSD, _ = passed(x_BSD, jax.tree.map(lambda leaf: leaf[whole:], layers))
-        return x_BSD
+            x_BSD, report = passed(x_BSD, jax.tree.map(lambda leaf: leaf[whole:], layers))
+            reports.append(report)
+        return x_BSD, jax.tree.map(lambda *each: jnp.concatenate(each), *reports)
 
     return scanned
 

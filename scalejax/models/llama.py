@@ -18,15 +18,23 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import AttentionKind, LlamaConfig, MlaConfig, Remat
+from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import PreNormBlock, stacked_blocks
+from scalejax.models.blocks import (
+    PreNormBlock,
+    stacked_blocks,
+    through_blocks,
+    through_reporting_blocks,
+    with_added,
+)
 from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import adapted, linear, multiplied
+from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, Routers
 from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept, kept_without_inner
-from scalejax.models.sharding import constrained_between, in_token_order
+from scalejax.models.sharding import constrained_between, constrained_for_layer, in_token_order
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -316,14 +324,32 @@ class Block(PreNormBlock):
         return self
 
 
+class RoutedBlock(Block):
+    """One of its blocks whose feed-forward layer is a mixture of experts."""
+
+    def __init__(self, config: LlamaConfig, moe: MoeConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.feed_forward = MoeFeedForward(config, moe, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, RouterReport]:  # type: ignore[override]
+        """The residual stream after this block, [B, S, D], and what its router reports."""
+        normalised_BSD = constrained_for_layer(normalised(self.attention_norm, x_BSD))
+        made_BSD = self.attention(normalised_BSD)  # type: ignore[operator]
+        x_BSD = with_added(x_BSD, made_BSD, self.attention_post_norm)
+        made_BSD, report = self.feed_forward(normalised(self.feed_forward_norm, x_BSD))
+        return with_added(x_BSD, made_BSD, self.feed_forward_post_norm), report
+
+
 class Llama(CausalNetwork, names=("llama",)):
-    """A causal network whose blocks encode positions.
+    """A causal network whose blocks encode positions, and may have experts.
 
     Left out: the scaled angles with which Llama 3.1 extends its context beyond that of training
     (a table of K / 2 numbers, no work).
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
     """
+
+    stacked = ("blocks", "dense_blocks")
 
     def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
@@ -336,8 +362,20 @@ class Llama(CausalNetwork, names=("llama",)):
             init = nnx.initializers.normal(INIT_STD)
             return nnx.Embed(dataset.classes, config.hidden, embedding_init=init, rngs=rngs)
 
+        def dense(count: int) -> Block:
+            return stacked_blocks(lambda rngs: Block(config, rngs=rngs), count, rngs)
+
         self.tokens = embedding()
-        self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
+        self.moe = moe = config.moe
+        if moe is None:
+            self.blocks = dense(config.layers)
+        else:
+            if moe.dense_layers:
+                self.dense_blocks = dense(moe.dense_layers)
+            count = config.layers - moe.dense_layers
+            self.blocks = stacked_blocks(
+                lambda rngs: RoutedBlock(config, moe, rngs=rngs), count, rngs
+            )
         self.norm = _norm(config, rngs)
         if not self.is_tied:
             self.output = embedding()
@@ -346,10 +384,25 @@ class Llama(CausalNetwork, names=("llama",)):
         """Embedded tokens, scaled where the config says so; positions are the blocks'."""
         return x_BSD if self.embedding_scale is None else x_BSD * self.embedding_scale
 
+    def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after all blocks; what routers report is kept in `routers`."""
+        if self.moe is None:
+            return super().through_blocks(x_BSD)
+        options = {"dtype": self.dtype, "remat": self.remat, "period": self.period}
+        if self.moe.dense_layers:
+            x_BSD = through_blocks(self.dense_blocks, x_BSD, **options)
+        x_BSD, reports = through_reporting_blocks(self.blocks, x_BSD, **options)
+        self.routers = Routers(reports)
+        if self.moe.router.balance == "bias":
+            load = self.blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
+            load[...] = load[...] + reports.load_E
+        return x_BSD
+
     @staticmethod
     def partition_rules() -> PartitionRules:
         """The rules above, with the stacked layers sharded over the pipeline axis."""
         return (
+            *PARTITION_RULES,
             (r"qkv/kernel$", P(PIPELINE, *QKV)),
             (r"qkv/bias$", P(PIPELINE, *QKV[1:])),
             (r"attention/(q|q_up|kv_up)/kernel$", P(PIPELINE, *OF_LATENT)),
@@ -359,7 +412,7 @@ class Llama(CausalNetwork, names=("llama",)):
             (r"gated/kernel$", P(PIPELINE, *GATED)),
             (r"up/kernel$", P(PIPELINE, *UP)),
             (r"down/kernel$", P(PIPELINE, *DOWN)),
-            (r"^blocks/", P(PIPELINE)),
+            (r"^(dense_)?blocks/", P(PIPELINE)),
             (r"(tokens|output)/embedding$", TOKENS),
         )
 

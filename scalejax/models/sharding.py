@@ -69,7 +69,7 @@ def axis_size(axis: str) -> int:
     pipeline along its axis."""
     mesh = jax.sharding.get_abstract_mesh()
     is_stage = axis == PIPELINE and PIPELINE in mesh.manual_axes
-    return mesh.shape[axis] if _is_ours(mesh) and not is_stage else 1
+    return mesh.shape[axis] if is_of_layout(mesh) and not is_stage else 1
 
 
 def is_partly_manual() -> bool:
@@ -88,7 +88,7 @@ def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     manual: each shard of the batch, or stage, is then constrained over the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not _is_ours(mesh):
+    if not is_of_layout(mesh):
         return array
     for axis in mesh.manual_axes:
         spec = _without(axis, spec)
@@ -119,7 +119,7 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
     data and replicated over tensor, it adds the replicas to the gradient of the kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not _is_ours(mesh) or mesh.manual_axes:
+    if not is_of_layout(mesh) or mesh.manual_axes:
         return layer(rows)  # type: ignore[operator]  a layer
     structure, params = nnx.split(layer)
 
@@ -131,7 +131,7 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
     return jax.shard_map(apply, in_specs=specs, out_specs=split)(params, rows)
 
 
-def _is_ours(mesh: jax.sharding.AbstractMesh) -> bool:
+def is_of_layout(mesh: AbstractMesh) -> bool:
     """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data and pipeline."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for axis in (DATA, PIPELINE):

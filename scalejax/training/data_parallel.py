@@ -115,7 +115,9 @@ def _reduced_once_per_step(
     """
     run = setup.run
     zero_stage = run.config.layout.zero_stage
-    is_left_to_compiler = run.layout.data == 1 or jax.tree.leaves(model_state)
+    # Of experts the statistics are counts, summed where they are made.
+    has_batch_norm = jax.tree.leaves(model_state) and not run.config.model.expert_count
+    is_left_to_compiler = run.layout.data == 1 or has_batch_norm
     is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
     if is_left_to_compiler or (is_single and zero_stage < 2):
         return *gradients(setup, bn, params, model_state, batch, scale), sync_state
@@ -124,25 +126,29 @@ def _reduced_once_per_step(
     def scattered(gradient: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
-    def per_shard(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
+    def per_shard(
+        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
+    ) -> PyTree:
         rows = device_rows(batch)
 
         def reduced(gradient: PyTree) -> PyTree:
             return scattered(rows.weighted(gradient))
 
         reduce = reduced if zero_stage == 2 else None
-        gradient, _, metrics = gradients(setup, bn, params, model_state, batch, scale, reduce)
+        gradient, model_state, metrics = gradients(
+            setup, bn, params, model_state, batch, scale, reduce
+        )
         gradient = gradient if zero_stage == 2 else reduced(gradient)
-        return gradient, lax.pmean(rows.weighted(metrics), DATA)
+        return gradient, model_state, lax.pmean(rows.weighted(metrics), DATA)
 
-    gradient, metrics = jax.shard_map(
+    gradient, model_state, metrics = jax.shard_map(
         per_shard,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()),
-        out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec()),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(DATA), PartitionSpec()),
+        out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec(), PartitionSpec()),
         axis_names={DATA},
         check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
-    )(params, batch, scale)
+    )(params, model_state, batch, scale)
     learning = learning_params(setup, params)
     whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, learning)
     return whole, model_state, metrics, sync_state

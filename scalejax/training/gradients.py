@@ -15,10 +15,12 @@ from flax import nnx
 from jax import lax
 
 from scalejax.config.data import DatasetFacts
+from scalejax.config.model import LlamaConfig
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
+from scalejax.models.moe import router_losses
 from scalejax.models.pipeline import dealt_to_stages
 from scalejax.models.sharding import in_token_order, is_partly_manual
 from scalejax.training.gradient_sync.device_rows import PyTree
@@ -120,9 +122,12 @@ def mean_loss(
     model_state: PyTree,
     batch: Batch,
     scale: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Mean loss of the batch, times `scale` if given; and its accuracy and the running statistics
-    after it.
+) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
+    """Mean loss of the batch, times `scale` if given; and metrics and the running statistics after
+    it.
+
+    The loss that is differentiated has the losses of routers besides, the one among the metrics
+    has not. They are of all tokens, whatever the weights.
 
     Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
     over the samples that count.
@@ -133,7 +138,13 @@ def mean_loss(
     if "weights" in batch:
         losses, hits = losses * batch["weights"], hits * batch["weights"]
     loss = losses.mean() if scale is None else losses.mean() * scale
-    return loss, (hits.mean(), model_state)
+    metrics = {"loss": loss, "accuracy": hits.mean()}
+    model = setup.run.config.model
+    if isinstance(model, LlamaConfig) and model.moe is not None:
+        added, of_routers = router_losses(network, model.moe)
+        loss += added if scale is None else added * scale
+        metrics |= of_routers
+    return loss, (metrics, model_state)
 
 
 def gradients(
@@ -165,8 +176,7 @@ def gradients(
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
     def of_part(model_state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, batch)
-        metrics = {"loss": loss, "accuracy": accuracy}
+        (_, (metrics, model_state)), gradient = differentiate(learning, model_state, batch)
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
         if setup.run.config.train.noise_scale is not None:
             metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)

@@ -18,6 +18,7 @@ from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.data import DatasetFacts
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
+from scalejax.models.moe import with_updated_bias
 from scalejax.models.pretrained import pretrained_weights
 from scalejax.training.data_parallel import combined_gradients
 from scalejax.training.gradient_sync.local_sgd import local_update
@@ -252,6 +253,7 @@ def _update(
     gradient, model_state, metrics, sync_state = combined_gradients(setup, mesh)(
         params, state.model_state, batch, scale, state.exchange
     )
+    model_state = with_updated_bias(setup.run.config.model, model_state)
     noise, metrics = _gradient_metrics(setup, state, gradient, metrics, scale)
     learning = learning_params(setup, state.params)
     updates, opt_state = setup.optimizer.update(gradient, state.opt_state, learning)
@@ -303,7 +305,8 @@ def _gradient_metrics(
 
 
 def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
-    mode, has_batch_norm = run.config.layout.mode, bool(jax.tree.leaves(model_state))
+    has_batch_norm = bool(jax.tree.leaves(model_state)) and not run.config.model.expert_count
+    mode = run.config.layout.mode
     return require_noise_scale_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
 
 

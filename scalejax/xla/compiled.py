@@ -11,6 +11,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+from scalejax.config.model import LlamaConfig
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
@@ -55,6 +56,9 @@ def read_step(
         shares=gradient_sync_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
+    moe = run.config.model.moe if isinstance(run.config.model, LlamaConfig) else None
+    if moe is not None and moe.capacity_factor is None:
+        program = replace(program, notes=(*program.notes, _EVEN_LOADS))
     layout, stages = run.config.layout, run.layout.pipeline
     if stages > 1:
         ticks = PipelineTicks(
@@ -68,6 +72,10 @@ def read_step(
     return program
 
 
+_EVEN_LOADS = "each expert has as many tokens as any other; room is for all that may come"
+"""Note on networks of experts that drop no tokens."""
+
+
 def _model_flop(run: ResolvedRun) -> int:
     """FLOP that the model of `run` needs for a step."""
     from scalejax.training.step import forward, forward_and_backward
@@ -78,6 +86,10 @@ def _model_flop(run: ResolvedRun) -> int:
         # appendix B).
         function, arguments = forward_and_backward(_without_remat(run))
         return forward_flop(function, *arguments)
+    if run.config.model.expert_count:
+        # Whatever is padded or dropped, a token goes through as many experts as it chooses.
+        whole = with_fields(run.config, {"model.moe.capacity_factor": None})
+        run = replace(run, config=whole)
     function, arguments = forward(run)
     # Each product of the forward pass has two in the backward pass: one per operand's gradient.
     return 3 * forward_flop(function, *arguments)

@@ -9,9 +9,11 @@ counted where it starts; and the copies by which a TPU prefetches operands onto 
 their bytes are counted where they are used.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from scalejax.config.moe import length_at_even_load
 from scalejax.config.pipeline_schedule import GATES
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import (
@@ -278,12 +280,16 @@ _SAME_VALUE = ("copy", "bitcast", "convert")
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Trip count of `loop`, a "while" of `computation`; None if it is unknown.
 
-    Read from a condition "counter < constant" whose counter starts at a constant and grows by
+    Of a loop whose length follows the loads of experts, that at even loads, which its name says.
+    Else read from a condition "counter < constant" whose counter starts at a constant and grows by
     one, as those of `lax.scan` and `lax.fori_loop` do.
     """
     known = loop.backend_config.get("known_trip_count")
     if isinstance(known, dict):
         return int(known["n"])
+    scope = re.search(r'op_name="([^"]+)"', loop.attributes.get("metadata", ""))
+    if scope and (length := length_at_even_load(scope[1])):
+        return length
     condition = module.computations.get("".join(loop.called("condition")))
     if condition is None:
         return None

@@ -45,7 +45,7 @@ def _compile(job: RunJob | FunctionJob) -> Program:
         mesh = build_mesh(run.layout, devices)
         step = build_step(run, mesh)
         program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
-        return replace(program, notes=notes)
+        return replace(program, notes=(*notes, *program.notes))
 
     mesh = _mesh(job.mesh_axes, devices)
     build = unpickled(job.pickled, job.path) if job.pickled else _imported(job.builder)

@@ -230,6 +230,7 @@ def test_the_example_is_toml():
     assert tomllib.loads(RUN)["train"]["epochs"] == 10
 
 
+MOE = {"model.name": "llama", "model.moe": {"experts": 8, "expert_hidden": 16}}
 GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
 
 
@@ -243,6 +244,13 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             r"batch\.microbatches=3 .* layout\.pipeline=2",
         ),
         ({"layout.expert": 2}, r"layout\.expert=2 is refused.* has none"),
+        (
+            {**MOE, "layout.expert": 3, "batch.global_batch": 48},
+            r"model\.moe\.experts=8 .* layout\.expert=3 \(nearest: 6 or 9\)",
+        ),
+        ({**MOE, "layout.pipeline": 2}, r"layout\.pipeline=2 is refused: a stage"),
+        ({**MOE, "model.moe.dense_layers": 4}, r"dense_layers=4 .* some layer has experts"),
+        ({**MOE, "model.moe.experts_per_token": 9}, "at most the 8 experts"),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.pipeline_schedule": "1f1b"}, r"needs layout\.pipeline above 1"),
         (

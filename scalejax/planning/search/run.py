@@ -124,6 +124,9 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if not isinstance(model, DecoderConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
+    if model.expert_count:
+        accepted = "the closed form knows no experts; use scalejax predict"
+        raise ConfigError(refusal("model.moe.experts", model.expert_count, accepted))
     if config.fine_tuning is not None and config.fine_tuning.lora is not None:
         accepted = "the closed form costs training in full, no adapters; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.lora", "given", accepted))

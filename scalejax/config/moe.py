@@ -1,0 +1,127 @@
+"""Config of mixtures of experts: routed feed-forward layers in place of dense ones.
+
+Words only: how tokens are routed and computed is in `scalejax.models.moe`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_multiple,
+)
+
+Balance = Literal["auxiliary_loss", "bias", "none"]
+"""What keeps the loads of experts even; see `RouterConfig.balance`."""
+
+AT_EVEN_LOAD = "blocks_at_even_load_"
+"""Name of a loop of a compiled step whose length follows the loads of experts, up to the length
+that it has where they are even."""
+
+
+def length_at_even_load(scope: str) -> int | None:
+    """Times that the loop in the innermost name scope runs where loads of experts are even; None if
+    its length does not follow them.
+
+    Example:
+        >>> from scalejax.config.moe import length_at_even_load
+        >>> length_at_even_load("jvp()/blocks_at_even_load_16/while")
+        16
+    """
+    found = re.search(rf"{AT_EVEN_LOAD}(\d+)(?:/while)?$", scope)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How tokens choose experts, and what keeps their loads even."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts for a token, of its logits: softmax over all experts (Shazeer et al.
+    2017, arXiv 1701.06538), or sigmoid of each (DeepSeek-V3, arXiv 2412.19437, equation 15)."""
+    normalise_weights: bool = True
+    """Whether the scores of the chosen experts are divided by their sum: with softmax this is a
+    softmax over the chosen ones alone (Mixtral, arXiv 2401.04088, section 2.1)."""
+    scaling: float = 1.0
+    """Factor of the weights (DeepSeek's `routed_scaling_factor`)."""
+    groups: int = 1
+    """Groups of experts of which a token may choose from some only (DeepSeek-V2, arXiv 2405.04434,
+    section 2.2.2)."""
+    groups_per_token: int = 1
+    """Groups that a token may choose from: those of the highest score, which is that of the best
+    expert with softmax, and the sum of those of the best two with sigmoid (DeepSeek-V3, section
+    2.1.2)."""
+    balance: Balance = "auxiliary_loss"
+    """auxiliary_loss: experts x sum of (share of assignments x mean score) over experts is added to
+    the loss (Fedus et al. 2021, arXiv 2101.03961, equation 4). bias: added to the scores when
+    experts are chosen, and after each step raised where an expert had fewer tokens than the mean
+    and lowered where it had more, with no gradient (DeepSeek-V3, section 2.1.2). none: neither."""
+    auxiliary_loss_weight: float = 0.01
+    """Weight of the auxiliary loss of each layer (Fedus et al. 2021, section 2.2: 0.01)."""
+    bias_update_rate: float = 0.001
+    """What the bias of an expert changes by in a step (DeepSeek-V3, section 4.2: 0.001)."""
+    z_loss_weight: float = 0.0
+    """Weight of the router z-loss of each layer, the mean square of the logarithm of the sum of
+    exponentials of a token's logits (Zoph et al. 2022, arXiv 2202.08906, equation 5: 0.001)."""
+
+    def __post_init__(self) -> None:
+        require_above("model.moe.router.scaling", self.scaling, 0)
+        for name in ("groups", "groups_per_token"):
+            require_at_least(f"model.moe.router.{name}", getattr(self, name), 1)
+        if self.groups_per_token > self.groups:
+            accepted = f"at most model.moe.router.groups={self.groups}"
+            raise ConfigError(
+                refusal("model.moe.router.groups_per_token", self.groups_per_token, accepted)
+            )
+        for name in ("auxiliary_loss_weight", "bias_update_rate", "z_loss_weight"):
+            require_at_least(f"model.moe.router.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Routed experts in place of the feed-forward layer: each token goes through some of many."""
+
+    experts: int
+    """Routed experts of a layer."""
+    experts_per_token: int = 2
+    """Experts that each token goes through."""
+    expert_hidden: int
+    """Width of each expert (SwiGLU: two projections up, one down)."""
+    shared_experts: int = 0
+    """Experts of the same width that every token goes through besides (DeepSeekMoE, arXiv
+    2401.06066, section 3.2): one feed-forward layer as wide as all of them."""
+    dense_layers: int = 0
+    """First layers that are dense, with `model.ffn_hidden`."""
+    capacity_factor: float | None = None
+    """Tokens that an expert takes of each sample, over the mean of all experts, rounded up; later
+    ones pass it by (Fedus et al. 2021, section 2.2). If absent, none is dropped."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """How tokens choose experts."""
+
+    def __post_init__(self) -> None:
+        require_at_least("model.moe.experts", self.experts, 2)
+        for name in ("experts_per_token", "expert_hidden"):
+            require_at_least(f"model.moe.{name}", getattr(self, name), 1)
+        for name in ("shared_experts", "dense_layers"):
+            require_at_least(f"model.moe.{name}", getattr(self, name), 0)
+        if self.capacity_factor is not None:
+            require_above("model.moe.capacity_factor", self.capacity_factor, 0)
+        router = self.router
+        require_multiple("model.moe.experts", self.experts, router.groups, "router.groups")
+        choice = self.experts // router.groups * router.groups_per_token
+        if self.experts_per_token > choice:
+            accepted = f"at most the {choice} experts that a token may choose from"
+            raise ConfigError(
+                refusal("model.moe.experts_per_token", self.experts_per_token, accepted)
+            )
+
+    def capacity(self, tokens: int) -> int | None:
+        """Tokens that an expert takes of a sample of `tokens`; None if there is no bound."""
+        if self.capacity_factor is None:
+            return None
+        mean = tokens * self.experts_per_token / self.experts
+        return min(tokens, max(1, -int(-(mean * self.capacity_factor) // 1)))

@@ -1,0 +1,228 @@
+"""Mixtures of experts train over every axis what one device trains, and route as published.
+
+Tolerances as in `test_conformance`. Scores of two experts of a token that are equal to rounding
+could be chosen differently by two layouts; with 32 x 8 tokens of random weights none are.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scalejax.config.model import LlamaConfig
+from scalejax.config.moe import MoeConfig, RouterConfig
+from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.core.serialization import build
+from scalejax.models.moe import MoeFeedForward, routed
+from scalejax.training.mesh import build_mesh
+from scalejax.training.step import build_step, init_state
+
+RTOL = 1e-5
+UPDATES, GLOBAL_BATCH = 3, 32
+SIGMOID = {"scores": "sigmoid", "scaling": 1.5, "groups": 4, "groups_per_token": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "dropless": {
+        "shared_experts": 1,
+        "dense_layers": 1,
+        "router": {"z_loss_weight": 0.01, "auxiliary_loss_weight": 0.1},
+    },
+    "capacity": {"capacity_factor": 1.0, "router": {"auxiliary_loss_weight": 0.1}},
+    "bias": {
+        "shared_experts": 1,
+        "router": {**SIGMOID, "balance": "bias", "bias_update_rate": 0.05},
+    },
+}
+"""Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router."""
+LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "dropless, expert=4 x data=2": ("dropless", {"expert": 4, "data": 2}, 1, "none"),
+    "capacity, expert=4 x tensor=2": ("capacity", {"expert": 4, "tensor": 2}, 1, "full"),
+    "bias, expert=2 x data=2 x fsdp=2, ZeRO 1": (
+        "bias",
+        {"expert": 2, "data": 2, "fsdp": 2, "zero_stage": 1},
+        2,
+        "selective_op",
+    ),
+    "dropless, expert=2 x fsdp=2 x tensor=2": (
+        "dropless",
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        1,
+        "selective",
+    ),
+    "capacity, expert=2 x context=2 x data=2": (
+        "capacity",
+        {"expert": 2, "context": 2, "data": 2, "context_strategy": "ring"},
+        1,
+        "none",
+    ),
+    "dropless, tensor=2 x context=2 x data=2": (
+        "dropless",
+        {"tensor": 2, "context": 2, "data": 2, "sequence_parallel": True},
+        2,
+        "selective_op",
+    ),
+    "bias, expert=2 x tensor=2 x context=2": (
+        "bias",
+        {"expert": 2, "tensor": 2, "context": 2, "sequence_parallel": True},
+        1,
+        "full",
+    ),
+    "capacity, data=4 x fsdp=2, ZeRO 2": (
+        "capacity",
+        {"data": 4, "fsdp": 2, "zero_stage": 2},
+        2,
+        "none",
+    ),
+}
+"""Fields of `model.moe`, axes, microbatches and recompute."""
+
+
+def run_of(kind: str, layout: dict[str, Any], microbatches: int = 1, remat: str = "none"):
+    """A small run of a decoder with experts."""
+    tables = {
+        "model": {
+            "name": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2,
+            "ffn_hidden": 48, "remat": remat,
+            "moe": {"experts": 8, "experts_per_token": 2, "expert_hidden": 16, **KINDS[kind]},
+        },
+        "data": {
+            "name": "synthetic_tokens", "tokens": 16, "vocabulary": 32,
+            "train_examples": GLOBAL_BATCH * 5, "test_examples": 10,
+        },
+        "batch": {"global_batch": GLOBAL_BATCH, "microbatches": microbatches},
+        "optimizer": {"name": "adamw", "epsilon": 1e-3},
+        "schedule": {"base_learning_rate": 0.01},
+        "layout": {"data": 1, **layout},
+    }  # fmt: skip
+    return resolve(build(RunConfig, tables))
+
+
+@cache
+def initial_state(kind: str) -> Any:
+    """The state before the first update, as one device draws it."""
+    run = run_of(kind, {})
+    return jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout, jax.local_devices())))
+
+
+def train(run: ResolvedRun, initial: Any, updates: int = UPDATES) -> tuple[list[Any], Any]:
+    """Metrics of the updates, and the state after them."""
+    step = build_step(run, build_mesh(run.layout))
+    state = jax.tree.map(
+        lambda leaf, like: jax.device_put(leaf, like.sharding), initial, step.state
+    )
+    generator, metrics = np.random.default_rng(0), []
+    for _ in range(updates):
+        rows = generator.integers(0, 32, (2, GLOBAL_BATCH, 16)).astype(np.int32)
+        batch = dict(zip(("inputs", "targets"), rows, strict=True))
+        placed = {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
+        state, found = step.function(state, placed)
+        metrics.append({name: float(value) for name, value in found.items()})
+    return metrics, state
+
+
+@cache
+def on_one_device(kind: str, microbatches: int) -> Any:
+    """The reference."""
+    return train(run_of(kind, {}, microbatches), initial_state(kind))
+
+
+@pytest.mark.slow_except(*list(LAYOUTS)[:3])
+@pytest.mark.parametrize("title", LAYOUTS)
+def test_experts_train_over_every_axis_what_one_device_trains(title):
+    """Losses, losses of routers, loads, drops, parameters and biases. Compiles two steps."""
+    kind, axes, microbatches, remat = LAYOUTS[title]
+    metrics, state = train(run_of(kind, axes, microbatches, remat), initial_state(kind))
+    expected, reference = on_one_device(kind, microbatches)
+
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=RTOL, abs=1e-6)
+    for ours, theirs in zip(*map(jax.tree.leaves, (state, reference)), strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=RTOL * max(scale, 1e-2))
+
+
+def layer(**fields: Any) -> MoeConfig:
+    """A layer of 4 experts of which a token chooses 2."""
+    return MoeConfig(**{"experts": 4, "experts_per_token": 2, "expert_hidden": 8, **fields})
+
+
+def test_a_router_chooses_the_best_experts_by_hand():
+    """Softmax over the chosen, the bias in the choice alone, and groups by their best or best two.
+
+    With the unit matrix as router, logits are the token itself.
+    """
+    logits = np.log([8.0, 4.0, 2.0, 1.0])
+    x_BSD, router_DE = jnp.asarray(logits, jnp.float32)[None, None], jnp.eye(4)
+
+    def chosen(bias: Any = None, **fields: Any) -> tuple[list[int], list[float]]:
+        found = routed(x_BSD, router_DE, bias, layer(router=RouterConfig(**fields)))
+        return found.experts_BSK[0, 0].tolist(), found.weights_BSK[0, 0].tolist()
+
+    assert chosen() == ([0, 1], pytest.approx([2 / 3, 1 / 3]))
+    assert chosen(normalise_weights=False) == ([0, 1], pytest.approx([8 / 15, 4 / 15]))
+    # Sigmoids are 8/9, 4/5, 2/3 and 1/2; the bias lifts the last over all.
+    biased = chosen(jnp.asarray([0.0, 0, 0, 1]), scores="sigmoid", scaling=2.5, balance="bias")
+    assert biased == ([3, 0], pytest.approx([2.5 * 9 / 25, 2.5 * 16 / 25]))
+    # Of the groups {0, 1} and {2, 3} the second, by its best one.
+    bias = jnp.asarray([0.0, 0, 0.5, 0])
+    assert chosen(bias, groups=2)[0] == [2, 3]
+
+
+def test_tokens_beyond_the_capacity_are_dropped_by_hand():
+    """One sample of 4 equal tokens: both their experts have 4, and room for 4 x 2 / 4 = 2."""
+    network = build_layer(layer(capacity_factor=1.0), hidden=4)
+    made_BSD, report = network(jnp.ones((1, 4, 4)))
+
+    assert report.dropped_share == 0.5
+    assert sorted(report.load_E.tolist()) == [0, 0, 4, 4]
+    assert jnp.abs(made_BSD[0, :2]).min() > 0
+    np.testing.assert_array_equal(made_BSD[0, 2:], 0)
+    # Both experts have half of the assignments: 4 x (1/2 p + 1/2 q), p and q their scores.
+    scores_E = np.sort(routed(jnp.ones((1, 1, 4)), network.router[...], None, layer()).scores_BSE)
+    assert report.auxiliary_loss == pytest.approx(2 * scores_E[0, 0, 2:].sum(), rel=1e-6)
+
+
+def build_layer(moe: MoeConfig, hidden: int) -> MoeFeedForward:
+    """A layer of larger weights than those of training, so that all matters."""
+    config = LlamaConfig(hidden=hidden, heads=2, kv_heads=2, moe=moe)
+    network = MoeFeedForward(config, moe, rngs=nnx.Rngs(0))
+    structure, params = nnx.split(network)
+    return nnx.merge(structure, jax.tree.map(lambda leaf: 40 * leaf, params))
+
+
+@pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}, {"shared_experts": 2}])
+def test_gradients_of_the_router_are_those_of_finite_differences(fields):
+    """Of the sum of results and the losses of the router, while no choice changes."""
+    network = build_layer(layer(**fields), hidden=4)
+    structure, state = nnx.split(network)
+    params: Any = nnx.to_pure_dict(state)
+    x_BSD = jax.random.normal(jax.random.key(1), (2, 8, 4))
+    direction = jax.random.normal(jax.random.key(2), (4, 4))
+
+    def loss(change: float) -> jax.Array:
+        moved = {**params, "router": params["router"] + change * direction}
+        made_BSD, report = nnx.merge(structure, nnx.State(moved))(x_BSD)
+        return jnp.sum(jnp.sin(made_BSD)) + report.auxiliary_loss + report.z_loss
+
+    width = 1e-2
+    difference = (loss(width) - loss(-width)) / (2 * width)
+
+    # Of float32, and of the square of the width: both about a thousandth.
+    assert float(jax.grad(loss)(0.0)) == pytest.approx(float(difference), rel=5e-3)
+
+
+def test_a_bias_evens_the_loads():
+    """Of fixed routers: without it the fullest expert of 8 has two thirds more than the mean."""
+    changed = {"model.moe.router.bias_update_rate": 2e-3, "schedule.base_learning_rate": 1e-9}
+    run = resolve(with_fields(run_of("bias", {}).config, changed))
+    metrics, state = train(run, initial_state("bias"), 25)
+    loads = [each["expert_load"] for each in metrics]
+    steps = np.asarray(state.model_state["blocks"]["feed_forward"]["bias"]) / 2e-3
+
+    assert loads[0] > 1.6
+    assert np.mean(loads[15:]) < 1.35
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
+    assert 2 < np.abs(steps).max() <= 25

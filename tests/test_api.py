@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +246,8 @@ def test_what_cannot_be_sent_is_refused():
 
 @pytest.mark.slow  # starts a kernel, and compiles for CUDA
 def test_a_notebook_predicts_a_step_of_flax_and_optax(tmp_path: Path, monkeypatch):
-    """Typed into its cells; the result is shown as a table."""
+    """Typed into its cells; the result is shown as a table, whose figures are those of the same
+    function outside a notebook."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
@@ -256,5 +258,12 @@ def test_a_notebook_predicts_a_step_of_flax_and_optax(tmp_path: Path, monkeypatc
     ).execute()
 
     (shown,) = (cell.outputs[0] for cell in notebook.cells if "predict(step" in cell.source)
-    assert "<td>256</td>" in shown["data"]["text/html"]
+    here: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook.cells[1:3]:
+        exec(cell.source, here)
+    arguments = here["params"], here["opt_state"], here["batch"]
+    expected = predict(here["step"], "dgx-h100", 256, arguments=arguments)
+    assert expected.step_seconds > 0
+    assert "<td>256</td>" in expected._repr_html_()
+    assert shown["data"]["text/html"] == expected._repr_html_()
     assert json.loads(NOTEBOOK.read_text())["cells"][1]["outputs"] == []

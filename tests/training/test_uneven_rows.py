@@ -58,6 +58,7 @@ SYNCS: dict[str, dict[str, Any] | None] = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "momentum": 0.9},
     "adamw": {"name": "adamw", "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.0},
+    "lamb": {"name": "lamb", "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.01},
 }
 """Of Adam, 1 - beta2 is large: in float32, 1 - 0.999 is off by 6e-5 of itself."""
 
@@ -115,14 +116,14 @@ def loss_and_gradient(params: Tree, images: np.ndarray, targets: np.ndarray) -> 
 
 
 class Optimizer:
-    """SGD with momentum, or Adam."""
+    """SGD with momentum, Adam, or LAMB."""
 
     def __init__(self, name: str) -> None:
         self.name, self.made = name, 0
         self.first: Tree = {}
         self.second: Tree = {}
 
-    def update(self, gradient: Tree, rate: float) -> Tree:
+    def update(self, gradient: Tree, rate: float, params: Tree) -> Tree:
         """What is added to the parameters."""
         self.made += 1
         if self.name == "sgd":
@@ -131,10 +132,14 @@ class Optimizer:
         self.first = {n: 0.9 * self.first.get(n, 0.0) + 0.1 * g for n, g in gradient.items()}
         self.second = {n: 0.9 * self.second.get(n, 0.0) + 0.1 * g * g for n, g in gradient.items()}
         part = 1 - 0.9**self.made
-        return {
-            n: -rate * (m / part) / (np.sqrt(self.second[n] / part) + 1e-3)
-            for n, m in self.first.items()
+        update = {
+            n: (m / part) / (np.sqrt(self.second[n] / part) + 1e-3) for n, m in self.first.items()
         }
+        if self.name == "lamb":  # biases have neither decay nor trust ratio
+            for name in (each for each in update if each.endswith("kernel")):
+                decayed, norm = update[name] + 0.01 * params[name], np.linalg.norm(params[name])
+                update[name] = decayed * norm / np.linalg.norm(decayed)
+        return {n: -rate * array for n, array in update.items()}
 
 
 def added(left: Tree, right: Tree) -> Tree:
@@ -248,7 +253,9 @@ class Reference:
         for step, rate in enumerate(self.rates):
             found, loss = self.gradients([params] * DEVICES, step)
             losses.append(loss)
-            params = added(params, optimizer.update(combine(found, self.counts[step]), rate))
+            params = added(
+                params, optimizer.update(combine(found, self.counts[step]), rate, params)
+            )
         if isinstance(combine, Compressed) and combine.name != "fp16":
             assert combine.margin > RTOL
         return losses, [params]
@@ -267,7 +274,7 @@ class Reference:
                 found = [weighted_mean(found, self.counts[step])] * DEVICES
             for device, gradient in enumerate(found):
                 if step < begin or self.counts[step][device]:  # without rows it stays where it is
-                    update = optimizers[device].update(gradient, rate)
+                    update = optimizers[device].update(gradient, rate, params[device])
                     params[device] = added(params[device], update)
             if step < begin:
                 last = params[0]
@@ -293,7 +300,7 @@ DEFAULT = (
     "adasum-padded-sgd-1",
     "two_bit-uneven-sgd-1",
     "local, DiLoCo-skipped-sgd-1",
-    "local, Adasum-padded-adamw-1",
+    "local, Adasum-uneven-lamb-1",
 )
 
 
@@ -312,6 +319,7 @@ def optimizers_of(name: str) -> tuple[str, ...]:
             for kind in KINDS
             for optimizer in optimizers_of(name)
         ],
+        ("local, Adasum", "uneven", "lamb", 1),
         *[(name, "uneven", "sgd", 2) for name in ("mean", "adasum", "two_bit", "local, every 2")],
     ],
 )

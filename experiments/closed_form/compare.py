@@ -54,7 +54,7 @@ LAYOUTS = {
     "fsdp 8": {"fsdp": 8},
     "tensor 8": {"tensor": 8},
     "tensor 8, sequence parallel": {"tensor": 8, "sequence_parallel": True},
-    "context 4": {"context": 4},
+    "context 4": {"context": 4, "attention": "unfused"},
     "data 2 x tensor 4": {"data": 2, "tensor": 4},
     "fsdp 2 x tensor 4, sequence parallel": {"fsdp": 2, "tensor": 4, "sequence_parallel": True},
     "data 2 x fsdp 2 x tensor 2, full recompute": {
@@ -84,12 +84,43 @@ OF_1F1B = {
 }  # fmt: skip
 """Pipelines made from a compiled stage, in the schedule that the closed form costs (of gpt alone);
 those of `LAYOUTS` are compiled as the trainer runs them, GPipe."""
+_RING, _HEADS = {"context_strategy": "ring"}, {"context_strategy": "all_to_all"}
+_LONG = {"context": 4, "tokens": 32768, "samples": 1}
+_LONG_FULL = {**_LONG, "tensor": 2, "sequence_parallel": True, "remat": "full"}
+OVER_CONTEXT = {
+    "llama, 32k over context 4, gathered keys": (LLAMA, _LONG),
+    "llama, 32k over context 4, ring": (LLAMA, _LONG | _RING),
+    "llama, 32k over context 4, heads": (LLAMA, _LONG | _HEADS),
+    "llama, 32k over context 4 x tensor 2, full recompute, gathered keys": (LLAMA, _LONG_FULL),
+    "llama, 32k over context 4 x tensor 2, full recompute, ring": (LLAMA, _LONG_FULL | _RING),
+    "llama, 32k over context 4 x tensor 2, full recompute, heads": (LLAMA, _LONG_FULL | _HEADS),
+    "llama, 8k over context 2, data 2 x fsdp 2, gathered keys": (
+        LLAMA, {"context": 2, "data": 2, "fsdp": 2, "tokens": 8192, "samples": 1},
+    ),
+    "llama, 16k over context 2, data 2 x tensor 2, 2 microbatches, every second kept, ring": (
+        LLAMA, {
+            "context": 2, "data": 2, "tensor": 2, "sequence_parallel": True, "microbatches": 2,
+            "remat": "selective_op", "tokens": 16384, "samples": 1,
+        } | _RING,
+    ),
+    "gpt, 16k over context 8, ring": (
+        GPT, {"context": 8, "tokens": 16384, "samples": 1} | _RING,
+    ),
+    "gpt, 16k over context 2, fsdp 2 x tensor 2, heads": (
+        GPT, {"context": 2, "fsdp": 2, "tensor": 2, "tokens": 16384, "samples": 1} | _HEADS,
+    ),
+}  # fmt: skip
+"""Fused attention of long samples over context, compiled with the first of `JAX_VERSIONS` alone."""
 ROWS = {
     f"{model['name']}, {title}": (model, layout)
     for title, layout in LAYOUTS.items()
     for model in (GPT, LLAMA)
 } | {f"gpt, {title}": (GPT, layout) for title, layout in OF_1F1B.items()}
-_SPREAD = ("data", "fsdp", "tensor", "context", "pipeline", "zero_stage", "sequence_parallel")
+ROWS |= OVER_CONTEXT
+_SPREAD = (
+    "data", "fsdp", "tensor", "context", "context_strategy", "pipeline", "zero_stage",
+    "sequence_parallel",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +165,14 @@ def run_of(title: str) -> ResolvedRun:
     replicas = layout.get("data", 1) * layout.get("fsdp", 1)
     vocabulary = 51200 if model["name"] == "gpt" else 128256
     tables = {
-        "model": {**model, "remat": layout.get("remat", "none")},
-        "data": {"name": "synthetic_tokens", "tokens": 2048, "vocabulary": vocabulary},
+        "model": {
+            **model, "remat": layout.get("remat", "none"),
+            "attention": layout.get("attention", "auto"),
+        },
+        "data": {
+            "name": "synthetic_tokens", "tokens": layout.get("tokens", 2048),
+            "vocabulary": vocabulary,
+        },
         "batch": {
             "global_batch": samples * replicas, "microbatches": microbatches,
         },
@@ -144,6 +181,11 @@ def run_of(title: str) -> ResolvedRun:
         "layout": {"data": 1} | {name: layout[name] for name in layout if name in _SPREAD},
     }  # fmt: skip
     return resolve(build(RunConfig, tables))
+
+
+def titles_of(jax: str) -> list[str]:
+    """Rows that are compiled with this version of JAX."""
+    return [title for title in ROWS if jax == JAX_VERSIONS[0] or title not in OVER_CONTEXT]
 
 
 def derivation_of(title: str) -> Derivation:
@@ -162,6 +204,7 @@ def closed_form(run: ResolvedRun) -> Program:
         recompute=model.remat,
         zero_stage=run.config.layout.zero_stage,
         sequence_parallel=run.config.layout.sequence_parallel,
+        context_strategy=run.config.layout.context_strategy,
     )
     return transformer_program(
         shape_of(run.config, chip), strategy, workspace_bytes=workspace_bytes(chip)
@@ -225,9 +268,9 @@ def main() -> None:
     parser.add_argument("--explain", nargs="*", default=[], help="start of the titles of rows")
     arguments = parser.parse_args()
     if arguments.remake:
-        remake(list(ROWS))
+        remake(titles_of(metadata.version("jax")))
     for jax in JAX_VERSIONS:
-        rows = [compared(title, jax) for title in ROWS]
+        rows = [compared(title, jax) for title in titles_of(jax)]
         print(f"\nJAX {jax}, {CLUSTER.title}\n")
         print("| network, layout | compiled, ms | closed form | | compiled, GiB | closed form | |")
         print("|---|---|---|---|---|---|---|")

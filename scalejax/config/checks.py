@@ -116,16 +116,14 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
             )
             raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
         return
-    is_gathered = layout.context > 1 and layout.context_strategy == "all_gather"
-    if is_gathered and model.attention == "fused":
-        accepted = (
-            'over layout.context_strategy="all_gather" it is computed unfused; use "auto", or '
-            '"ring" or "all_to_all" for the strategy'
-        )
+    strategy = layout.context_strategy
+    is_gathered = layout.context > 1 and strategy == "all_gather"
+    if is_gathered and model.attention == "fused" and (lacks := model.lacks_for_context("ring")):
+        accepted = f'over gathered keys attention {lacks} is computed unfused; use "auto"'
         raise ConfigError(refusal("model.attention", model.attention, accepted))
-    if layout.context > 1 and (lacks := model.lacks_for_context(layout.context_strategy)):
+    if layout.context > 1 and (lacks := model.lacks_for_context(strategy)):
         accepted = f'attention {lacks} does not go that way; use "all_gather"'
-        raise ConfigError(refusal("layout.context_strategy", layout.context_strategy, accepted))
+        raise ConfigError(refusal("layout.context_strategy", strategy, accepted))
     if layout.context_strategy == "all_to_all":
         _require_heads_over_context(model, layout)
     stages, chunks = layout.pipeline, layout.pipeline_chunks
@@ -175,16 +173,22 @@ def _require_heads_over_context(model: DecoderConfig, layout: LayoutConfig) -> N
         require_multiple(f"model.{field}", count, tensor * context, name)
 
 
-def require_divisible_tokens(dataset: DatasetFacts, layout: LayoutConfig) -> None:
-    """Refuse context and sequence parallelism that do not divide the tokens of an example; a ring
-    divides them into two chunks for each context shard.
+def require_divisible_tokens(
+    dataset: DatasetFacts, model: ModelConfig, layout: LayoutConfig
+) -> None:
+    """Refuse context and sequence parallelism that do not divide the tokens of an example, into
+    two chunks for each context shard where attention goes by blocks.
 
     Raises:
         ConfigError: naming the nearest numbers of tokens that do.
     """
     (tokens, *_) = dataset.input_shape
     shared = layout.tensor if layout.sequence_parallel else 1
-    if layout.context_strategy == "ring" and shared % 2:
+    is_fused = isinstance(model, DecoderConfig) and model.attention == "fused"
+    is_by_blocks = layout.context_strategy == "ring" or (
+        layout.context_strategy == "all_gather" and is_fused
+    )
+    if layout.context > 1 and is_by_blocks and shared % 2:
         require_multiple("data.tokens", tokens, 2 * layout.context, "2*layout.context")
     dividing = {"layout.context": layout.context, "layout.tensor": shared}
     axes = [name for name, size in dividing.items() if size > 1]

@@ -168,7 +168,7 @@ def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
     """
     require_compatible_data(config.model, config.data, facts)
     require_compatible_augmentation(config.input.augmentation, config.data, facts)
-    require_divisible_tokens(facts, config.layout)
+    require_divisible_tokens(facts, config.model, config.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

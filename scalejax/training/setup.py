@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from scalejax.config.model import ModelConfig
+from scalejax.config.model import DecoderConfig, ModelConfig
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import (
@@ -23,6 +23,7 @@ from scalejax.models import (
     build_network,
     network_class,
 )
+from scalejax.models.attention_blocks import has_fused_blocks
 from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
@@ -53,10 +54,7 @@ def train_setup(
         ConfigError: if its compute type is for costing only.
     """
     _require_trained_type(run.config.model)
-    # Over gathered keys it is computed unfused.
-    layout = run.config.layout
-    is_gathered = layout.context > 1 and layout.context_strategy == "all_gather"
-    device = None if mesh is None or is_gathered else mesh.devices.flat[0]
+    device = None if mesh is None or lacks_fused_blocks(run) else mesh.devices.flat[0]
     model = attention.with_resolved_attention(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)
@@ -67,6 +65,17 @@ def train_setup(
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)
     return TrainSetup(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def lacks_fused_blocks(run: ResolvedRun) -> bool:
+    """Whether attention over context goes by blocks that cannot be fused: blocks have no windows, a
+    shard of gathered keys has no two chunks, or this JAX no kernel of a block."""
+    layout, model = run.config.layout, run.config.model
+    if layout.context == 1 or not attention.goes_by_blocks(layout.context_strategy, "fused"):
+        return False
+    if isinstance(model, DecoderConfig) and model.lacks_for_context("ring"):
+        return True
+    return run.dataset.input_shape[0] % (2 * layout.context) > 0 or not has_fused_blocks()
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:

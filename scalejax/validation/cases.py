@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, replace
 
 from scalejax.config.model import ModelConfig
+from scalejax.config.parallelism import ContextStrategy
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError, ScalejaxError
@@ -334,11 +335,19 @@ def _fsdp(row: LedgerRow) -> int:
     return max(1, row.device_count // others)
 
 
-def _context_strategy(row: LedgerRow) -> str:
-    """How attention goes over the context axis: in a ring, the default of Transformer Engine and
-    torchtitan; over heads in a pipeline, whose stages cannot have rings."""
+def _context_strategy(row: LedgerRow) -> ContextStrategy:
+    """How attention goes over the context axis: as its framework's default.
+
+    Keys are gathered in torchtitan (context_parallel_rotate_method is allgather;
+    torchtitan/config_manager.py) and in MaxText (context_parallel_strategy is all_gather;
+    MaxText/configs/base.yml); elsewhere it is a ring, the default of Transformer Engine and of
+    Megatron-LM (--cp-comm-type p2p; megatron/training/arguments.py), or, in a pipeline, whose
+    stages cannot have rings, it goes over heads.
+    """
     spread = row.spread
     if (spread.context or 1) == 1 or row.work.attention == "unfused":
+        return "all_gather"
+    if _is_titan(row) or "MaxText" in (row.framework or ""):
         return "all_gather"
     return "all_to_all" if (spread.pipeline or 1) > 1 else "ring"
 

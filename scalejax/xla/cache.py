@@ -80,6 +80,7 @@ def case_key(job: RunJob) -> str:
         ("sequence_parallel", False),
         ("pipeline_chunks", 1),
         ("pipeline_schedule", "gpipe"),
+        ("context_strategy", "all_gather"),
         ("bn_running", "mean"),
     ):
         if (value := getattr(config.layout, name)) != usual:

@@ -260,7 +260,10 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ),
         ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
         ({"layout.context": 5}, "data.tokens=64 .* layout.context=5"),
-        ({"layout.context": 2, "model.attention": "fused"}, "computed unfused"),
+        (
+            {"layout.context": 2, "model.attention": "fused", "data.tokens": 66},
+            r"data\.tokens=66 .* 2\*layout\.context=4 \(nearest: 64 or 68",
+        ),
         (
             {"layout.context": 2, "layout.context_strategy": "ring", "data.tokens": 66},
             r"data\.tokens=66 .* 2\*layout\.context=4 \(nearest: 64 or 68",

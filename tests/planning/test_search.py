@@ -93,18 +93,18 @@ def test_axes_multiply_to_the_devices(devices: int, global_batch: int):
 
 
 def test_two_devices_by_hand():
-    """One sample: two stages (of 8 blocks in one chunk), two contexts, or two along tensor with
-    tokens whole or divided; data and fsdp have nothing to divide. Each with the four kinds of
-    recompute."""
+    """One sample: two stages (of 8 blocks in one chunk), two contexts with attention in three ways,
+    or two along tensor with tokens whole or divided; data and fsdp have nothing to divide. Each
+    with the four kinds of recompute."""
     found = list(strategies(SHAPE, 2, 1))
 
-    assert len(found) == (1 + 1 + 2) * 4
+    assert len(found) == (1 + 3 + 2) * 4
 
 
-def test_attention_over_context_is_not_fused():
-    """Nor is it where it is trained: two contexts cost the same whatever the chip has."""
-    fused = dataclasses.replace(SHAPE, is_fused=True)
-    unfused = dataclasses.replace(SHAPE, is_fused=False)
+def test_gathered_attention_is_fused_where_shards_have_two_chunks():
+    """As it is trained: two contexts of 129 tokens cost the same whatever the chip has."""
+    fused = dataclasses.replace(SHAPE, tokens=258, is_fused=True)
+    unfused = dataclasses.replace(SHAPE, tokens=258, is_fused=False)
     layout = Layout(context=2)
     over_two = Strategy(split=BatchSplit(global_batch=2, layout=layout))
 

@@ -17,7 +17,7 @@ from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Operation, Program
 from scalejax.simulator.transformer import (
     Recompute,
     StepParts,
@@ -245,8 +245,10 @@ def test_uneven_stages_are_what_the_compiler_makes(name: str):
     compiled, own = compiled_of(run), closed_form(run)
     stages, microbatches, most = run.layout.pipeline, run.split.microbatches, 2
     parts = step_parts(*dimensions(run))
-    block = sum(each.flop for part in (parts.forward, parts.backward) for each in part.operations)
-    logits = sum(each.flop for each in parts.logits.operations)
+    block, logits = (
+        sum(each.flop for part in those for each in part.operations if isinstance(each, Operation))
+        for those in ((parts.forward, parts.backward), (parts.logits,))
+    )
 
     assert own.model_flop == compiled.model_flop
     working, own_working = without_bubble(compiled).flop, without_bubble(own).flop
@@ -300,6 +302,8 @@ def strategy(samples: int = 1, microbatches: int = 1, **changed: object) -> Stra
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"tensor": 2, "sequence_parallel": True},
         {"context": 2},
+        {"context": 4, "context_strategy": "ring"},
+        {"context": 2, "context_strategy": "all_to_all"},
         {"data": 2, "pipeline": 3, "microbatches": 3},
     ],
     ids=str,

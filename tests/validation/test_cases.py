@@ -68,6 +68,24 @@ def test_row_that_cannot_be_expressed_is_skipped_with_a_reason(change, reason, r
     assert reason in found.reason
 
 
+@pytest.mark.parametrize(
+    ("framework", "strategy"),
+    [("NeMo 25.04 / Megatron-Core", "ring"), ("torchtitan (PyTorch FSDP2)", "all_gather")],
+)
+def test_fused_attention_over_context_is_that_of_its_framework(framework, strategy, row):
+    """Megatron's default is a ring, torchtitan's gathers keys."""
+    spread = {
+        "fsdp": "4",
+        "context": "2",
+        "attention": "flash",
+        "precision": "bf16",
+        "framework": framework,
+    }
+    (run,) = case(row(GPT | LLAMA | spread | {"recompute": "full"})).runs
+
+    assert run.config.layout.context_strategy == strategy
+
+
 LLAMA = {"model": "llama", "layers": "2", "hidden": "64", "heads": "8", "kv_heads": "2"}
 LLAMA |= {"ffn_hidden": "192", "vocab": "256", "seq_len": "64", "precision": "bf16"}
 

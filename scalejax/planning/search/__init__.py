@@ -150,6 +150,7 @@ def _without_zero_stage(strategy: Strategy) -> Hashable:
         strategy.split,
         strategy.recompute,
         strategy.sequence_parallel,
+        strategy.context_strategy,
         strategy.pipeline_chunks,
     )
 

@@ -400,6 +400,10 @@ def in_words(strategy: Strategy) -> str:
         parts.append(f"ZeRO {strategy.zero_stage}")
     if strategy.sequence_parallel:
         parts.append("sequence parallel")
+    if strategy.context_strategy != "all_gather":
+        parts.append(
+            {"ring": "ring", "all_to_all": "heads over context"}[strategy.context_strategy]
+        )
     return ", ".join(parts)
 
 
@@ -427,6 +431,7 @@ def run_of(config: RunConfig, strategy: Strategy, facts: DatasetFacts | None = N
                 **fields,
                 "layout.zero_stage": strategy.zero_stage,
                 "layout.sequence_parallel": strategy.sequence_parallel,
+                "layout.context_strategy": strategy.context_strategy,
                 "layout.pipeline_chunks": strategy.pipeline_chunks,
                 "layout.pipeline_schedule": strategy.pipeline_schedule,
                 "model.remat": strategy.recompute,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.config.parallelism import BatchSplit, Layout
+from scalejax.config.parallelism import BatchSplit, ContextStrategy, Layout
 from scalejax.simulator.transformer import Recompute, Strategy, TransformerShape
 
 
@@ -34,6 +34,8 @@ class Group:
     """Recompute in the backward pass."""
     sequence_parallel: bool
     """Whether tokens are sharded over tensor between layers."""
+    context_strategy: ContextStrategy
+    """How attention sees tokens of other context shards."""
     zero_stages: tuple[Literal[0, 1, 2], ...]
     """Possible ZeRO stages of the data axis."""
     chunk_counts: tuple[int, ...]
@@ -57,6 +59,7 @@ class Group:
             recompute=self.recompute,
             zero_stage=zero_stage,
             sequence_parallel=self.sequence_parallel,
+            context_strategy=self.context_strategy,
             pipeline_chunks=chunks,
             moments=moments,
         )
@@ -74,7 +77,8 @@ def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Ite
             split = BatchSplit(global_batch=global_batch, layout=layout, microbatches=microbatches)
             for recompute in _RECOMPUTES:
                 for parallel in _sequence_parallel(shape, layout):
-                    yield Group(split, recompute, parallel, stages, chunks)
+                    for context in _context_strategies(shape, layout):
+                        yield Group(split, recompute, parallel, context, stages, chunks)
 
 
 def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int, ...]:
@@ -133,6 +137,20 @@ def _sequence_parallel(shape: TransformerShape, layout: Layout) -> tuple[bool, .
     if layout.tensor == 1 or shape.tokens % (layout.context * layout.tensor):
         return (False,)
     return (False, True)
+
+
+def _context_strategies(shape: TransformerShape, layout: Layout) -> tuple[ContextStrategy, ...]:
+    """Strategies of fused attention that tokens and heads allow, in 1F1B no ring; unfused, that of
+    gathered keys."""
+    if layout.context == 1 or not shape.is_fused:
+        return ("all_gather",)
+    found: list[ContextStrategy] = ["all_gather"]
+    if shape.tokens % (2 * layout.context) == 0 and layout.pipeline == 1:
+        found.append("ring")
+    heads, kv_heads = shape.heads // layout.tensor, shape.kv_heads // layout.tensor
+    if heads % layout.context == 0 and 0 in (kv_heads % layout.context, layout.context % kv_heads):
+        found.append("all_to_all")
+    return tuple(found)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

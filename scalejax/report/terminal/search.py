@@ -33,6 +33,8 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
         "pp x v: stages and chunks; b: samples of a microbatch; re: recompute; Z: ZeRO stage, "
         f"with s the tokens are split over tensor{_PRICE_LEGEND if _has_price(report) else ''}."
     )
+    if any(each.strategy.context_strategy != "all_gather" for each in report.ranked):
+        yield "ctx: with r attention goes round a ring, with h it is sharded over heads."
     if report.notes:
         yield Text("\n".join(f"Note: {note}." for note in report.notes))
 
@@ -93,6 +95,9 @@ _AXIS_HEADINGS = {
 }
 
 
+_CONTEXT_MARKS = {"ring": " r", "all_to_all": " h"}
+
+
 def _axes(report: SearchReport) -> list[str]:
     """The axes of the table; that of experts where a strategy uses it."""
     has_experts = any(each.strategy.layout.expert > 1 for each in report.ranked)
@@ -103,6 +108,8 @@ def _strategy(strategy: Strategy, axes: list[str]) -> list[str]:
     sizes = {axis: str(size) for axis, size in strategy.layout.axis_sizes.items()}
     if strategy.pipeline_chunks > 1:
         sizes["pipeline"] += f" x {strategy.pipeline_chunks}"
+    if strategy.context_strategy != "all_gather":
+        sizes["context"] += _CONTEXT_MARKS[strategy.context_strategy]
     zero = f"{strategy.zero_stage}{'s' if strategy.sequence_parallel else ''}"
     used = [sizes[axis] for axis in axes]
     return [*used, f"{strategy.split.microbatch}", _SHORT[strategy.recompute], zero]
@@ -137,6 +144,8 @@ def _flags(strategy: Strategy) -> list[str]:
         "batch.microbatches": strategy.split.microbatches,
         "model.remat": strategy.recompute,
     }
+    if strategy.context_strategy != "all_gather":
+        fields["layout.context_strategy"] = strategy.context_strategy
     return [f"--{name} {value}" for name, value in fields.items()]
 
 

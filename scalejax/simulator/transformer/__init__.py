@@ -63,13 +63,13 @@ __all__ = [
 class Part(NamedTuple):
     """Operations of a step as the function and the arguments that make them, quick to compare."""
 
-    make: Callable[..., tuple[Operation, ...]] = tuple[Operation, ...]
+    make: Callable[..., tuple[Operation | Loop, ...]] = tuple[Operation | Loop, ...]
     """Function that makes them; for a part without operations, the default."""
     arguments: tuple[Hashable, ...] = ()
     """Its arguments."""
 
     @property
-    def operations(self) -> tuple[Operation, ...]:
+    def operations(self) -> tuple[Operation | Loop, ...]:
         """The operations."""
         return self.make(*self.arguments)
 
@@ -185,5 +185,6 @@ def transformer_program(
         boundary_bytes=block_shard(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,
     )
-    whole = pipelined(program, pipeline, last=() if slowest.has_logits else parts.logits.operations)
+    logits = () if slowest.has_logits else parts.logits.operations
+    whole = pipelined(program, pipeline, last=logits)  # type: ignore[arg-type]  no loops in logits
     return replace(whole, memory=program.memory, model_flop=program.model_flop)

@@ -11,7 +11,8 @@ from functools import lru_cache
 from math import isqrt
 
 from scalejax.config.parallelism import CONTEXT, FSDP, TENSOR
-from scalejax.simulator.program import Operation
+from scalejax.simulator.program import Loop, Operation
+from scalejax.simulator.transformer import context_attention
 from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import BlockShard, sum_axes
 from scalejax.simulator.transforms.float8 import with_float8_products
@@ -25,7 +26,7 @@ _SPLIT_ROWS = 4096
 (XLA, service/gpu/transforms/tree_reduction_rewriter.cc: 32 threads of 128 rows)."""
 
 
-def block_forward(shard: BlockShard) -> tuple[Operation, ...]:
+def block_forward(shard: BlockShard) -> tuple[Operation | Loop, ...]:
     """Operations of the forward pass of one block for one microbatch."""
     block = _Block("forward", shard)
     block.write.scalars("counter", 2)
@@ -36,7 +37,7 @@ def block_forward(shard: BlockShard) -> tuple[Operation, ...]:
     return block.done()
 
 
-def block_backward(shard: BlockShard) -> tuple[Operation, ...]:
+def block_backward(shard: BlockShard) -> tuple[Operation | Loop, ...]:
     """Operations of the backward pass of one block, with recompute and gradient sums."""
     block = _Block("backward", shard)
     block.write.scalars("counter", 2)
@@ -49,6 +50,8 @@ def block_backward(shard: BlockShard) -> tuple[Operation, ...]:
     elif shard.recompute == "selective_op" and not block.fuses_norms:
         _normalised_for_attention(block)
         _between_kept(block)
+    if shard.is_over_context:
+        context_attention.start_keys(block.write, shard)
     _feed_forward_gradients(block)
     _attention_gradients(block)
     _sum_gradients(block)
@@ -76,13 +79,15 @@ class _Block:
         self._gathers: dict[str, str] = {}
         self._used: set[str] = set()
         self._computed: set[str] = set()
+        self.has_gradients: set[str] = set()
+        """Matrices whose gradients are computed."""
         # Where the sum over tensor was kept, the fusion of a norm's gradient applies it again.
         is_backward = prefix == "backward"
         is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
         self.fuses_norms = is_backward and is_summed and self.has_biases
         self.sums_early = self.tensor == shard.layout.fsdp == 1 and sum_axes(shard.layout) != ()
 
-    def done(self) -> tuple[Operation, ...]:
+    def done(self) -> tuple[Operation | Loop, ...]:
         """All operations so far, with products in fp8 or fp4 if that is the compute type."""
         operations = self.write.done()
         kind = self.shard.shape.compute_dtype
@@ -251,6 +256,8 @@ def _attention_half(block: _Block, *, is_first: bool) -> None:
     block.use("projection")
     if is_first:
         _copy_stream(block)
+    if shard.is_over_context:
+        context_attention.wait_for_result(write, shard)
     residual = shard.stream_bytes if tensor == 1 else 0
     write.matmul("projection", (1, block.rows, block.hidden, block.head_width), residual)
     block.start_sum_over_tensor("projection")
@@ -262,7 +269,7 @@ def _attention_half(block: _Block, *, is_first: bool) -> None:
 def heads(shard: BlockShard, *, parts: int = 1) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of the queries of this device's heads, and of keys and values of so many parts
     of a sample."""
-    keys = (shard.qkv_bytes - shard.head_bytes) // 2 * parts
+    keys = shard.key_bytes * parts
     return ("queries", shard.head_bytes), ("keys", keys), ("values", keys)
 
 
@@ -281,7 +288,7 @@ def _copy_stream(block: _Block) -> None:
 def _start_gathering_keys(block: _Block) -> None:
     """Start the all-gathers of keys and values of the whole sample over context, beside slices of
     the next matrices."""
-    if block.shard.layout.context == 1:
+    if block.shard.layout.context == 1 or block.shard.is_over_context:
         return
     for name, size in heads(block.shard, parts=block.shard.layout.context)[1:]:
         block.write.start(f"attention.gather_{name}", "all_gather", size, (CONTEXT,))
@@ -315,9 +322,12 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
     """Scores, softmax and weighted values of attention, fused or not."""
     shard, write = block.shard, block.write
     (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
+    if shard.is_over_context:
+        context_attention.attend(write, shard, is_first=has_mask)
+        return
     if shard.shape.is_fused:
         shape = (batch, queries, keys, size)
-        written = shard.head_bytes + _statistics_bytes(shard)
+        written = shard.head_bytes + shard.statistics_bytes
         write.attention(name, shape, 2, shard.qkv_bytes, written)
         return
     mask, wide = queries * keys * 4 if has_mask else 0, batch * queries * keys * _F32_BYTES
@@ -337,12 +347,6 @@ def _is_grouped(shard: BlockShard) -> bool:
     """Whether several heads of queries share one of keys, which has a dimension of its own in the
     scores of unfused attention."""
     return shard.shape.kv_heads < shard.shape.heads and not shard.shape.is_fused
-
-
-def _statistics_bytes(shard: BlockShard) -> int:
-    """Bytes of what fused attention keeps of each row of scores, float32."""
-    batch, queries, _ = _score_shape(shard)
-    return batch * queries * _F32_BYTES
 
 
 def _feed_forward_half(block: _Block) -> None:
@@ -395,7 +399,7 @@ def _between_kept(block: _Block) -> None:
 
 def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     """(name, bytes) of the activations that a block keeps besides its input."""
-    of_fused = [("kept.statistics", _statistics_bytes(shard))] if shard.shape.is_fused else []
+    of_fused = [("kept.statistics", shard.statistics_bytes)] if shard.shape.is_fused else []
     if shard.recompute == "selective_op":
         summed = [("kept.stream", shard.kept_stream_bytes)] if shard.layout.tensor > 1 else []
         products = [("kept.queries", shard.qkv_bytes), ("kept.gate", shard.inner_bytes)]
@@ -403,8 +407,8 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     kept = [("kept.stream", shard.kept_stream_bytes)]
     # Inputs of column-parallel products: all tokens, as they are not gathered again.
     kept += [(f"kept.normalised.{index}", shard.stream_bytes) for index in range(2)]
-    each_head = heads(shard, parts=shard.layout.context)
-    kept += [(f"kept.{name}", size) for name, size in each_head]
+    keys = shard.sent_key_bytes if shard.shape.is_fused else shard.key_bytes * shard.layout.context
+    kept += [("kept.queries", shard.head_bytes), ("kept.keys", keys), ("kept.values", keys)]
     # Of fused attention as the kernel wrote it, and as the projection read it.
     kept += [(f"kept.mixed.{index}", shard.head_bytes) for index in range(1 + len(of_fused))]
     names = ("kept.gate", "kept.up") if shard.shape.is_gated else ("kept.up",)
@@ -464,7 +468,7 @@ def _feed_forward_gradients(block: _Block) -> None:
     if block.has_biases:
         block.norm_statistics("feed_forward.norm.again")
     write.wait("up.input_gradient.sum")
-    if block.sums_early and not block.has_biases:
+    if block.sums_early and not block.has_biases and not shard.is_over_context:
         _feed_forward_matrix_gradients(block)
     block.norm_gradient("feed_forward.norm")
 
@@ -480,12 +484,15 @@ def _attention_gradients(block: _Block) -> None:
     block.wait_for_tokens("projection.gradient")
     write.matmul("projection.input_gradient", (1, rows, block.head_width, block.hidden))
     _read_kept(block, "kept.statistics", "kept.mixed.1")
-    _score_gradients(block)
-    if block.sums_early and block.has_biases:
-        _feed_forward_matrix_gradients(block)
-    write.wait("values.gradient.sum")
-    write.wait("keys.gradient.sum")
-    write.copy("qkv.concatenate", shard.qkv_bytes)
+    if shard.is_over_context:
+        _context_gradients(block)
+    else:
+        _score_gradients(block)
+        if block.sums_early and block.has_biases:
+            _feed_forward_matrix_gradients(block)
+        write.wait("values.gradient.sum")
+        write.wait("keys.gradient.sum")
+        write.copy("qkv.concatenate", shard.qkv_bytes)
     if not shard.shape.is_fused:
         write.copy("qkv.transpose.0", shard.qkv_bytes)
         write.copy("qkv.transpose.1", shard.qkv_bytes)
@@ -494,6 +501,22 @@ def _attention_gradients(block: _Block) -> None:
     block.norm_gradient("attention.norm")
     if block.has_biases and shard.layout.fsdp == 1:
         block.start_sums("projection")
+
+
+def _context_gradients(block: _Block) -> None:
+    """Gradients of queries, keys and values of attention over context, whose transfers overlap
+    with gradients of matrices."""
+    shard, write = block.shard, block.write
+    is_early = block.sums_early and shard.strategy == "all_to_all"
+    context_attention.start_result_gradient(write, shard)
+    if is_early:
+        _feed_forward_matrix_gradients(block)
+    context_attention.attend_back(write, shard)
+    if is_early:
+        _projection_gradient(block)
+    elif not block.fuses_norms:
+        _feed_forward_matrix_gradients(block)
+    context_attention.wait_for_gradients(write, shard)
 
 
 def _matrix_gradients(block: _Block) -> None:
@@ -505,11 +528,10 @@ def _matrix_gradients(block: _Block) -> None:
         block.start_sum_over_tensor("qkv.input_gradient")
     if block.fuses_norms:  # tokens are gathered again beside the gradients that need none
         block.start_gather_tokens("feed_forward")
-    if not block.sums_early:
-        _feed_forward_matrix_gradients(block)
+    _feed_forward_matrix_gradients(block)
     if block.fuses_norms:
         block.start_gather_tokens("attention")
-    write.matmul("projection.gradient", (1, block.head_width, block.hidden, rows))
+    _projection_gradient(block)
     if block.fuses_norms:
         block.wait_for_tokens("attention")
     write.matmul("qkv.gradient", (1, block.qkv_width, block.hidden, rows))
@@ -527,8 +549,19 @@ def _matrix_gradients(block: _Block) -> None:
     write.wait("qkv.input_gradient.sum")
 
 
+def _projection_gradient(block: _Block) -> None:
+    """Gradient of the projection, if it is not there yet."""
+    if "projection" not in block.has_gradients:
+        shape = (1, block.head_width, block.hidden, block.rows)
+        block.write.matmul("projection.gradient", shape)
+        block.has_gradients.add("projection")
+
+
 def _feed_forward_matrix_gradients(block: _Block) -> None:
-    """Gradients of the matrices of the feed-forward layer."""
+    """Gradients of the matrices of the feed-forward layer, if they are not there yet."""
+    if "up" in block.has_gradients:
+        return
+    block.has_gradients |= {"down", "up"}
     rows = block.rows
     _read_kept(block, "kept.inner")
     block.write.matmul("down.gradient", (1, block.hidden, block.inner_width, rows))
@@ -545,7 +578,7 @@ def _score_gradients(block: _Block) -> None:
     shard, write = block.shard, block.write
     (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
     if shard.shape.is_fused:
-        read = shard.qkv_bytes + 2 * shard.head_bytes + _statistics_bytes(shard)
+        read = shard.qkv_bytes + 2 * shard.head_bytes + shard.statistics_bytes
         write.attention(
             "attention.gradient", (batch, queries, keys, size), 5, read, shard.qkv_bytes
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.config.parallelism import DATA, FSDP, PIPELINE, TENSOR, Layout
-from scalejax.simulator.program import Operation
+from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer.block import heads, kept_stacks
 from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import (
@@ -41,7 +41,7 @@ def _position_elements(shard: BlockShard) -> int:
 
 def embedding(
     shard: BlockShard, layers: int, is_gathered: bool, is_repeated: bool
-) -> tuple[Operation, ...]:
+) -> tuple[Operation | Loop, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
     Args:
@@ -89,7 +89,7 @@ def embedding(
     return write.done()
 
 
-def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation, ...]:
+def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation | Loop, ...]:
     """Operations between the passes over the blocks: norm, logits, loss, and its gradient.
 
     Args:
@@ -152,7 +152,7 @@ def _table_gradient(write: Writer, shard: BlockShard) -> None:
 
 def embedding_gradient(
     shard: BlockShard, layers: int, is_accumulated: bool, scattered_over: int
-) -> tuple[Operation, ...]:
+) -> tuple[Operation | Loop, ...]:
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
     Args:
@@ -234,7 +234,9 @@ def _add_table_sums(write: Writer, shard: BlockShard) -> None:
         write.wait(name)
 
 
-def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tuple[Operation, ...]:
+def zeros(
+    shape: TransformerShape, own: int, dealt: Layout | None = None
+) -> tuple[Operation | Loop, ...]:
     """Operations before the first microbatch: zeroed accumulators for `own` gradients.
 
     Args:
@@ -292,7 +294,7 @@ class Update:
     None where they are summed for every microbatch."""
 
 
-def update(end: Update) -> tuple[Operation, ...]:
+def update(end: Update) -> tuple[Operation | Loop, ...]:
     """Operations after the last microbatch: gradient sum over the batch, optimizer update."""
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)

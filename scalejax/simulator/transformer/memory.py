@@ -133,7 +133,10 @@ def _fixed_bytes(
     table, block = _table_bytes(shard), block_bytes(shard)
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
-    if shape.has_tied_embeddings:
+    if shard.is_over_context:  # blocks have latencies to fill then, and the loss only these
+        is_early = layout.fsdp > 1 or layout.data > 1 or is_manual
+        loss = table * (1 + (layout.tensor > 1 if shape.has_tied_embeddings else is_early))
+    elif shape.has_tied_embeddings:
         is_early = layout.tensor == 1 and (layout.fsdp > 1 or shard.is_scattered)
         loss = table * (1 + (layout.tensor > 1))
     else:

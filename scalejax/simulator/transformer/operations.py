@@ -3,11 +3,18 @@
 Knows how an `Operation` is constructed; nothing of transformers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from scalejax.config.parallelism import AXES, Layout
-from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup, Operation
+from scalejax.simulator.program import (
+    Collective,
+    CollectiveName,
+    DeviceGroup,
+    Loop,
+    Operation,
+)
 
 _F32 = "f32"
 _CACHE_SIZE = 65536  # entries of the cache of device groups
@@ -47,7 +54,7 @@ class Writer:
             dtype: type of operands, "bf16", "f16" or "f32".
             layout: mesh axes of the collectives.
         """
-        self.operations: list[Operation] = []
+        self.operations: list[Operation | Loop] = []
         """Operations so far."""
         self._prefix = prefix
         self._dtype = dtype
@@ -99,16 +106,24 @@ class Writer:
         )
 
     def attention(
-        self, name: str, shape: tuple[int, int, int, int], products: int, read: int, write: int
+        self,
+        name: str,
+        shape: tuple[int, int, int, int],
+        products: int,
+        read: int,
+        write: int,
+        *,
+        is_causal: bool = True,
     ) -> None:
-        """Add fused causal attention, which does `products` products of half the scores."""
+        """Add fused attention, which does `products` products of all scores; causal, of half."""
         batch, queries, keys, size = shape
+        pairs = batch * queries * keys
         self.operations.append(
             Operation(
                 name=self._full(name),
                 kind="attention",
                 dtype=self._dtype,
-                flop=products * batch * queries * keys * size,
+                flop=products * pairs * size * (1 if is_causal else 2),
                 read_bytes=read,
                 write_bytes=write,
                 shape=shape,
@@ -158,6 +173,15 @@ class Writer:
                 Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)
             )
 
+    @contextmanager
+    def repeated(self, name: str, count: int) -> Iterator[None]:
+        """Context whose operations are a loop of `count` runs; left out if there are none."""
+        outside, self.operations = self.operations, []
+        yield
+        body, self.operations = tuple(self.operations), outside
+        if count:
+            self.operations.append(Loop(name=self._full(name), trip_count=count, body=body))
+
     def collective(
         self, name: str, kind: CollectiveName, payload: int, axes: tuple[str, ...]
     ) -> None:
@@ -165,7 +189,7 @@ class Writer:
         self.start(name, kind, payload, axes)
         self.wait(name)
 
-    def done(self) -> tuple[Operation, ...]:
+    def done(self) -> tuple[Operation | Loop, ...]:
         """All operations so far."""
         return tuple(self.operations)
 

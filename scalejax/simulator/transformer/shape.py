@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from scalejax.config.model import ELEMENT_BYTES, CostedType
-from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, Layout
+from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, ContextStrategy, Layout
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
@@ -129,6 +129,8 @@ class Strategy:
     """Whether tokens are sharded over the tensor axis between tensor-parallel layers."""
     pipeline_chunks: int = 1
     """Interleaved chunks per pipeline stage."""
+    context_strategy: ContextStrategy = "all_gather"
+    """How attention sees tokens of other context shards, as `LayoutConfig.context_strategy`."""
     moments: Literal[0, 1, 2] = 2
     """Arrays like the parameters that the optimizer keeps: 2 for Adam, 1 for momentum."""
 
@@ -136,6 +138,12 @@ class Strategy:
         require_at_least("pipeline_chunks", self.pipeline_chunks, 1)
         if self.sequence_parallel and self.layout.tensor == 1:
             raise ConfigError(refusal("sequence_parallel", True, "it needs tensor above 1"))
+        if self.layout.context == 1 and self.context_strategy != "all_gather":
+            accepted = "it needs context above 1"
+            raise ConfigError(refusal("context_strategy", self.context_strategy, accepted))
+        if self.layout.pipeline > 1 and self.context_strategy == "ring":
+            accepted = "in 1F1B there is none, as for layout.pipeline_schedule; use all_gather"
+            raise ConfigError(refusal("context_strategy", "ring", accepted))
         if self.pipeline_chunks > 1:
             require_at_least("pipeline", self.layout.pipeline, 2)
             require_multiple(
@@ -168,6 +176,17 @@ class Strategy:
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
         parts = layout.context * (layout.tensor if self.sequence_parallel else 1)
         require_multiple("tokens", shape.tokens, parts, "the parts of a sample")
+        if self.context_strategy != "all_gather":
+            if not shape.is_fused:
+                accepted = "the closed form knows it of fused attention; use all_gather"
+                raise ConfigError(refusal("context_strategy", self.context_strategy, accepted))
+            if self.context_strategy == "ring":
+                require_multiple("tokens", shape.tokens, 2 * layout.context, "2*context")
+            else:
+                divisor = layout.tensor * layout.context
+                require_multiple("heads", shape.heads, divisor, "tensor*context")
+                if layout.context % (shape.kv_heads // layout.tensor):
+                    require_multiple("kv_heads", shape.kv_heads, divisor, "tensor*context")
         if self.zero_stage:
             require_multiple("hidden", shape.hidden, layout.data * layout.fsdp, "data*fsdp")
 
@@ -187,6 +206,8 @@ class BlockShard:
     """Recompute in the backward pass."""
     sequence_parallel: bool
     """Whether tokens are sharded over the tensor axis between layers."""
+    strategy: ContextStrategy
+    """How attention sees tokens of other context shards."""
     is_scattered: bool
     """Whether each device along data keeps only its shard of the summed gradients."""
 
@@ -220,6 +241,30 @@ class BlockShard:
         """Bytes of the queries, keys and values of this device's heads."""
         shape = self.shape
         return self.rows * shape.qkv_width * shape.element_bytes // self.layout.tensor
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys of this device's heads and tokens; values are as many."""
+        return (self.qkv_bytes - self.head_bytes) // 2
+
+    @property
+    def sent_key_bytes(self) -> int:
+        """The same, or of keys for every device, if attention over heads has fewer heads of
+        keys."""
+        heads = self.shape.kv_heads // self.layout.tensor
+        if not self.is_over_context or self.strategy != "all_to_all":
+            return self.key_bytes
+        return self.key_bytes * max(1, self.layout.context // heads)
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of what fused attention keeps of each row of scores, float32."""
+        return self.score_batch * self.shape.tokens // self.layout.context * 4
+
+    @property
+    def is_over_context(self) -> bool:
+        """Whether fused attention goes by blocks or over heads, as context shards tokens."""
+        return self.shape.is_fused and self.layout.context > 1
 
     @property
     def inner_bytes(self) -> int:
@@ -347,6 +392,7 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         strategy.split.microbatch,
         strategy.recompute,
         strategy.sequence_parallel,
+        strategy.context_strategy,
         is_summed_once,
         # As compiled; with fsdp and context gradients are summed by other collectives.
         strategy.zero_stage == 1
@@ -364,7 +410,7 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
         return None
     is_scattered = strategy.zero_stage == 1 and layout.data > 1
     is_scattered = is_scattered and layout.fsdp == layout.context == 1
-    return _block_shard(shape, layout, 1, "none", False, False, is_scattered)
+    return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -374,17 +420,20 @@ def _block_shard(
     samples: int,
     recompute: Recompute,
     sequence_parallel: bool,
+    context_strategy: ContextStrategy,
     is_summed_once: bool,
     is_scattered: bool,
 ) -> BlockShard:
-    # As in the trainer: fused attention needs the queries of all tokens.
-    is_fused = shape.is_fused and layout.context == 1
+    # As in the trainer: by blocks, which gathered keys need, there are two chunks of each shard.
+    has_chunks = context_strategy != "all_gather" or shape.tokens % (2 * layout.context) == 0
+    is_fused = shape.is_fused and (layout.context == 1 or has_chunks)
     return BlockShard(
         shape=replace(shape, is_fused=is_fused),
         layout=replace(layout, pipeline=1, data=1 if is_summed_once else layout.data),
         samples=samples,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
+        strategy=context_strategy,
         is_scattered=is_scattered,
     )
 
@@ -399,7 +448,7 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     the last multiplies by it.
     """
     parts = layout.tensor * layout.fsdp
-    shard = _block_shard(shape, layout, 1, "none", False, True, False)
+    shard = _block_shard(shape, layout, 1, "none", False, "all_gather", True, False)
     block = sum(shape.matrices) // parts + shard.small_elements + shard.norm_elements
     blocks = shape.layers * block // layout.pipeline
     tables = shape.vocabulary * shape.hidden // parts

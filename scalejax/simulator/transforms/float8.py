@@ -61,15 +61,20 @@ def _in_loops(item: Operation | Loop, kind: NarrowType) -> Operation | Loop:
 
 
 def with_float8_products(
-    operations: Iterable[Operation], kind: NarrowType = "float8"
-) -> tuple[Operation, ...]:
+    operations: Iterable[Operation | Loop], kind: NarrowType = "float8"
+) -> tuple[Operation | Loop, ...]:
     """`operations` of a block with its linear layers in fp8, or fp4."""
     return tuple(each for item in operations for each in _cast(item, kind))
 
 
-def _cast(item: Operation, kind: NarrowType) -> tuple[Operation, ...]:
+def _cast(item: Operation | Loop, kind: NarrowType) -> tuple[Operation | Loop, ...]:
     """A product of activations and a weight matrix in fp8 after a cast; other items unchanged."""
-    if item.kind != "matmul" or item.dtype != "bf16" or len(item.shape) != 4:
+    if (
+        isinstance(item, Loop)
+        or item.kind != "matmul"
+        or item.dtype != "bf16"
+        or len(item.shape) != 4
+    ):
         return (item,)
     batch, m, n, k = item.shape
     if batch > 1 and item.grouped_pass is None:

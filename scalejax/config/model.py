@@ -4,7 +4,7 @@ Separate from `models/` so that reading a config, or a cached program, needs no 
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from scalejax.config.dataset_facts import DatasetFacts, ExampleKind
@@ -21,18 +21,32 @@ from scalejax.core.serialization import Family
 ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
-CostedType = Literal[ComputeType, "float8", "float4"]
-"""`ComputeType`, or float8 or float4, in which a transformer of stacked blocks can be costed but
-not trained: linear layers in fp8 or fp4, the rest in bfloat16."""
+Float8Type = Literal["float8", "float8_blockwise", "mxfp8"]
+"""Formats of the products of linear layers in 8-bit floating point, by which values share a scale:
+all of an operand (float8), 128 or 128 x 128 (float8_blockwise), 32 (mxfp8); see
+`scalejax.models.float8`."""
+
+NarrowType = Literal[Float8Type, "float4"]
+"""Compute types of which only the products of linear layers are; float4 is costed but not
+trained."""
+
+CostedType = Literal[ComputeType, NarrowType]
+"""Compute types of decoders: `ComputeType`, or linear layers of the blocks in fp8 or fp4 and the
+rest in bfloat16."""
+
+FLOAT8_TYPES: tuple[Float8Type, ...] = get_args(Float8Type)
+"""The formats of `Float8Type`."""
+NARROW_TYPES: tuple[NarrowType, ...] = get_args(NarrowType)
+"""The types of `NarrowType`."""
 
 ELEMENT_BYTES: dict[CostedType, int] = {
     "bfloat16": 2,
     "float16": 2,
     "float32": 4,
-    "float8": 2,
-    "float4": 2,
+    **dict.fromkeys(NARROW_TYPES, 2),
 }
 """Bytes of an activation by compute type; with float8 and float4 only products are narrow."""
+
 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
@@ -98,6 +112,27 @@ class ModelConfig(Family):
             ConfigError: if one field makes the difference, naming it.
         """
         return None if dataset.kind in self.reads else self.reads[0]
+
+
+def narrow_type(compute_dtype: str) -> NarrowType | None:
+    """`compute_dtype`, if only products are in it; None otherwise."""
+    return next((each for each in NARROW_TYPES if each == compute_dtype), None)
+
+
+def float8_type(model: ModelConfig) -> Float8Type | None:
+    """The 8-bit format of the linear layers of `model`; None if it has none."""
+    return next((each for each in FLOAT8_TYPES if each == model.compute_dtype), None)
+
+
+def activation_type(model: ModelConfig) -> ComputeType:
+    """Element type of the activations of `model`, and of its products that are not in fp8."""
+    kind = model.compute_dtype
+    return kind if kind in ("bfloat16", "float16", "float32") else "bfloat16"
+
+
+def with_activation_type(model: ModelConfig) -> ModelConfig:
+    """`model` with all products in its `activation_type`."""
+    return replace(model, compute_dtype=activation_type(model)) if float8_type(model) else model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +319,7 @@ class DecoderConfig(ModelConfig):
     def require_stack(self) -> None:
         """Refuse float8 and float4 with one block: the products to cast are found in the loop over
         blocks."""
-        if self.compute_dtype in ("float8", "float4") and self.layers == 1:
+        if self.compute_dtype in NARROW_TYPES and self.layers == 1:
             accepted = (
                 f'{self.compute_dtype} needs a stack of at least 2 blocks; use 2, or "bfloat16"'
             )
@@ -338,8 +373,9 @@ class GptConfig(DecoderConfig):
     """fused: one cuDNN kernel (NVIDIA GPUs from compute capability 8.0 on, 16 bits). unfused:
     separate matrix products and softmax. auto: fused where the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8, float4: costed only, linear layers in fp8 or fp4 and
-    the rest in bfloat16."""
+    """Element type of activations; float8, float8_blockwise and mxfp8: linear layers in fp8, with a
+    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4: costed
+    only."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
@@ -483,8 +519,9 @@ class LlamaConfig(DecoderConfig):
     """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
     the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8, float4: costed only, linear layers in fp8 or fp4 and
-    the rest in bfloat16."""
+    """Element type of activations; float8, float8_blockwise and mxfp8: linear layers in fp8, with a
+    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4: costed
+    only."""
     scaled_embeddings: bool = False
     """Whether embedded tokens are multiplied by the root of `hidden` (Gemma 3)."""
     block: BlockConfig = BlockConfig()

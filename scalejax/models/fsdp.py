@@ -9,6 +9,7 @@ compute type.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,16 @@ from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import PartitionSpec
 
-from scalejax.config.model import Remat
+from scalejax.config.model import Float8Type, Remat
 from scalejax.config.parallelism import FSDP, TENSOR
+from scalejax.models.float8 import (
+    Quantised,
+    along_sum,
+    forward_type,
+    gradient_type,
+    quantised,
+    restored,
+)
 from scalejax.models.lora import AdaptedLayer, adapter_specs
 from scalejax.models.sharding import (
     axis_size,
@@ -204,13 +213,98 @@ def _product_backward(
 
 def _operand_shape(equation: str, result: jax.Array, kernel: jax.Array) -> jax.ShapeDtypeStruct:
     """Shape and type of the activations of an einsum, from its result and its matrix."""
-    operands, after = equation.split("->")
-    rows, matrix = operands.split(",")
+    (rows, matrix), after = _letters(equation)
     sizes = dict(zip(after + matrix, (*result.shape, *kernel.shape), strict=True))
     return jax.ShapeDtypeStruct([sizes[letter] for letter in rows], kernel.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _float8_product(
+    equation: str,
+    kept: PartitionSpec | None,
+    recipe: Float8Type,
+    activations: jax.Array,
+    kernel: jax.Array,
+) -> jax.Array:
+    """The product in 8-bit floating point (`scalejax.models.float8`): the operands of all three
+    products, forward and of both gradients, are rounded to it; results are not.
+
+    Args:
+        equation: equation of the einsum.
+        kept: sharding of the matrix, which is all-gathered in each pass, before it is rounded;
+            None for one that is gathered already.
+        recipe: which values share a scale.
+        activations: rows of the batch.
+        kernel: the matrix, in the type of the activations.
+    """
+    (rows, matrix), result = _letters(equation)
+    whole = kernel if kept is None else _brought(kernel, kept)
+    dtype = forward_type(recipe)
+    narrow = along_sum(activations, rows, result, recipe, dtype, is_matrix=False)
+    return jnp.einsum(
+        equation, narrow, along_sum(whole, matrix, result, recipe, dtype, is_matrix=True)
+    )
+
+
+def _letters(equation: str) -> tuple[tuple[str, str], str]:
+    """Letters of the two operands of an einsum, and of its result."""
+    operands, result = equation.split("->")
+    rows, matrix = operands.split(",")
+    return (rows, matrix), result
+
+
+def _float8_forward(
+    equation: str,
+    kept: PartitionSpec | None,
+    recipe: Float8Type,
+    activations: CustomVJPPrimal,
+    kernel: CustomVJPPrimal,
+) -> tuple[jax.Array, tuple[Any, jax.Array]]:
+    """The product, and what its gradients need: activations in 8 bits where one scale serves both
+    products that read them."""
+    result = _float8_product(equation, kept, recipe, activations.value, kernel.value)
+    saved = None
+    if kernel.perturbed:
+        saved = activations.value
+        if recipe == "float8":
+            saved = quantised(saved, forward_type(recipe))
+    return result, (saved, kernel.value)  # type: ignore[return-value]
+
+
+def _float8_backward(
+    equation: str,
+    kept: PartitionSpec | None,
+    recipe: Float8Type,
+    saved: tuple[Any, jax.Array],
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    (rows, matrix), result = _letters(equation)
+    activations, kernel = saved
+    whole = kernel if kept is None else _brought(kernel, kept)
+    forward, backward = forward_type(recipe), gradient_type(recipe)
+    of_activations = jnp.einsum(
+        f"{result},{matrix}->{rows}",
+        along_sum(gradient, result, rows, recipe, backward, is_matrix=False),
+        along_sum(whole, matrix, rows, recipe, forward, is_matrix=True),
+    )
+    if activations is None:  # the matrix is frozen
+        return of_activations, None
+    if isinstance(activations, Quantised):
+        narrow = restored(activations, kernel.dtype)
+    else:
+        narrow = along_sum(activations, rows, matrix, recipe, forward, is_matrix=False)
+    of_kernel = jnp.einsum(
+        f"{rows},{result}->{matrix}",
+        narrow,
+        along_sum(gradient, result, matrix, recipe, backward, is_matrix=False),
+    )
+    return of_activations, of_kernel if kept is None else constrained(of_kernel, kept)
+
+
+_float8_product.defvjp(_float8_forward, _float8_backward, symbolic_zeros=True)
 
 
 def _is_summed(kept: PartitionSpec) -> bool:
@@ -255,7 +349,7 @@ def linear(
         remat: what the backward pass of the block recomputes.
     """
     bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
-    result = multiplied(layer.kernel[...], equation, kept, x, remat)
+    result = multiplied(layer.kernel[...], equation, kept, x, remat, recipe_of(layer))
     if (adaptation := adapted(layer, equation, kept, x, remat)) is not None:
         result = result + adaptation
     return result if bias is None else result + jnp.expand_dims(bias, (0, 1))
@@ -272,8 +366,7 @@ def adapted(
     (x A) B; None if it has none. Arguments as for `linear`."""
     if not isinstance(layer, AdaptedLayer):
         return None
-    operands, result = equation.split("->")
-    rows, matrix = operands.split(",")
+    (rows, matrix), result = _letters(equation)
     inputs = "".join(letter for letter in matrix if letter not in result)
     narrow = "".join(letter for letter in rows if letter not in inputs) + "R"
     split_a, split_b = adapter_specs(kept)
@@ -284,12 +377,36 @@ def adapted(
     return multiplied(b, back, split_b, narrowed * layer.lora_scale, remat)
 
 
+def recipe_of(layer: nnx.Module) -> Float8Type | None:
+    """In which 8-bit format the layer's products are; None if they are in the compute type."""
+    return getattr(layer, "float8_recipe", None)
+
+
+def in_float8(network: nnx.Module, recipe: Float8Type) -> None:
+    """Compute the linear layers of the blocks of `network` in 8-bit floating point."""
+    for path, layer in nnx.iter_modules(network):
+        if path and path[0] == "blocks" and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            layer.float8_recipe = recipe  # type: ignore[attr-defined]  a static attribute more
+
+
 def multiplied(
-    kernel: jax.Array, equation: str, kept: PartitionSpec, x: jax.Array, remat: Remat
+    kernel: jax.Array,
+    equation: str,
+    kept: PartitionSpec,
+    x: jax.Array,
+    remat: Remat,
+    recipe: Float8Type | None = None,
 ) -> jax.Array:
-    """The product of `x` and a kernel sharded over fsdp; arguments as for `linear`."""
+    """The product of `x` and a kernel sharded over fsdp, in the 8-bit format `recipe` if there is
+    one; other arguments as for `linear`."""
     kernel = kernel.astype(x.dtype)
-    if remat in ("selective_op", "full"):
+    is_gathered = remat in ("selective_op", "full")
+    result: jax.Array
+    if recipe is not None:
+        brought = gathered(kernel, kept) if is_gathered else kernel
+        used = None if is_gathered else kept
+        result = _float8_product(equation, used, recipe, x, brought)  # type: ignore[assignment]
+    elif is_gathered:
         result = jnp.einsum(equation, x, gathered(kernel, kept))
     else:
         result = product(equation, kept, x, kernel)

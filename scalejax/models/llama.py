@@ -29,7 +29,7 @@ from scalejax.models.blocks import (
     with_added,
 )
 from scalejax.models.decoder import TOKENS, CausalNetwork
-from scalejax.models.fsdp import adapted, linear, multiplied
+from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of
 from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, Routers
 from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
@@ -233,7 +233,8 @@ class FeedForward(nnx.Module):
         kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
         columns = P(FSDP, TENSOR)
         parts_BSF = [
-            multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op") for each in kernels_DF
+            multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op", recipe_of(self.gated))
+            for each in kernels_DF
         ]
         adaptation_BSNF = adapted(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, "selective_op")
         if adaptation_BSNF is None:

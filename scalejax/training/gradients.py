@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import LlamaConfig
+from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
@@ -217,7 +217,7 @@ def by_timetable(
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
     microbatches = run.split.microbatches
     ticks = PipelineTicks(run.config.layout.pipeline_schedule, stages, microbatches, chunks)
-    dtype = jnp.dtype(run.config.model.compute_dtype)
+    dtype = jnp.dtype(activation_type(run.config.model))
 
     def network_of(ends: PyTree, blocks: PyTree) -> CausalNetwork:
         network = network_with(setup, bn, {**ends, _BLOCKS: blocks}, model_state)

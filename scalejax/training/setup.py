@@ -13,7 +13,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from scalejax.config.model import DecoderConfig, ModelConfig
+from scalejax.config.model import (
+    DecoderConfig,
+    ModelConfig,
+    float8_type,
+    with_activation_type,
+)
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import (
@@ -24,6 +29,7 @@ from scalejax.models import (
     network_class,
 )
 from scalejax.models.attention_blocks import has_fused_blocks
+from scalejax.models.fsdp import in_float8
 from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
@@ -49,9 +55,6 @@ def train_setup(
     """The train setup of `run` for the devices of `mesh`; if None, with plain JAX operations only.
 
     `schedule`, if given, replaces the learning rate of the config.
-
-    Raises:
-        ConfigError: if its compute type is for costing only.
     """
     _require_trained_type(run.config.model)
     device = None if mesh is None or lacks_fused_blocks(run) else mesh.devices.flat[0]
@@ -103,10 +106,10 @@ def schedule_of(run: ResolvedRun) -> Schedule:
 
 def _require_trained_type(model: ModelConfig) -> None:
     """Refuse compute types that can be costed but not trained."""
-    if model.compute_dtype in ("float8", "float4"):
+    if model.compute_dtype == "float4":
         accepted = (
             "it is for costing only: predict, explain and search know what linear layers in it "
-            'cost, and nothing trains in them; use "bfloat16"'
+            'cost, and nothing trains in them; use "bfloat16" or "mxfp8"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
@@ -160,8 +163,10 @@ def network_with(
 def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
     """The network initialised from the run's seed."""
     run = setup.run
-    rngs = nnx.Rngs(run.config.seed)
-    network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
+    rngs, model = nnx.Rngs(run.config.seed), run.config.model
+    network = build_network(with_activation_type(model), run.dataset, bn=bn, rngs=rngs)
+    if (recipe := float8_type(model)) is not None:
+        in_float8(network, recipe)
     tuning = run.config.fine_tuning
     freeze_norms(tuning, network)
     if tuning is not None and tuning.lora is not None:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalejax.config.model import activation_type
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
@@ -248,7 +249,7 @@ def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
         if is_cast(model, parameter_path(path)):
             # Constrained to be sharded after the cast, or the compiler would gather before it.
             parts = _over_data(leaf, sharding)
-            leaf = lax.with_sharding_constraint(leaf.astype(model.compute_dtype), parts)
+            leaf = lax.with_sharding_constraint(leaf.astype(activation_type(model)), parts)
         return lax.with_sharding_constraint(leaf, sharding)
 
     learning = (learning_params(setup, tree) for tree in (params, used))

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from scalejax.config.model import LlamaConfig
+from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
@@ -65,7 +65,7 @@ def read_step(
             layout.pipeline_schedule, stages, run.split.microbatches, layout.pipeline_chunks
         )
         program = with_bubble(program, ticks)
-    compute_type = _COMPUTE_TYPES.get(run.config.model.compute_dtype)
+    compute_type = _COMPUTE_TYPES.get(activation_type(run.config.model))
     if program.backend == "cpu" and compute_type is not None:
         typed = partial(_with_product_type, compute_type=compute_type)
         return replace(program, operations=each_changed(program.operations, typed))

@@ -7,7 +7,15 @@ nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config.model import ELEMENT_BYTES, CostedType, DecoderConfig, GptConfig, ModelConfig
+from scalejax.config.model import (
+    ELEMENT_BYTES,
+    FLOAT8_TYPES,
+    CostedType,
+    DecoderConfig,
+    GptConfig,
+    ModelConfig,
+    narrow_type,
+)
 from scalejax.config.parallelism import stage_layers
 from scalejax.config.run import ResolvedRun, resolve
 from scalejax.core.errors import ConfigError, refusal
@@ -212,7 +220,10 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     return run if compiled == model else replace(run, config=replace(run.config, model=compiled))
 
 
-_UNITS: dict[CostedType, RateType] = {"float8": "fp8", "float4": "fp4"}
+_UNITS: dict[CostedType, RateType] = {
+    **dict.fromkeys(FLOAT8_TYPES, "fp8"),
+    "float4": "fp4",
+}
 """The chip's units for compute types of which only products are."""
 
 
@@ -230,5 +241,8 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
 
 def restored(program: Program, run: ResolvedRun) -> Program:
     """Program of `run`, derived from `program`, that of its substitute by `for_chip`."""
-    kind = run.config.model.compute_dtype
-    return in_float8(program, kind) if kind == "float8" or kind == "float4" else program
+    kind, tuning = narrow_type(run.config.model.compute_dtype), run.config.fine_tuning
+    if kind is None:
+        return program
+    lora = None if tuning is None else tuning.lora
+    return in_float8(program, kind, None if lora is None else lora.rank)

@@ -2,7 +2,6 @@
 may ask for them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from program_cases import kept_jobs, program_of
@@ -17,8 +16,7 @@ from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transformer import Strategy, transformer_program
-from scalejax.simulator.transforms.float8 import in_float8
-from scalejax.training.train import train
+from scalejax.simulator.transforms.float8 import in_float8, with_float8_products
 from scalejax.xla import ProfileJob, profile_many
 
 LINEAR = Operation(
@@ -35,12 +33,15 @@ HEAD = replace(LINEAR, name="head")
 
 
 def test_products_of_blocks_are_cast_and_nothing_else():
-    """In the loop over blocks: not the products of attention, nor the output layer outside it."""
+    """In the loop over blocks: not the products of attention, nor adapters, nor the output layer
+    outside of it."""
     blocks = Loop(name="blocks", trip_count=3, body=(LINEAR, SCORES))
     microbatches = Loop(name="microbatches", trip_count=2, body=(blocks, HEAD))
 
     program = in_float8(program_of(microbatches))
 
+    narrow = replace(LINEAR, shape=(1, 4096, 16, 4096))
+    assert with_float8_products([narrow], adapter_rank=16) == (narrow,)
     (outer,) = program.operations
     assert isinstance(outer, Loop)
     inner, head = outer.body
@@ -139,14 +140,6 @@ def test_the_closed_form_casts_the_same_products():
 
     assert fp8.operations == in_float8(bf16).operations
     assert fp8.memory == bf16.memory
-
-
-def test_float8_does_not_train(tmp_path):
-    """Refused before anything is written, with what would do."""
-    with pytest.raises(ConfigError, match=r"compute_dtype='float8'.*costing only.*\"bfloat16\""):
-        train(run_in("float8").config, Path(tmp_path) / "run")
-
-    assert not (tmp_path / "run").exists()
 
 
 def test_float8_is_refused_where_it_means_nothing():

@@ -10,6 +10,7 @@ and counters take a launch and no time. Knows no hardware.
 from functools import lru_cache
 from math import isqrt
 
+from scalejax.config.model import narrow_type
 from scalejax.config.parallelism import CONTEXT, FSDP, TENSOR
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer import context_attention
@@ -90,10 +91,8 @@ class _Block:
     def done(self) -> tuple[Operation | Loop, ...]:
         """All operations so far, with products in fp8 or fp4 if that is the compute type."""
         operations = self.write.done()
-        kind = self.shard.shape.compute_dtype
-        if kind == "float8" or kind == "float4":
-            return with_float8_products(operations, kind)
-        return operations
+        kind = narrow_type(self.shard.shape.compute_dtype)
+        return operations if kind is None else with_float8_products(operations, kind)
 
     def gather(self, *names: str) -> None:
         """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from scalejax.config.model import ELEMENT_BYTES, CostedType
+from scalejax.config.model import ELEMENT_BYTES, NARROW_TYPES, CostedType
 from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, ContextStrategy, Layout
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
 _CACHE_SIZE = 65536  # entries of the caches
 _OPERAND_TYPES: dict[CostedType, str] = {
-    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8": "bf16",
-    "float4": "bf16",
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", **dict.fromkeys(NARROW_TYPES, "bf16"),
 }  # fmt: skip
 
 Recompute = Literal["none", "selective", "selective_op", "full"]

@@ -1,38 +1,44 @@
 """Program with linear layers in 8-bit or 4-bit floating point, derived from the program in bf16.
 
-A costing type: the trainer does not train in it. Every product of a linear layer, forward and of
+What the trainer trains (`models/float8.py`) as frameworks run it: the compiler's own program of it
+differs in the casts, which it fuses where it can, and in sums of largest values over devices; and
+some chips cannot be compiled for. Every product of a linear layer, forward and of
 both gradients, runs at the chip's rate for fp8, after its two operands have been cast to 8 bits.
 Attention, as in Transformer Engine and torchao, and the output layer stay in bf16; so do all sums
 and gathers. The largest value of an operand (amax), by which it is scaled, is computed by the
 operation that produces it. A gradient that two products share is cast twice, a sixth too much of
-the cast bytes. In 4 bits blocks of 16 share a scale of a byte (NVFP4), and all linear layers are
-products in 4 bits: left out are the few that recipes keep in 16, and the transforms of gradients
-before they are rounded. Knows nothing of hardware.
+the cast bytes. Of blocks the scales are counted too: 4 bytes for 128 values, a byte for 32
+(MXFP8). In 4 bits blocks of 16 share a scale of a byte (NVFP4), and all linear layers are products
+in 4 bits: left out are the few that recipes keep in 16, and the transforms of gradients before they
+are rounded. Knows nothing of hardware.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433; NVIDIA 2025,
 "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
 
+from scalejax.config.model import NarrowType
 from scalejax.simulator.program import Loop, Operation, Program
 
 FP8 = "f8e4m3fn"
 """XLA's name of the type."""
 _WIDE_BYTES = 2  # of an element of bf16
-NarrowType = Literal["float8", "float4"]
-"""Compute types of which only the products of linear layers are."""
 _TYPES: dict[NarrowType, tuple[str, str, float]] = {
     "float8": (FP8, "fp8", 1.0),
+    "float8_blockwise": (FP8, "fp8", 1 + 4 / 128),
+    "mxfp8": (FP8, "fp8", 1 + 1 / 32),
     "float4": ("f4e2m1fn", "fp4", 0.5 + 1 / 16),
 }
 """XLA's name of each, its short name, and the bytes of an element with its share of the scale."""
 
 
-def in_float8(program: Program, kind: NarrowType = "float8") -> Program:
+def in_float8(
+    program: Program, kind: NarrowType = "float8", adapter_rank: int | None = None
+) -> Program:
     """`program` with the products of its linear layers in fp8, or fp4.
 
     Linear layers are the products of single matrices in its innermost loops, over blocks;
@@ -42,32 +48,40 @@ def in_float8(program: Program, kind: NarrowType = "float8") -> Program:
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.
         kind: type of the products.
+        adapter_rank: rank of its adapters (LoRA), whose products stay in bf16; None without.
     """
-    operations = tuple(_in_loops(item, kind) for item in program.operations)
+    cast = partial(_cast, kind=kind, adapter_rank=adapter_rank)
+    operations = tuple(_in_loops(item, cast) for item in program.operations)
     note = f"linear layers in {_TYPES[kind][1]}: derived from the program in bf16"
     return replace(program, operations=operations, notes=(*program.notes, note))
 
 
-def _in_loops(item: Operation | Loop, kind: NarrowType) -> Operation | Loop:
+def _in_loops(
+    item: Operation | Loop,
+    cast: Callable[[Operation | Loop], tuple[Operation | Loop, ...]],
+) -> Operation | Loop:
     if not isinstance(item, Loop):
         return item
     if any(isinstance(inner, Loop) and inner.expert_blocks is None for inner in item.body):
-        return replace(item, body=tuple(_in_loops(inner, kind) for inner in item.body))
+        return replace(item, body=tuple(_in_loops(inner, cast) for inner in item.body))
     body: list[Operation | Loop] = []
     for inner in item.body:  # experts are linear layers of the block that they are in
-        is_loop = isinstance(inner, Loop)
-        body.extend((_in_loops(inner, kind),) if is_loop else _cast(inner, kind))
+        body.extend((_in_loops(inner, cast),) if isinstance(inner, Loop) else cast(inner))
     return replace(item, body=tuple(body))
 
 
 def with_float8_products(
-    operations: Iterable[Operation | Loop], kind: NarrowType = "float8"
+    operations: Iterable[Operation | Loop],
+    kind: NarrowType = "float8",
+    adapter_rank: int | None = None,
 ) -> tuple[Operation | Loop, ...]:
     """`operations` of a block with its linear layers in fp8, or fp4."""
-    return tuple(each for item in operations for each in _cast(item, kind))
+    return tuple(each for item in operations for each in _cast(item, kind, adapter_rank))
 
 
-def _cast(item: Operation | Loop, kind: NarrowType) -> tuple[Operation | Loop, ...]:
+def _cast(
+    item: Operation | Loop, kind: NarrowType, adapter_rank: int | None
+) -> tuple[Operation | Loop, ...]:
     """A product of activations and a weight matrix in fp8 after a cast; other items unchanged."""
     if (
         isinstance(item, Loop)
@@ -77,7 +91,7 @@ def _cast(item: Operation | Loop, kind: NarrowType) -> tuple[Operation | Loop, .
     ):
         return (item,)
     batch, m, n, k = item.shape
-    if batch > 1 and item.grouped_pass is None:
+    if (batch > 1 and item.grouped_pass is None) or adapter_rank in (m, n, k):
         return (item,)
     # Of a grouped product the matrices of all experts, and rows as wide as either side.
     operands = batch * (m * (n if item.grouped_pass == "input_gradient" else k) + k * n)

@@ -33,6 +33,11 @@ class Preset:
     surplus: int = 0
     """Parameters of the network here less those published, where a layer differs from the
     published one."""
+    active_parameters: int | None = None
+    """Parameters that a token goes through, as published, of a mixture of experts; None for others,
+    or if not published."""
+    active_rounded_to: int = 1
+    """Unit that `active_parameters` is rounded to."""
     source: str
     """Publication."""
 
@@ -195,6 +200,63 @@ def _nemotron4(
     )
 
 
+def _mixture(
+    layers: int,
+    hidden: int,
+    heads: int,
+    moe: dict[str, JsonValue],
+    *,
+    vocabulary: int,
+    tokens: int,
+    parameters: int,
+    rounded_to: int = 1,
+    active: int | None,
+    active_rounded_to: int = 10**8,
+    source: str,
+    surplus: int = 0,
+    **sizes: JsonValue,
+) -> Preset:
+    """A mixture of experts; `ffn_hidden` is that of its dense layers, and unused without any."""
+    usual: dict[str, JsonValue] = {"kv_heads": heads, "ffn_hidden": moe["expert_hidden"]}
+    return Preset(
+        network="llama",
+        sizes={"layers": layers, "hidden": hidden, "heads": heads, **usual, **sizes, "moe": moe},
+        vocabulary=vocabulary,
+        tokens=tokens,
+        parameters=parameters,
+        rounded_to=rounded_to,
+        surplus=surplus,
+        active_parameters=active,
+        active_rounded_to=active_rounded_to,
+        source=source,
+    )
+
+
+def _experts(
+    experts: int, experts_per_token: int, expert_hidden: int, **others: JsonValue
+) -> dict[str, JsonValue]:
+    counts = {"experts": experts, "experts_per_token": experts_per_token}
+    return {**counts, "expert_hidden": expert_hidden, **others}
+
+
+_MLA: dict[str, JsonValue] = {
+    "kv_lora_rank": 512,
+    "nope_head_size": 128,
+    "rope_head_size": 64,
+    "value_head_size": 128,
+}
+_MLA_OF_QUERIES: dict[str, JsonValue] = {**_MLA, "q_lora_rank": 1536}
+_SIGMOID: dict[str, JsonValue] = {"scores": "sigmoid", "balance": "bias"}
+_QWEN3_BLOCK: dict[str, JsonValue] = {"head_size": 128, "qk_norm": "head"}
+_GPT_OSS_BLOCK: dict[str, JsonValue] = {
+    "head_size": 64,
+    "qkv_bias": True,
+    "sliding_window": 128,
+    "global_every": 2,
+    "attention_sinks": True,
+}
+
+
 _GPT2 = "Radford et al. 2019, table 2; parameters of the published checkpoints"
 _GPT3 = "Brown et al. 2020, arXiv 2005.14165, table 2.1"
 _BERT = "Devlin et al. 2018, arXiv 1810.04805, section 3; parameters of BertForMaskedLM in \
@@ -255,6 +317,230 @@ PRESETS: dict[str, Preset] = {
     ),
     "nemotron4-340b": _nemotron4(
         96, 18_432, 96, 73_728, 341_000_000_000, "NVIDIA 2024, arXiv 2406.11704, table 1"
+    ),
+    "mixtral-8x7b": _mixture(
+        32,
+        4096,
+        32,
+        _experts(8, 2, 14_336),
+        kv_heads=8,
+        rope_theta=1e6,
+        vocabulary=32_000,
+        tokens=32_768,
+        parameters=46_702_792_704,
+        active=12_900_000_000,
+        source="Jiang et al. 2024, arXiv 2401.04088, table 1; parameters of the checkpoint",
+    ),
+    "mixtral-8x22b": _mixture(
+        56,
+        6144,
+        48,
+        _experts(8, 2, 16_384),
+        kv_heads=8,
+        rope_theta=1e6,
+        vocabulary=32_000,
+        tokens=65_536,
+        parameters=140_620_634_112,
+        active=39_000_000_000,
+        active_rounded_to=10**9,
+        source="Mistral AI, 17 April 2024, mixtral-8x22b; parameters of the checkpoint",
+    ),
+    "dbrx": _mixture(
+        40,
+        6144,
+        48,
+        _experts(16, 4, 10_752),
+        kv_heads=8,
+        rope_theta=5e5,
+        vocabulary=100_352,
+        tokens=32_768,
+        parameters=132_000_000_000,
+        rounded_to=10**9,
+        active=36_000_000_000,
+        active_rounded_to=10**9,
+        source="Databricks, 27 March 2024, introducing DBRX; sizes of the checkpoint",
+    ),
+    # the router keeps the scores of a softmax over all experts
+    "olmoe-7b-1b": _mixture(
+        16,
+        2048,
+        16,
+        _experts(64, 8, 1024, router={"normalise_weights": False}),
+        block={"qk_norm": "all_heads"},
+        rope_theta=1e4,
+        vocabulary=50_304,
+        tokens=4096,
+        parameters=6_919_161_856,
+        active=1_300_000_000,
+        source="Muennighoff et al. 2024, arXiv 2409.02060, table 1; parameters of the checkpoint",
+    ),
+    "qwen3-30b-a3b": _mixture(
+        48,
+        2048,
+        32,
+        _experts(128, 8, 768),
+        kv_heads=4,
+        block=_QWEN3_BLOCK,
+        rope_theta=1e6,
+        norm_epsilon=1e-6,
+        vocabulary=151_936,
+        tokens=32_768,
+        parameters=30_532_122_624,
+        active=3_300_000_000,
+        source="Qwen Team 2025, arXiv 2505.09388, table 2; parameters of the checkpoint",
+    ),
+    "qwen3-235b-a22b": _mixture(
+        94,
+        4096,
+        64,
+        _experts(128, 8, 1536),
+        kv_heads=4,
+        block=_QWEN3_BLOCK,
+        rope_theta=1e6,
+        norm_epsilon=1e-6,
+        vocabulary=151_936,
+        tokens=32_768,
+        parameters=235_093_634_560,
+        active=22_000_000_000,
+        active_rounded_to=10**9,
+        source="Qwen Team 2025, arXiv 2505.09388, table 2; parameters of the checkpoint",
+    ),
+    "deepseek-v2-lite": _mixture(
+        27,
+        2048,
+        16,
+        _experts(
+            64, 6, 1408, shared_experts=2, dense_layers=1, router={"normalise_weights": False}
+        ),
+        ffn_hidden=10_944,
+        mla=_MLA,
+        rope_theta=1e4,
+        norm_epsilon=1e-6,
+        vocabulary=102_400,
+        tokens=32_768,
+        parameters=15_706_484_224,
+        active=2_400_000_000,
+        source="DeepSeek-AI 2024, arXiv 2405.04434, appendix B; parameters of the checkpoint",
+    ),
+    # without multi-token prediction; the bias of experts is no parameter here, but a statistic
+    "deepseek-v3": _mixture(
+        61,
+        7168,
+        128,
+        _experts(
+            256,
+            8,
+            2048,
+            shared_experts=1,
+            dense_layers=3,
+            router={**_SIGMOID, "scaling": 2.5, "groups": 8, "groups_per_token": 4},
+        ),
+        ffn_hidden=18_432,
+        mla=_MLA_OF_QUERIES,
+        rope_theta=1e4,
+        norm_epsilon=1e-6,
+        vocabulary=129_280,
+        tokens=4096,
+        parameters=671_026_419_200,
+        surplus=-58 * 256,
+        active=37_000_000_000,
+        active_rounded_to=10**9,
+        source="DeepSeek-AI 2024, arXiv 2412.19437, section 4.2; parameters of the checkpoint",
+    ),
+    "kimi-k2": _mixture(
+        61,
+        7168,
+        64,
+        _experts(
+            384,
+            8,
+            2048,
+            shared_experts=1,
+            dense_layers=1,
+            router={**_SIGMOID, "scaling": 2.827},
+        ),
+        ffn_hidden=18_432,
+        mla=_MLA_OF_QUERIES,
+        rope_theta=5e4,
+        norm_epsilon=1e-6,
+        vocabulary=163_840,
+        tokens=4096,
+        parameters=1_026_408_232_448,
+        surplus=-60 * 384,
+        active=32_000_000_000,
+        active_rounded_to=10**9,
+        source="Kimi Team 2025, arXiv 2507.20534, table 2, which says 1.04e12 and 32.6e9; "
+        "parameters of the checkpoint, and active ones of its card",
+    ),
+    # without the biases of projection, router and experts: 0.04 %
+    "gpt-oss-20b": _mixture(
+        24,
+        2880,
+        64,
+        _experts(32, 4, 2880),
+        kv_heads=8,
+        block=_GPT_OSS_BLOCK,
+        rope_theta=1.5e5,
+        vocabulary=201_088,
+        tokens=131_072,
+        parameters=20_910_000_000,
+        rounded_to=10**7,
+        active=3_610_000_000,
+        active_rounded_to=10**7,
+        source="OpenAI 2025, arXiv 2508.10925, table 1",
+    ),
+    "gpt-oss-120b": _mixture(
+        36,
+        2880,
+        64,
+        _experts(128, 4, 2880),
+        kv_heads=8,
+        block=_GPT_OSS_BLOCK,
+        rope_theta=1.5e5,
+        vocabulary=201_088,
+        tokens=131_072,
+        parameters=116_830_000_000,
+        rounded_to=10**7,
+        active=5_130_000_000,
+        active_rounded_to=10**7,
+        source="OpenAI 2025, arXiv 2508.10925, table 1",
+    ),
+    # the text model, without 0.87e9 that see; rotated in every layer, and not attending in chunks
+    "llama4-scout": _mixture(
+        48,
+        5120,
+        40,
+        _experts(
+            16, 1, 8192, shared_experts=1, router={"scores": "sigmoid", "normalise_weights": False}
+        ),
+        kv_heads=8,
+        rope_theta=5e5,
+        vocabulary=202_048,
+        tokens=8192,
+        parameters=109_000_000_000,
+        rounded_to=10**9,
+        surplus=-870_000_000,
+        active=17_000_000_000,
+        active_rounded_to=10**9,
+        source="Meta, 5 April 2025, The Llama 4 herd; sizes of the checkpoint",
+    ),
+    # experts are gated by GELU there; active parameters were published as a share alone, a quarter
+    "grok-1": _mixture(
+        64,
+        6144,
+        48,
+        _experts(8, 2, 32_768, router={"normalise_weights": False}),
+        kv_heads=8,
+        rope_theta=1e4,
+        tied_embeddings=True,
+        scaled_embeddings=True,
+        block={"post_norms": True},
+        vocabulary=131_072,
+        tokens=8192,
+        parameters=314_000_000_000,
+        rounded_to=10**9,
+        active=None,
+        source="xAI, 17 March 2024, github.com/xai-org/grok-1",
     ),
     "bert-base": Preset(
         network="bert_base",

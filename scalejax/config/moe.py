@@ -23,17 +23,36 @@ AT_EVEN_LOAD = "blocks_at_even_load_"
 that it has where they are even."""
 
 
-def length_at_even_load(scope: str) -> int | None:
-    """Times that the loop in the innermost name scope runs where loads of experts are even; None if
-    its length does not follow them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksAtEvenLoad:
+    """A loop over blocks of the rows of a device's experts, where their loads are even."""
+
+    blocks: int
+    """Times that it runs."""
+    experts: int
+    """Experts on the device."""
+    rows: int
+    """Rows of a block, all of one expert."""
+
+    @property
+    def scope(self) -> str:
+        """Name scope of the loop, by which it is known again in the compiled step."""
+        return f"{AT_EVEN_LOAD}{self.blocks}_experts_{self.experts}_rows_{self.rows}"
+
+
+def blocks_at_even_load(scope: str) -> BlocksAtEvenLoad | None:
+    """The loop over blocks in the innermost name scope; None if it is none.
 
     Example:
-        >>> from scalejax.config.moe import length_at_even_load
-        >>> length_at_even_load("jvp()/blocks_at_even_load_16/while")
-        16
+        >>> from scalejax.config.moe import blocks_at_even_load
+        >>> blocks_at_even_load("jvp()/blocks_at_even_load_16_experts_4_rows_64/while")
+        BlocksAtEvenLoad(blocks=16, experts=4, rows=64)
     """
-    found = re.search(rf"{AT_EVEN_LOAD}(\d+)(?:/while)?$", scope)
-    return int(found[1]) if found else None
+    found = re.search(rf"{AT_EVEN_LOAD}(\d+)_experts_(\d+)_rows_(\d+)(?:/while)?$", scope)
+    if found is None:
+        return None
+    blocks, experts, rows = map(int, found.groups())
+    return BlocksAtEvenLoad(blocks=blocks, experts=experts, rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

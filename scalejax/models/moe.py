@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.model import LlamaConfig, ModelConfig, Remat
-from scalejax.config.moe import AT_EVEN_LOAD, MoeConfig
+from scalejax.config.moe import BlocksAtEvenLoad, MoeConfig
 from scalejax.config.parallelism import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.models.network import PartitionRules
 from scalejax.models.sharding import constraints, divisible, is_of_layout, is_zigzag, zigzag_chunks
@@ -483,7 +483,9 @@ def _over_blocks(
 ) -> Any:
     """`body` for each block. The name says how many there are at even loads, by which the compiled
     loop is costed (`scalejax.xla.reader`)."""
-    with jax.named_scope(f"{AT_EVEN_LOAD}{blocks.at_even_load(table.sizes_E.size)}"):
+    experts = table.sizes_E.size
+    even = BlocksAtEvenLoad(blocks=blocks.at_even_load(experts), experts=experts, rows=blocks.rows)
+    with jax.named_scope(even.scope):
         return lax.fori_loop(0, table.blocks_E[-1], body, start)
 
 

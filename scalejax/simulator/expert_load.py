@@ -123,7 +123,7 @@ def with_expert_load(program: Program, exponent: float) -> Program:
         if item.grouped_pass is not None and item.shape:
             return _with_rows(item, factor(item.shape[0] * devices))
         collective = item.collective
-        if collective is None or collective.tokens is None:
+        if collective is None or collective.tokens is None or collective.tokens.has_capacity:
             return item
         times = factor(collective.tokens.experts)
         return replace(
@@ -150,7 +150,14 @@ def with_expert_load(program: Program, exponent: float) -> Program:
             for item in items
         )
 
-    return replace(program, operations=of_blocks(each_changed(program.operations, loaded)))
+    operations = of_blocks(each_changed(program.operations, loaded))
+    if operations == program.operations:
+        return program
+    note = (
+        f"tokens choose experts by a power law of exponent {exponent:g}: the step is that of the "
+        "fullest device"
+    )
+    return replace(program, operations=operations, notes=(*program.notes, note))
 
 
 def _with_rows(item: Operation, times: float) -> Operation:

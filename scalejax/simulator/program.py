@@ -61,6 +61,9 @@ class RoutedTokens:
     """Routed experts on all devices of the group."""
     most_nodes: int | None = None
     """Nodes that the experts of one token are limited to; None if they may be on any."""
+    has_capacity: bool = False
+    """Whether experts take no more tokens than their capacity: uneven loads then drop some, and
+    send no more."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "experts_per_token", "experts"):

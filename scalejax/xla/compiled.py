@@ -17,6 +17,7 @@ from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import with_bubble
+from scalejax.simulator.transforms.routed_tokens import with_routed_tokens
 from scalejax.xla.flop import padded_sides
 from scalejax.xla.hlo import Array, Module, bytes_of, parse_module
 from scalejax.xla.reader import read_program
@@ -56,6 +57,7 @@ def read_step(
         shares=gradient_sync_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
+    program = with_routed_tokens(program, run)
     moe = run.config.model.moe if isinstance(run.config.model, LlamaConfig) else None
     if moe is not None and moe.capacity_factor is None:
         program = replace(program, notes=(*program.notes, _EVEN_LOADS))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from scalejax.config.moe import length_at_even_load
+from scalejax.config.moe import blocks_at_even_load
 
 
 def forward_flop(function: Callable[..., Any], *arguments: Any) -> int:
@@ -37,8 +37,8 @@ def _equation_flop(equation: Any) -> int:
     inner = sum(map(_flop, _inner(params)))
     if name == "scan":
         return inner * params["length"]
-    if name == "while" and (length := length_at_even_load(f"{equation.source_info.name_stack}")):
-        return inner * length
+    if name == "while" and (even := blocks_at_even_load(f"{equation.source_info.name_stack}")):
+        return inner * even.blocks
     if name == "shard_map":  # traced per device
         return inner * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return inner

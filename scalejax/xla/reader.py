@@ -13,13 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from scalejax.config.moe import length_at_even_load
+from scalejax.config.moe import BlocksAtEvenLoad, blocks_at_even_load
 from scalejax.config.pipeline_schedule import GATES
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import (
     Collective,
     CollectiveName,
     DeviceGroup,
+    ExpertBlocks,
     Loop,
     Operation,
     OperationKind,
@@ -111,6 +112,13 @@ class _Reader:
         return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
 
     def _loop(self, computation: Computation, instruction: Instruction) -> Loop:
+        if even := _blocks_at_even_load(instruction):
+            return Loop(
+                name=self._unique(instruction.name),
+                trip_count=even.blocks,
+                body=tuple(self.schedule(instruction.called("body")[0])),
+                expert_blocks=ExpertBlocks(experts=even.experts, rows=even.rows),
+            )
         count = _trip_count(self._module, computation, instruction)
         body = tuple(self.schedule(instruction.called("body")[0]))
         if count is None:
@@ -277,19 +285,21 @@ def _weight(items: list[Operation | Loop]) -> tuple[int, int]:
 _SAME_VALUE = ("copy", "bitcast", "convert")
 
 
+def _blocks_at_even_load(loop: Instruction) -> BlocksAtEvenLoad | None:
+    """The blocks of experts that a loop is over, as its name scope says; None if it is another."""
+    scope = re.search(r'op_name="([^"]+)"', loop.attributes.get("metadata", ""))
+    return blocks_at_even_load(scope[1]) if scope else None
+
+
 def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Trip count of `loop`, a "while" of `computation`; None if it is unknown.
 
-    Of a loop whose length follows the loads of experts, that at even loads, which its name says.
-    Else read from a condition "counter < constant" whose counter starts at a constant and grows by
+    Read from a condition "counter < constant" whose counter starts at a constant and grows by
     one, as those of `lax.scan` and `lax.fori_loop` do.
     """
     known = loop.backend_config.get("known_trip_count")
     if isinstance(known, dict):
         return int(known["n"])
-    scope = re.search(r'op_name="([^"]+)"', loop.attributes.get("metadata", ""))
-    if scope and (length := length_at_even_load(scope[1])):
-        return length
     condition = module.computations.get("".join(loop.called("condition")))
     if condition is None:
         return None

@@ -8,7 +8,9 @@ from hardware_cases import CHIP, cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError, UnknownHardware
+from scalejax.core.serialization import JsonValue, build
 from scalejax.hardware import (
     Chip,
     DispatchLibrary,
@@ -28,6 +30,7 @@ from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.comparison import compare
 from scalejax.simulator.expert_load import device_load_factor, with_expert_load
 from scalejax.simulator.explain import explain
+from scalejax.simulator.frameworks import FRAMEWORKS
 from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
 from scalejax.simulator.operations.grouped_matmul import (
     UNKNOWN_CHIP,
@@ -49,6 +52,7 @@ from scalejax.simulator.program import (
 )
 from scalejax.simulator.timeline.schedule import Schedule
 from scalejax.simulator.transforms.float8 import in_float8
+from scalejax.simulator.transforms.routed_tokens import routed_tokens, with_routed_tokens
 
 PASSES: tuple[GroupedPass, ...] = ("forward", "input_gradient", "weight_gradient")
 H100 = load_chip("h100")
@@ -303,6 +307,8 @@ def step_in_blocks() -> Program:
                 trip_count=2,
                 body=(
                     Operation(name="all", kind="collective", dtype="bf16", collective=gathered),
+                    product("attention", 96, 32, 32),
+                    moved("copy of all", 4 * 96 * 64),
                     loop,
                 ),
             ),
@@ -311,12 +317,13 @@ def step_in_blocks() -> Program:
 
 
 def test_blocks_of_experts_become_grouped_products_by_hand():
-    """Of 6 blocks of 64 rows: 384 rows in 2 groups; matrices are not copied for each block."""
+    """Of 6 blocks of 64 rows: 384 rows in 2 groups; neither matrices nor all tokens are copied."""
     tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
     program = with_grouped_experts(step_in_blocks(), tokens, token_bytes=64)
-    sent, rows, up, of_weights = (item for item, _ in program.walk())
+    sent, attention, rows, up, of_weights = (item for item, _ in program.walk())
 
     assert all(times == 2 for _, times in program.walk())
+    assert attention.grouped_pass is None
     assert up.grouped_pass == "input_gradient"
     assert of_weights.grouped_pass == "weight_gradient"
     assert up.shape == (2, 192, 32, 48)
@@ -329,6 +336,56 @@ def test_blocks_of_experts_become_grouped_products_by_hand():
     assert sent.collective.tokens == tokens
 
 
+def routed_run(**moe: JsonValue) -> ResolvedRun:
+    """Llama with 8 experts, 4 per token, on 4 devices along the expert axis; tokens of 64 bytes."""
+    return resolve(
+        build(
+            RunConfig,
+            {
+                "model": {
+                    "name": "llama", "layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 48,
+                    "compute_dtype": "bfloat16",
+                    "moe": {"experts": 8, "experts_per_token": 4, "expert_hidden": 48, **moe},
+                },
+                "data": {"name": "synthetic_tokens", "tokens": 24, "vocabulary": 64},
+                "batch": {"per_device_batch": 8, "microbatches": 2},
+                "optimizer": {"name": "adamw"},
+                "schedule": {"base_learning_rate": 0.1},
+                "layout": {"expert": 4},
+            },
+        ),
+        4,
+    )  # fmt: skip
+
+
+def test_frameworks_with_grouped_kernels_group_what_the_compiled_step_loops_over():
+    """By the words of the run: 4 samples of 24 tokens in a microbatch. XLA's step stays as it is,
+    and a capacity is computed by batched products and all-to-alls already."""
+    run, program = routed_run(), step_in_blocks()
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+
+    assert routed_tokens(run) == tokens
+    by_hand = with_grouped_experts(program, tokens, token_bytes=64)
+    for name in ("megatron-core", "torchtitan"):
+        assert FRAMEWORKS[name].applied(program, run).operations == by_hand.operations
+    assert FRAMEWORKS["xla"].applied(program, run) == program
+    capped = routed_run(capacity_factor=1.25)
+    assert FRAMEWORKS["torchtitan"].applied(program, capped).operations == program.operations
+    limited = routed_tokens(routed_run(router={"groups": 4, "groups_per_token": 2}))
+    assert limited == replace(tokens, most_nodes=2)
+
+
+def test_all_to_alls_of_a_compiled_step_say_which_tokens_they_send():
+    """Over the expert axis only; with a capacity, uneven loads send no more."""
+    run, program = routed_run(capacity_factor=1.25), step_with_experts()
+    (send, _), _ = with_routed_tokens(program, run).walk()
+    assert send.collective is not None
+    assert send.collective.tokens == routed_tokens(run)
+
+    (loaded, _), _ = with_expert_load(with_routed_tokens(program, run), 1.2).walk()
+    assert loaded == send
+
+
 def test_experts_are_linear_layers_in_fp8():
     """In a loop over blocks, and grouped: operands of 192 rows of 32 and 48, and 2 matrices."""
     program = step_in_blocks()
@@ -338,6 +395,7 @@ def test_experts_are_linear_layers_in_fp8():
     at_once = {item.name: item for item, _ in in_float8(grouped).walk()}
 
     assert in_blocks["up"].dtype == at_once["up"].dtype == "f8e4m3fn"
+    assert in_blocks["attention"].dtype == at_once["attention"].dtype == "f8e4m3fn"
     assert at_once["up.cast"].write_bytes == 2 * (192 * 32 + 32 * 48)
     assert at_once["of weights.cast"].write_bytes == 2 * 192 * (32 + 48)
 

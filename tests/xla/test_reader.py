@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from scalejax.config.moe import BlocksAtEvenLoad
 from scalejax.core.errors import ProfileError
-from scalejax.simulator.program import Collective, Loop, Operation
+from scalejax.simulator.program import Collective, ExpertBlocks, Loop, Operation
 from scalejax.xla import hlo
 from scalejax.xla.hlo import Array, Instruction, Module, arrays, parse_shape
 from scalejax.xla.reader import read_program
@@ -213,6 +214,24 @@ ENTRY %main (a: (s32[])) -> (s32[]) {
 """  # noqa: E501  one instruction is one line
     with pytest.raises(ProfileError, match=r"'w' \(y\.py:7\) runs an unknown number of times"):
         read_program(text, (("data", 1),))
+
+
+def test_a_loop_over_blocks_of_experts_is_as_long_as_at_even_loads():
+    """Its length follows the loads; its name scope says what it is where they are even."""
+    scope = BlocksAtEvenLoad(blocks=6, experts=2, rows=64).scope
+    text = f"""HloModule m
+%body (p: (s32[])) -> (s32[]) {{
+  ROOT %p = (s32[]) parameter(0)
+}}
+ENTRY %main (a: (s32[])) -> (s32[]) {{
+  %a = (s32[]) parameter(0)
+  ROOT %w = (s32[]) while(%a), condition=%c, body=%body, metadata={{op_name="jit(step)/{scope}/while"}}
+}}
+"""  # noqa: E501  one instruction is one line
+    (loop,) = read_program(text, ())
+
+    assert isinstance(loop, Loop)
+    assert (loop.trip_count, loop.expert_blocks) == (6, ExpertBlocks(experts=2, rows=64))
 
 
 def test_the_costlier_branch_of_a_conditional_is_taken():

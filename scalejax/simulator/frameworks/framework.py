@@ -18,6 +18,7 @@ from scalejax.simulator.frameworks.eager import (
     with_eager_blocks,
     with_eager_loss,
 )
+from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.megatron import (
     with_attention_dropout,
@@ -27,6 +28,7 @@ from scalejax.simulator.frameworks.megatron import (
 )
 from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.simulator.program import Program
+from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
 Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
 """Program of a framework, from the compiled one, its run, and the programs of the same run with
@@ -141,6 +143,15 @@ def _tokens(run: ResolvedRun) -> int:
     return run.split.microbatch * run.dataset.input_shape[0] // run.layout.context
 
 
+def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+    del larger
+    tokens, model = routed_tokens(run), run.config.model
+    if tokens is None or tokens.has_capacity or not isinstance(model, DecoderConfig):
+        return program
+    width = ELEMENT_BYTES[model.compute_dtype]
+    return with_grouped_experts(program, tokens, model.hidden * width)
+
+
 def _eager_loss(
     program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
 ) -> Program:
@@ -229,7 +240,16 @@ _EAGER_BLOCKS = Property(
     transform=_eager_blocks,
 )
 
-_MEGATRON = (_REENTRANT, _DROPOUT, _UNPADDED)
+_GROUPED_EXPERTS = Property(
+    title="products of experts are grouped, and tokens are sent to them and back",
+    source=(
+        "NVIDIA/Megatron-LM: --moe-grouped-gemm, --moe-token-dispatcher-type alltoall; "
+        "pytorch/torchtitan, models/moe: torch._grouped_mm, all_to_all_single"
+    ),
+    transform=_grouped_experts,
+)
+
+_MEGATRON = (_GROUPED_EXPERTS, _REENTRANT, _DROPOUT, _UNPADDED)
 _MEGATRON_FP16 = (_REENTRANT, _DROPOUT, _HALF_GRADIENTS, _HALF_WEIGHTS, _UNPADDED)
 
 XLA = Framework(name="xla", title="JAX and XLA, as scalejax trains", year=2026)
@@ -279,18 +299,23 @@ FRAMEWORKS = {
             year=2024,
             properties=(_EAGER_LOSS, _EAGER_BLOCKS),
         ),
-        _of_pytorch(name="torchtitan", title="torchtitan, compiled", year=2025),
+        _of_pytorch(
+            name="torchtitan",
+            title="torchtitan, compiled",
+            year=2025,
+            properties=(_GROUPED_EXPERTS,),
+        ),
         _of_pytorch(
             name="torchtitan-async-tp",
             title="torchtitan, compiled, with asynchronous tensor parallelism",
             year=2025,
-            properties=(_TENSOR_OVERLAP,),
+            properties=(_GROUPED_EXPERTS, _TENSOR_OVERLAP),
         ),
         _of_pytorch(
             name="torchtitan-eager",
             title="torchtitan, only its loss compiled",
             year=2025,
-            properties=(_EAGER_BLOCKS,),
+            properties=(_GROUPED_EXPERTS, _EAGER_BLOCKS),
         ),
     )
 }

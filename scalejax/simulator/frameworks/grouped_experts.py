@@ -31,43 +31,54 @@ def with_grouped_experts(program: Program, tokens: RoutedTokens, token_bytes: in
     Work on the rows besides products (gathers, the activation, sums by token) keeps its bytes and
     is launched once in place of once a block; copies of a matrix for each block, and sums of its
     gradient by block, are gone, as a grouped kernel reads and writes each matrix once. Gathers of
-    tokens over the expert axis become all-to-alls of a copy for each expert, and so do sums.
+    tokens over the expert axis become all-to-alls of a copy for each expert, and so do sums;
+    copies and conversions of all gathered tokens are gone. Memory is left as compiled.
 
     Args:
         program: a compiled step.
         tokens: the tokens of a microbatch on a device, and their routing.
         token_bytes: bytes of one token between layers.
     """
-    return replace(program, operations=_grouped(program.operations, tokens, token_bytes))
+    devices = dict(program.mesh_axes).get(EXPERT, 1)
+    gathered = tokens.tokens * token_bytes * devices if devices > 1 else 0
+    return replace(program, operations=_grouped(program.operations, tokens, gathered))
 
 
-def _grouped(items: Iterable[Operation | Loop], tokens: RoutedTokens, token_bytes: int) -> _Items:
+def _grouped(items: Iterable[Operation | Loop], tokens: RoutedTokens, gathered: int) -> _Items:
+    """`items` with experts grouped; `gathered` are the bytes of all tokens of the expert axis."""
     made: list[Operation | Loop] = []
+    items = tuple(items)
+    is_of_experts = any(isinstance(item, Loop) and item.expert_blocks for item in items)
     for item in items:
         if isinstance(item, Loop) and item.expert_blocks is not None:
             made.extend(_at_once(item, item.expert_blocks))
         elif isinstance(item, Loop):
-            made.append(replace(item, body=_grouped(item.body, tokens, token_bytes)))
+            made.append(replace(item, body=_grouped(item.body, tokens, gathered)))
         elif item.collective is not None:
-            made.append(replace(item, collective=_sent(item.collective, tokens, token_bytes)))
-        else:
+            made.append(replace(item, collective=_sent(item.collective, tokens, gathered)))
+        elif not (is_of_experts and _is_of_all(item, gathered)):
             made.append(item)
     return tuple(made)
 
 
-def _sent(collective: Collective, tokens: RoutedTokens, token_bytes: int) -> Collective:
+def _is_of_all(item: Operation, gathered: int) -> bool:
+    """Whether an operation of a layer copies, converts or clears all gathered tokens."""
+    sizes = (gathered, 2 * gathered)  # in the compute type, and in one twice as wide
+    return not item.flop and gathered > 0 and item.write_bytes in sizes
+
+
+def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collective:
     """The all-to-all in place of a gather, or a sum, of all tokens over the expert axis; what is
     gathered with them (weights and indices of experts) goes along. Others are unchanged."""
     if collective.group.axes != (EXPERT,):
         return collective
     if collective.name not in ("all_gather", "reduce_scatter"):
         return collective
-    every = tokens.tokens * token_bytes * collective.group.size
     # Tokens may be in a type twice as wide, and have weights and indices beside them.
-    wide = collective.payload_bytes // every
+    wide = collective.payload_bytes // gathered
     if not 1 <= wide <= 2:
         return collective
-    sent = tokens.tokens * tokens.experts_per_token * token_bytes * wide
+    sent = gathered // collective.group.size * tokens.experts_per_token * wide
     return replace(collective, name="all_to_all", payload_bytes=sent, tokens=tokens)
 
 

@@ -625,10 +625,16 @@ def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:
     if name not in PRESETS:
         raise ConfigError(unknown_name("model.name", name, [*ModelConfig.names(), *PRESETS]))
     given = {key: value for key, value in model.items() if key != "name" and value is not None}
-    sizes = dict(PRESETS[name].sizes)
+    return {"name": PRESETS[name].network, **_with_given(PRESETS[name].sizes, given)}
+
+
+def _with_given(
+    published: Mapping[str, JsonValue], given: Mapping[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """`published` with the fields that are given; of tables, the fields of theirs."""
+    sizes = dict(published)
     for key, value in given.items():
-        published = sizes.get(key)
-        if isinstance(published, dict) and isinstance(value, dict):
-            value = {**published, **value}  # of a table the fields that are given
-        sizes[key] = value
-    return {"name": PRESETS[name].network, **sizes}
+        of_table = sizes.get(key)
+        is_table = isinstance(of_table, dict) and isinstance(value, dict)
+        sizes[key] = _with_given(of_table, value) if is_table else value  # type: ignore[arg-type]
+    return sizes

@@ -86,6 +86,10 @@ class Routers(nnx.Variable):
     """The `RouterReport` of a forward pass, of all layers, stacked."""
 
 
+ROUTER_METRICS = ("auxiliary_loss", "router_z_loss", "expert_load", "dropped_share")
+"""Metrics of a step with experts."""
+
+
 def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What the routers of a network add to the loss after its forward pass, and their metrics.
 
@@ -99,13 +103,13 @@ def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[
     if router.balance == "auxiliary_loss":
         loss += router.auxiliary_loss_weight * report.auxiliary_loss.sum()
     load_LE = report.load_E
-    metrics = {
-        "auxiliary_loss": report.auxiliary_loss.mean(),
-        "router_z_loss": report.z_loss.mean(),
-        "expert_load": jnp.max(load_LE.max(axis=-1) / load_LE.mean(axis=-1)),
-        "dropped_share": report.dropped_share.mean(),
-    }
-    return loss, metrics
+    metrics = (
+        report.auxiliary_loss.mean(),
+        report.z_loss.mean(),
+        jnp.max(load_LE.max(axis=-1) / load_LE.mean(axis=-1)),
+        report.dropped_share.mean(),
+    )
+    return loss, dict(zip(ROUTER_METRICS, metrics, strict=True))
 
 
 def with_updated_bias(model: ModelConfig, model_state: Any) -> Any:

@@ -65,6 +65,15 @@ class TrainMeasurement:
     noise_scale: float | None = None
     """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
     not measured, or the updates are too few for an estimate."""
+    auxiliary_loss: float | None = None
+    """Auxiliary loss of a layer's router without its weight, mean over layers: 1 where experts have
+    equal loads; None for networks without experts, as the next three."""
+    router_z_loss: float | None = None
+    """Router z-loss of a layer without its weight, mean over layers."""
+    expert_load: float | None = None
+    """Load of the fullest expert of all layers over the mean of its layer."""
+    dropped_share: float | None = None
+    """Assignments to experts beyond their capacity, over all, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,17 @@ def test_a_run_may_name_a_published_network(tmp_path):
     assert (flagged.layers, flagged.kv_heads, flagged.remat) == (2, 8, "selective")
 
 
+def test_fields_of_inner_tables_are_given_alone():
+    """The others of the table stay as published."""
+    given = {"capacity_factor": 1.0, "router": {"balance": "none"}}
+    model = published_model("deepseek-v3", moe=given)
+
+    assert isinstance(model, LlamaConfig)
+    assert model.moe is not None
+    assert (model.moe.experts, model.moe.capacity_factor) == (256, 1.0)
+    assert (model.moe.router.groups, model.moe.router.balance) == (8, "none")
+
+
 def test_what_is_costed_other_than_published_is_said(tmp_path):
     """Data of its own, or float32; nothing where both are as published, or a network has no
     published name."""

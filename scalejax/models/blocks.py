@@ -67,7 +67,13 @@ def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rn
 
 
 def through_blocks(
-    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat, period: int = 1
+    blocks: nnx.Module,
+    x_BSD: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    remat: Remat,
+    period: int = 1,
+    is_staged: bool = True,
 ) -> jax.Array:
     """The residual stream after every one of the stacked `blocks`, [B, S, D].
 
@@ -81,13 +87,14 @@ def through_blocks(
         dtype: type in which matrices are multiplied.
         remat: what the backward pass recomputes; "selective" is implemented by the block.
         period: layers after which the kinds of layers repeat.
+        is_staged: whether the stages of a pipeline share them; otherwise each has them all.
     """
     scanned, stacked = _scanned(blocks, dtype, remat, period)
 
     def through(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
         return scanned(layers, x_BSD)[0]
 
-    if (stages := axis_size(PIPELINE)) > 1:
+    if is_staged and (stages := axis_size(PIPELINE)) > 1:
         return through_stages(through, stacked, x_BSD, stages, remat)
     return through(stacked, x_BSD)
 

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.blocks import through_blocks
-from scalejax.models.fsdp import gathered, looked_up
+from scalejax.models.fsdp import gathered, linear, looked_up
 from scalejax.models.network import Network
+from scalejax.models.normalization import normalised
 from scalejax.models.sharding import (
     constrained_for_head,
     constrained_for_layer,
@@ -23,12 +24,14 @@ from scalejax.models.sharding import (
 TOKENS = P(TENSOR, FSDP)
 """Sharding of the token embedding: the vocabulary over tensor, as in Megatron (arXiv 1909.08053);
 the width, which is more often divisible, over fsdp."""
+JOIN = P(FSDP, None)
+"""Sharding of the matrix of multi-token prediction; its rows over fsdp, and whole over tensor."""
 
 
 class CausalNetwork(Network):
     """Token embedding, blocks, final norm, and an output layer, tied to the embedding or not."""
 
-    stacked = ("blocks",)
+    stacked = ("blocks", "mtp_blocks")
 
     dtype: jnp.dtype
     """Type in which matrices are multiplied."""
@@ -46,6 +49,14 @@ class CausalNetwork(Network):
     """Norm before the output layer."""
     output: nnx.Embed
     """The output layer where it is one of its own."""
+    mtp_join: nnx.LinearGeneral
+    """With multi-token prediction: from twice the width to the width, and the three below."""
+    mtp_norms: nnx.List
+    """Norms of the residual stream and of the next token before they are joined."""
+    mtp_blocks: nnx.Module
+    """One block, made by `stacked_blocks`."""
+    mtp_norm: nnx.LayerNorm | nnx.RMSNorm
+    """Norm before the output layer."""
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
@@ -54,6 +65,38 @@ class CausalNetwork(Network):
         x_BSD = self._embedded(tokens_VD, inputs)
         x_BSD = self.through_blocks(x_BSD)
         return self._logits(tokens_VD if self.is_tied else self._table(self.output, TOKENS), x_BSD)
+
+    def logits_of_two(self, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logits [B, S, V] of the token after each of `inputs` [B, S], and of the one after that.
+
+        h' = M [norm(h); norm(embedding of the next token)] goes through one block, a norm of its
+        own and the output layer, which is shared. Stages of a pipeline each compute all of it.
+
+        Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, equations 21 to 23.
+
+        Args:
+            inputs: tokens.
+            targets: the tokens after them.
+        """
+        tokens_VD = self._table(self.tokens, TOKENS)
+        output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
+        x_BSD = self.through_blocks(self._embedded(tokens_VD, inputs))
+        next_BSD = self._embedded(tokens_VD, targets)
+        both = (
+            normalised(norm, part)
+            for norm, part in zip(self.mtp_norms, (x_BSD, next_BSD), strict=True)
+        )
+        joined_BSE = constrained_for_layer(jnp.concatenate(list(both), axis=-1))
+        joined_BSD = linear(self.mtp_join, "bse,ed->bsd", JOIN, joined_BSE, "none")
+        second_BSD = self.through_mtp_block(constrained_residual(joined_BSD))
+        second_BSV = self._logits(output_VD, second_BSD, self.mtp_norm)
+        return self._logits(output_VD, x_BSD), second_BSV
+
+    def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after the block of multi-token prediction, [B, S, D]."""
+        return through_blocks(
+            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat, is_staged=False
+        )
 
     def embedded(self, inputs: jax.Array) -> jax.Array:
         """The residual stream before the first block, [B, S, D], of tokens [B, S]."""
@@ -75,9 +118,14 @@ class CausalNetwork(Network):
         x_BSD = constrained_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
         return constrained_residual(self._positioned(x_BSD))
 
-    def _logits(self, output_VD: jax.Array, x_BSD: jax.Array) -> jax.Array:
+    def _logits(
+        self,
+        output_VD: jax.Array,
+        x_BSD: jax.Array,
+        norm: nnx.LayerNorm | nnx.RMSNorm | None = None,
+    ) -> jax.Array:
         # In the compute type, then cast up for the loss: so are the products of their gradients.
-        normalised_BSD = constrained_for_head(self.norm(x_BSD))
+        normalised_BSD = constrained_for_head((norm or self.norm)(x_BSD))
         logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
         return constrained_for_head(logits_BSV).astype(jnp.float32)
 

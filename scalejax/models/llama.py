@@ -28,7 +28,7 @@ from scalejax.models.blocks import (
     through_reporting_blocks,
     with_added,
 )
-from scalejax.models.decoder import TOKENS, CausalNetwork
+from scalejax.models.decoder import JOIN, TOKENS, CausalNetwork
 from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of
 from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, Routers
 from scalejax.models.network import PartitionRules
@@ -350,7 +350,7 @@ class Llama(CausalNetwork, names=("llama",)):
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
     """
 
-    stacked = ("blocks", "dense_blocks")
+    stacked = ("blocks", "dense_blocks", "mtp_blocks")
 
     def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
@@ -367,19 +367,25 @@ class Llama(CausalNetwork, names=("llama",)):
             return stacked_blocks(lambda rngs: Block(config, rngs=rngs), count, rngs)
 
         self.tokens = embedding()
+
+        def routed(count: int, moe: MoeConfig) -> RoutedBlock:
+            return stacked_blocks(lambda rngs: RoutedBlock(config, moe, rngs=rngs), count, rngs)
+
         self.moe = moe = config.moe
         if moe is None:
             self.blocks = dense(config.layers)
         else:
             if moe.dense_layers:
                 self.dense_blocks = dense(moe.dense_layers)
-            count = config.layers - moe.dense_layers
-            self.blocks = stacked_blocks(
-                lambda rngs: RoutedBlock(config, moe, rngs=rngs), count, rngs
-            )
+            self.blocks = routed(config.layers - moe.dense_layers, moe)
         self.norm = _norm(config, rngs)
         if not self.is_tied:
             self.output = embedding()
+        if config.mtp is not None:
+            self.mtp_norms = nnx.List([_norm(config, rngs) for _ in range(2)])
+            self.mtp_join = _layer(config, 2 * config.hidden, (config.hidden,), rngs)
+            self.mtp_blocks = dense(1) if moe is None else routed(1, moe)
+            self.mtp_norm = _norm(config, rngs)
 
     def _positioned(self, x_BSD: jax.Array) -> jax.Array:
         """Embedded tokens, scaled where the config says so; positions are the blocks'."""
@@ -399,6 +405,21 @@ class Llama(CausalNetwork, names=("llama",)):
             load[...] = load[...] + reports.load_E
         return x_BSD
 
+    def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after the block of multi-token prediction; what its router reports
+        comes after that of the others."""
+        if self.moe is None:
+            return super().through_mtp_block(x_BSD)
+        x_BSD, reports = through_reporting_blocks(
+            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat
+        )
+        before = self.routers.get_value()
+        self.routers = Routers(jax.tree.map(lambda *each: jnp.concatenate(each), before, reports))
+        if self.moe.router.balance == "bias":
+            load = self.mtp_blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
+            load[...] = load[...] + reports.load_E
+        return x_BSD
+
     @staticmethod
     def partition_rules() -> PartitionRules:
         """The rules above, with the stacked layers sharded over the pipeline axis."""
@@ -413,7 +434,8 @@ class Llama(CausalNetwork, names=("llama",)):
             (r"gated/kernel$", P(PIPELINE, *GATED)),
             (r"up/kernel$", P(PIPELINE, *UP)),
             (r"down/kernel$", P(PIPELINE, *DOWN)),
-            (r"^(dense_)?blocks/", P(PIPELINE)),
+            (r"^(dense_|mtp_)?blocks/", P(PIPELINE)),
+            (r"mtp_join/kernel$", JOIN),
             (r"(tokens|output)/embedding$", TOKENS),
         )
 

@@ -124,12 +124,17 @@ def with_updated_bias(model: ModelConfig, model_state: Any) -> Any:
     moe = model.moe if isinstance(model, LlamaConfig) else None
     if moe is None or moe.router.balance != "bias":
         return model_state
-    layers = model_state["blocks"]["feed_forward"]
-    load_LE = layers["load"]
-    error_LE = load_LE.mean(axis=-1, keepdims=True) - load_LE
-    bias_LE = layers["bias"] + moe.router.bias_update_rate * jnp.sign(error_LE)
-    updated = {**layers, "bias": bias_LE, "load": jnp.zeros_like(load_LE)}
-    return {**model_state, "blocks": {**model_state["blocks"], "feed_forward": updated}}
+
+    def updated(blocks: Any) -> Any:
+        layers = blocks["feed_forward"]
+        load_LE = layers["load"]
+        error_LE = load_LE.mean(axis=-1, keepdims=True) - load_LE
+        bias_LE = layers["bias"] + moe.router.bias_update_rate * jnp.sign(error_LE)
+        after = {**layers, "bias": bias_LE, "load": jnp.zeros_like(load_LE)}
+        return {**blocks, "feed_forward": after}
+
+    routed = [name for name in ("blocks", "mtp_blocks") if name in model_state]
+    return {**model_state, **{name: updated(model_state[name]) for name in routed}}
 
 
 class Matrix(nnx.Module):

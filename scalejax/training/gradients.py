@@ -6,7 +6,7 @@ of how gradients are synchronised and applied.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,12 @@ def sample_metrics(
     """
     if reads_features(setup.run.config):
         logits = with_features(network).classified(batch["inputs"])
+    elif is_training and (mtp := getattr(setup.run.config.model, "mtp", None)) is not None:
+        logits, second = cast(CausalNetwork, network).logits_of_two(
+            batch["inputs"], batch["targets"]
+        )
+        losses, hits = loss_and_accuracy(setup, logits, batch, is_training=is_training)
+        return losses + mtp.loss_weight * _second_loss(second, batch["targets"]), hits, logits
     else:
         inputs = normalised(batch["inputs"], setup.run.dataset)
         if "mix" in batch:
@@ -63,6 +69,18 @@ def sample_metrics(
         where = {"places": batch["places"]} if "places" in batch else {}
         logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     return *loss_and_accuracy(setup, logits, batch, is_training=is_training), logits
+
+
+def _second_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean loss of each sample of the token after the next, float32 of shape (samples,).
+
+    The last token of a sample has none: it counts 0, and the mean is over the others (DeepSeek-V3,
+    arXiv 2412.19437, equation 24).
+    """
+    tokens = targets.shape[1]
+    losses = _cross_entropy(logits, jnp.roll(targets, -1, axis=1), 0.0)
+    is_counted = jnp.arange(tokens) < tokens - 1
+    return jnp.where(is_counted[None], losses, 0).sum(axis=1) / max(tokens - 1, 1)
 
 
 def loss_and_accuracy(

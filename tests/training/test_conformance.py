@@ -108,6 +108,10 @@ TODAY = {
         },
         "data": "tokens",
     },
+    "the token after the next": {
+        "model": {**ZOO["llama"]["model"], "layers": 2, "mtp": {"loss_weight": 0.5}},
+        "data": "tokens",
+    },
     "latent attention": {
         "model": {
             **ZOO["llama"]["model"],
@@ -541,6 +545,8 @@ def test_stages_that_alternate_train_what_one_device_trains(layout):
         [
             ("local and global layers", "data=2 x context=2 x tensor=2"),
             ("latent attention", "fsdp=2 x tensor=2 x pipeline=2"),
+            ("the token after the next", "fsdp=2 x tensor=2 x pipeline=2"),
+            ("the token after the next", "data=2 x context=2 x tensor=2"),
         ],
     ),
 )

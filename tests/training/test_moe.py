@@ -36,7 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "router": {**SIGMOID, "balance": "bias", "bias_update_rate": 0.05},
     },
 }
-"""Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router."""
+"""Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router, with
+its prediction of the token after the next."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "dropless, expert=4 x data=2": ("dropless", {"expert": 4, "data": 2}, 1, "none"),
     "capacity, expert=4 x tensor=2": ("capacity", {"expert": 4, "tensor": 2}, 1, "full"),
@@ -87,6 +88,7 @@ def run_of(kind: str, layout: dict[str, Any], microbatches: int = 1, remat: str 
             "name": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2,
             "ffn_hidden": 48, "remat": remat,
             "moe": {"experts": 8, "experts_per_token": 2, "expert_hidden": 16, **KINDS[kind]},
+            "mtp": {} if kind == "bias" else None,
         },
         "data": {
             "name": "synthetic_tokens", "tokens": 16, "vocabulary": 32,

@@ -138,7 +138,7 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
         usual = LlamaConfig()
-        for name in ("block", "mla", "scaled_embeddings"):
+        for name in ("block", "mla", "mtp", "scaled_embeddings"):
             if getattr(model, name) != getattr(usual, name):
                 accepted = "the closed form knows Llama's own blocks; use scalejax predict"
                 raise ConfigError(refusal(f"model.{name}", "given", accepted))

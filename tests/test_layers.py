@@ -180,6 +180,12 @@ def test_arithmetic_packages_start_no_jax():
     assert not starts_jax(", ".join(names))
 
 
+def test_command_line_starts_no_jax():
+    """Which reads once, when it is imported, whether to look for an accelerator; a command says so
+    before. And a command that needs none answers at once."""
+    assert not starts_jax("scalejax.cli.main")
+
+
 def test_check_for_jax_can_fail():
     """A module of another package is told apart."""
     assert starts_jax("scalejax.training.mesh")

@@ -25,7 +25,6 @@ from scalejax.launch.kubernetes import JobSetRun, manifest
 from scalejax.launch.local import LOST
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.training.record import RunFolder
-from scalejax.training.run_folder import refuse_no_run, refuse_second_run
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts")
 _FLAGS_OF = {
@@ -176,9 +175,9 @@ class LaunchRun(RunFileCommand):
         """Refuse a folder that the processes would refuse, before any of them has started."""
         run = RunFolder(path=self._run_folder)
         if run.holds_run and not self.resume:
-            refuse_second_run(run)
+            run.refuse_second_run()
         if self.resume and not run.config.exists():
-            refuse_no_run(run)
+            run.refuse_no_run()
 
     def _submit(self, command: tuple[str, ...]) -> None:
         """Submit a job to SLURM, and wait for it unless detached."""

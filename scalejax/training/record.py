@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
@@ -183,6 +183,25 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
         return self.config.exists() or self.measurements.exists()
+
+    def refuse_second_run(self) -> NoReturn:
+        """Refuse to begin a run here, where the caller found one.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{str(self.path)!r} holds a run already: go on with it by --resume, "
+            "or give another folder."
+        )
+
+    def refuse_no_run(self) -> NoReturn:
+        """Refuse to resume here, where there is no run.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{str(self.path)!r} holds no run to resume: it has no run.toml.")
 
     def load_facts(self) -> DatasetFacts | None:
         """The counts and shapes of its data that the run kept; None if it kept none.

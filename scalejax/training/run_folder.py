@@ -10,7 +10,7 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun, RunConfig, load_kept_config, with_fields
@@ -98,27 +98,6 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
     return with_fields(config, fields)
 
 
-def refuse_second_run(folder: RunFolder) -> NoReturn:
-    """Refuse to begin a run in `folder`, where the caller found one.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"{str(folder.path)!r} holds a run already: go on with it by --resume, "
-        "or give another folder."
-    )
-
-
-def refuse_no_run(folder: RunFolder) -> NoReturn:
-    """Refuse to resume in `folder`, which holds no run.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
-
-
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """Refuse to resume a run whose config or data would give other results than those of `run`.
 
@@ -130,7 +109,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         ConfigError: if `folder` holds no run, or naming the fields, or the first file, that differ.
     """
     if not folder.config.exists():
-        refuse_no_run(folder)
+        folder.refuse_no_run()
     before = load_kept_config(folder.config)
     _refuse_other_devices(before.layout.data, run)
     changeable = set(_CHANGEABLE)

@@ -42,7 +42,6 @@ from scalejax.training.run_folder import (
     describe_run,
     refuse_fewer_epochs,
     refuse_other_run,
-    refuse_second_run,
 )
 from scalejax.training.signals import StopSignals
 from scalejax.training.state import TrainState
@@ -155,7 +154,7 @@ def _open_run_folder(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFold
     """
     files = RunFolder(path=folder)
     if broadcast_from_first(files.holds_run) and not resume:
-        refuse_second_run(files)
+        files.refuse_second_run()
     if resume:
         refuse_other_run(files, run)
     else:  # a checkpoint has its own weights

@@ -30,7 +30,7 @@ from scalejax.training.logger import MetricsLogger
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import RunFolder, RunRecord, StatusChange
 from scalejax.training.reporter import PlainLines, Silent, reporter_for
-from scalejax.training.run_folder import describe_run, refuse_other_run, refuse_second_run
+from scalejax.training.run_folder import describe_run, refuse_other_run
 from scalejax.training.step import build_step
 from scalejax.training.time_accounting import RunClock
 
@@ -223,7 +223,7 @@ def test_a_second_run_in_the_same_folder_is_refused(finished):
 
     assert record.folder.measurements.read_text() == before
     with pytest.raises(ConfigError, match="holds a run already"):
-        refuse_second_run(RunFolder(path=record.folder.path / "seen by the first process alone"))
+        RunFolder(path=record.folder.path / "seen by the first process alone").refuse_second_run()
 
 
 def test_resuming_where_there_is_no_run_is_refused(tmp_path):

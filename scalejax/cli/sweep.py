@@ -6,7 +6,7 @@ Imported without JAX, which only its worker processes import.
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
@@ -28,6 +28,7 @@ from scalejax.sweep import (
     write_results,
 )
 from scalejax.sweep.plan import begin_sweep, parse_target
+from scalejax.sweep.slurm import SlurmResources
 
 
 def repeated(letter: str, metavar: str) -> object:
@@ -70,6 +71,18 @@ class Sweep(RunFileCommand):
     """Divide the CPU into N virtual devices for each run."""
     one_by_one: FlagCreatePairsOff[bool] = False
     """Train each run in a program of its own, even where runs could share one."""
+    through: Literal["processes", "slurm"] = "processes"
+    """Train in processes on this machine, or each program as a SLURM job of one node, with
+    --processes at a time (by default all)."""
+    gpus_per_node: Annotated[int | None, flag("N")] = None
+    """SLURM: GPUs of each job. By default none are requested."""
+    partition: Annotated[str | None, flag("NAME")] = None
+    """SLURM: the partition. By default that of the cluster."""
+    time: Annotated[str | None, flag("TIME")] = None
+    """SLURM: the time limit of each job, in minutes or as in 2-12:00:00; it saves and stops 120 s
+    before it, and --resume goes on. By default that of the partition."""
+    slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
+    """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
 
     optuna: Annotated[int | None, flag("N")] = None
     """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
@@ -79,6 +92,9 @@ class Sweep(RunFileCommand):
         """Plan, train the runs that are not finished, write and print the results."""
         if self.processes is not None:
             require_at_least("processes", self.processes, 1)
+        for name in ("gpus_per_node", "partition", "time", "slurm"):
+            if self.through != "slurm" and (value := getattr(self, name)):
+                raise ConfigError(refusal(name, value, "it is for --through slurm"))
         typed = parse_grammar(self.parameter, self.variable, self.extension)
         grammar = replace(typed, parameters=overrides | typed.parameters)
         folder = self.folder or Path("sweeps") / self.run_file.stem
@@ -95,6 +111,15 @@ class Sweep(RunFileCommand):
         begin_sweep(sweep, files, resume=self.resume)
         self._report(sweep, files, self._train(sweep, files))
 
+    @property
+    def _slurm(self) -> SlurmResources:
+        return SlurmResources(
+            gpus_per_node=self.gpus_per_node,
+            partition=self.partition,
+            time=self.time,
+            options=self.slurm,
+        )
+
     def _planned(self, grammar: Grammar) -> SweepPlan:
         return plan_sweep(
             self.run_file,
@@ -109,7 +134,11 @@ class Sweep(RunFileCommand):
         try:
             with progress.training(len(sweep.jobs), len(sweep.runs)) as on_progress:
                 problems = run_sweep(
-                    sweep, files, processes=self.processes, on_progress=on_progress
+                    sweep,
+                    files,
+                    processes=self.processes,
+                    slurm=self._slurm if self.through == "slurm" else None,
+                    on_progress=on_progress,
                 )
         except KeyboardInterrupt:
             done = sum(row.is_finished for row in read_rows(sweep, files))

@@ -27,12 +27,13 @@ SECONDS_TO_SAVE = 120
 """Time before the time limit of the job at which all processes are signalled to save and stop; and
 grace period of the others when one has ended."""
 
-_SECONDS_BETWEEN_LOOKS = 2.0
+SECONDS_BETWEEN_LOOKS = 2.0
+"""Time between questions for the state of a job."""
 _LOOKS_IN_VAIN = 30
 """Consecutive queries that the controller may leave unanswered, as while it restarts."""
 _OWN = ("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "partition", "time")
 """Options of sbatch for which there are flags."""
-_UNDER_WAY = (
+UNDER_WAY = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"),
     *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT"),
 )
@@ -149,19 +150,19 @@ def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
     """
     said, in_vain, was = 0, 0, ""
     while True:
-        about = _about(job_id)
-        in_vain = in_vain + 1 if about is None else 0
+        found = about(job_id)
+        in_vain = in_vain + 1 if found is None else 0
         if in_vain > _LOOKS_IN_VAIN:
             raise ConfigError(f"SLURM knows no job {job_id} any more (scontrol show job {job_id}).")
         said = _pass_on(log, said, out)
-        if about is not None:
-            state, code, signal_number = about
-            if state not in _UNDER_WAY:
+        if found is not None:
+            state, code, signal_number = found
+            if state not in UNDER_WAY:
                 return _exit_code(job_id, state, code, signal_number, out)
             if state != was and state != "COMPLETING":
                 print(f"job {job_id}: {state.lower()}", file=out, flush=True)
                 was = state
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _executor(run: SlurmRun) -> "SlurmExecutor":
@@ -258,7 +259,7 @@ def _after(run: SlurmRun) -> list[str]:
     return [*lines, "exit $code", ""]
 
 
-def _about(job_id: str) -> tuple[str, int, int] | None:
+def about(job_id: str) -> tuple[str, int, int] | None:
     """State, exit code and signal of a job; None if SLURM does not answer.
 
     Queries the controller, which keeps a job for minutes after its end: `sacct`, which submitit

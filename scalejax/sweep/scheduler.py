@@ -17,13 +17,10 @@ from scalejax.core.workers import Pool, Worker, WorkerFailed
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan
 from scalejax.sweep.results import read_rows
-from scalejax.sweep.worker import JobTrainer
+from scalejax.sweep.slurm import SlurmResources, train_by_slurm
+from scalejax.sweep.worker import PART_FOR_PROGRAMS, JobTrainer
 from scalejax.xla.worker_pool import free_bytes, worker_count
 
-_PART_FOR_PROGRAMS = 0.75
-"""Share of the free memory for the programs of the workers. The memory analysis of a compiled
-program lacks the interpreter with JAX (350 MB per worker, observed), batches in flight, the
-compiler and other processes; that a quarter suffices for them is an estimate, not measured."""
 _SECONDS_TO_STOP = 60.0
 """Time for workers to save a checkpoint."""
 _SECONDS_FOR_LOCK = 10.0
@@ -35,6 +32,7 @@ def run_sweep(
     folder: SweepFolder,
     *,
     processes: int | None = None,
+    slurm: SlurmResources | None = None,
     on_progress: OnProgress = no_display,
 ) -> list[str]:
     """Train every unfinished run of `plan`; returns error messages.
@@ -43,7 +41,8 @@ def run_sweep(
         plan: the plan, as written in `folder`.
         folder: folder of the sweep, not in use by another process.
         processes: concurrent jobs; if None, as many as cores and memory allow, and one
-            with an accelerator.
+            with an accelerator; through SLURM, as many as it runs.
+        slurm: resources of each job through SLURM; None to train on this machine.
         on_progress: receives the progress of jobs, each of which is a part.
 
     Returns:
@@ -72,6 +71,8 @@ def run_sweep(
                 waiting.append(position)
         if not waiting:
             return []
+        if slurm is not None:
+            return _train_by_slurm(plan, folder, slurm, processes, waiting, on_progress)
         if processes is None:
             processes = 1 if has_accelerator() else worker_count(len(waiting))
         count = min(processes, len(waiting))
@@ -87,7 +88,7 @@ def _train(
     on_progress: OnProgress,
 ) -> list[str]:
     """Train the jobs at `positions` in `count` workers; returns error messages."""
-    memory_bytes = int(_PART_FOR_PROGRAMS * free_bytes() / count)
+    memory_bytes = int(PART_FOR_PROGRAMS * free_bytes() / count)
     trainer = JobTrainer(folder, memory_bytes, plan.modules)
     environment = _environment(plan)
 
@@ -124,12 +125,45 @@ def _train(
     return problems
 
 
+def _train_by_slurm(
+    plan: SweepPlan,
+    folder: SweepFolder,
+    resources: SlurmResources,
+    most: int | None,
+    positions: Sequence[int],
+    on_progress: OnProgress,
+) -> list[str]:
+    """Train the jobs at `positions` as SLURM jobs; returns error messages."""
+    problems = []
+
+    def ended(position: int, problem: str | None) -> None:
+        title = _title(plan, position)
+        if problem is not None:
+            problems.append(f"{title}: {problem}")
+        on_progress(Progress(part=title, done=1))
+
+    train_by_slurm(
+        folder,
+        [(position, plan.jobs[position]) for position in positions],
+        resources,
+        most=most or len(positions),
+        asked={"modules": [*plan.modules], "cpu_devices": plan.cpu_devices, "devices": _most(plan)},
+        on_end=ended,
+        seconds_to_stop=_SECONDS_TO_STOP,
+    )
+    return problems
+
+
+def _most(plan: SweepPlan) -> int:
+    """Devices of the run with the most."""
+    return max(planned.run.layout.device_count for planned in plan.runs)
+
+
 def _environment(plan: SweepPlan) -> dict[str, str]:
     environment = dict(os.environ)
     if not has_accelerator() or plan.cpu_devices:
-        devices = max(planned.run.layout.device_count for planned in plan.runs)
         environment["JAX_PLATFORMS"] = "cpu"
-        environment["JAX_NUM_CPU_DEVICES"] = str(plan.cpu_devices or devices)
+        environment["JAX_NUM_CPU_DEVICES"] = str(plan.cpu_devices or _most(plan))
     return environment
 
 

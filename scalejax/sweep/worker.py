@@ -4,20 +4,30 @@ A worker whose scheduler is gone exits at once: checkpoints are on disk, and a r
 not find it still training.
 """
 
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from scalejax.config.run import ResolvedRun
-from scalejax.core.environment import limit_arenas
+from scalejax.core.environment import has_accelerator, limit_arenas
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.process_group import REFUSED
+from scalejax.core.serialization import save_text
 from scalejax.core.workers import report
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import read_runs
 from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
 from scalejax.training.reporter import Silent
+from scalejax.xla.worker_pool import free_bytes
+
+PART_FOR_PROGRAMS = 0.75
+"""Share of the free memory for the programs of the workers. The memory analysis of a compiled
+program lacks the interpreter with JAX (350 MB per worker, observed), batches in flight, the
+compiler and other processes; that a quarter suffices for them is an estimate, not measured."""
 
 
 class _Steps(Silent):
@@ -97,6 +107,27 @@ class JobTrainer:
             memory_bytes=_of_device(self._memory_bytes),
             leave=os._exit,
         )
+
+
+def train_slurm_job() -> None:
+    """Train the runs of a SLURM job of a sweep, with the devices of the node.
+
+    Arguments of the process: the folder of the sweep; as JSON the runs, modules to import, virtual
+    CPU devices if they are asked for, and devices if there is no accelerator; and the file for the
+    reason if they are refused.
+    """
+    folder, text, refused = sys.argv[1:]
+    asked = json.loads(text)
+    if asked["cpu_devices"] is not None or not has_accelerator():
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(asked["cpu_devices"] or asked["devices"])
+    memory_bytes = int(PART_FOR_PROGRAMS * free_bytes())
+    try:
+        JobTrainer(SweepFolder(path=Path(folder)), memory_bytes, asked["modules"])(asked["indices"])
+    except ScalejaxError as error:
+        save_text(str(error), Path(refused))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def _of_device(memory_bytes: int) -> int:

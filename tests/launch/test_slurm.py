@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from scalejax.cli.main import main
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "scalejax" / "config" / "examples" / "fashion_no_warmup.toml"
 CODE = (
     "import sys; from scalejax.cli.main import main; from scalejax.launch import slurm; "
-    "slurm._SECONDS_BETWEEN_LOOKS = 0.2; sys.exit(main())"
+    "slurm.SECONDS_BETWEEN_LOOKS = 0.2; sys.exit(main())"
 )
 RUN = """
 seed = 3
@@ -209,7 +210,7 @@ def test_the_job_is_followed_to_its_end(tmp_path, monkeypatch, ends, code):
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(slurm, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(slurm, "SECONDS_BETWEEN_LOOKS", 0.0)
     out = io.StringIO()
 
     assert follow("7", log, out) == code
@@ -256,3 +257,65 @@ def test_a_job_of_two_processes_trains_and_passes_its_code_on(tmp_path, slurm, m
     refused = launched("--folder", str(tmp_path / "other"), "--batch.global_batch", "7")
     assert refused.returncode == 2, refused.stdout
     assert "batch.global_batch=7" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--through", "slurm"], "through='slurm' is refused: there is no SLURM on this machine"),
+        (["--partition", "all"], "partition='all' is refused: it is for --through slurm"),
+    ],
+)
+def test_a_sweep_without_slurm_says_what_to_do(tmp_path, monkeypatch, capsys, flags, words):
+    """Before anything is trained."""
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    typed = ["sweep", str(run_file), "--folder", str(tmp_path / "sweep"), "-V", "seed=[0,1]"]
+
+    assert main([*typed, *flags]) == 2
+
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@needs_submitit
+@pytest.mark.slow  # three jobs, each of which imports JAX
+@pytest.mark.alone
+def test_the_runs_of_a_sweep_are_jobs(tmp_path, slurm, monkeypatch):
+    """One is refused, the others are trained; a resumed sweep tries it again, and no other."""
+    run_file, folder = tmp_path / "run.toml", tmp_path / "sweep"
+    run_file.write_text(RUN)
+    monkeypatch.setenv("SLURM_CONF", slurm)
+    blocker = folder / "runs" / "0001"
+
+    def swept(*flags):
+        words = ["sweep", str(run_file), "--folder", str(folder), "-V", "seed=[0,1]"]
+        return subprocess.run(
+            [sys.executable, "-c", CODE, *words, "--one-by-one", "--through", "slurm", *flags],
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "PYTHONPATH": str(ROOT),
+            },
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=280,
+        )
+
+    blocker.parent.mkdir(parents=True)
+    blocker.write_text("no folder")
+    done = swept()
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 2, done.stdout
+    assert "error: run 0001: " in said
+    assert "runs/0001' is a file, and no folder" in said
+    assert "--resume tries again what failed" in said
+
+    blocker.unlink()
+    done = swept("--resume")
+    assert done.returncode == 0, done.stdout
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    assert [row["status"] for row in rows] == ["completed", "completed"]
+    assert len(list((folder / "slurm").glob("[0-9]*.sh"))) == 3

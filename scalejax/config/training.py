@@ -84,8 +84,9 @@ class LayoutConfig:
     zero_stage: Literal[0, 1, 2] = 0
     """What is sharded over the data axis: 0 nothing; 1 parameters and optimizer state, each device
     updating its shard and all-gathering the rest for use; 2 the gradients as well (Rajbhandari et
-    al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole. The
-    fsdp axis is stage 3."""
+    al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole.
+    Where there is an expert axis, what 1 shards is sharded over it too. The fsdp axis is stage
+    3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config.model import activation_type
-from scalejax.config.parallelism import DATA
+from scalejax.config.parallelism import DATA, EXPERT
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
@@ -303,7 +303,7 @@ def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
         for index, entry in enumerate(spec):
             axes = entry if isinstance(entry, tuple) else (entry,)
             if setup.run.config.layout.zero_stage and DATA in axes:
-                others = math.prod(mesh.shape[axis] for axis in axes if axis != DATA)
+                others = math.prod(mesh.shape[axis] for axis in axes[: axes.index(DATA)])
                 split = (others, mesh.shape[DATA], -1)
                 kept = (*used.spec, *[None] * leaf.ndim)[: leaf.ndim]
                 return DataPart(
@@ -319,8 +319,9 @@ def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
 
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """`sharding` with one dimension of `leaf` sharded over the data axis as well; unchanged where
-    no dimension is divisible.
+    """`sharding` with one dimension of `leaf` sharded over the data axis as well, and over expert
+    where that shards none, as of all parameters but those of experts; unchanged where no dimension
+    is divisible.
 
     Takes the largest unsharded dimension, or else the largest: most device counts divide it,
     unlike the number of layers.
@@ -330,7 +331,10 @@ def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) 
     if any(DATA in axes for axes in split):
         return sharding
     order = sorted(range(leaf.ndim), key=lambda index: (len(split[index]) > 0, -leaf.shape[index]))
-    return NamedSharding(mesh, also_over(DATA, spec, leaf.shape, mesh.shape, order))
+    spec = also_over(DATA, spec, leaf.shape, mesh.shape, order)
+    if mesh.shape[EXPERT] > 1 and not any(EXPERT in axes for axes in split):
+        spec = also_over(EXPERT, spec, leaf.shape, mesh.shape, order)
+    return NamedSharding(mesh, spec)
 
 
 def shardings_of(shapes: PyTree) -> PyTree:

@@ -71,9 +71,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         1,
         "full",
     ),
-    "capacity, data=4 x fsdp=2, ZeRO 2": (
+    "capacity, data=2 x expert=2 x tensor=2, ZeRO 2": (
         "capacity",
-        {"data": 4, "fsdp": 2, "zero_stage": 2},
+        {"data": 2, "expert": 2, "tensor": 2, "zero_stage": 2},
         2,
         "none",
     ),
@@ -228,3 +228,19 @@ def test_a_bias_evens_the_loads():
     assert np.mean(loads[15:]) < 1.35
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     assert 2 < np.abs(steps).max() <= 25
+
+
+def test_state_of_dense_parameters_is_in_parts_over_data_and_expert():
+    """Those of experts lie over the expert axis already: ZeRO 1 divides them by data alone."""
+    layout = {"expert": 2, "data": 2, "zero_stage": 1}
+    run = run_of("dropless", layout)
+    step = build_step(run, build_mesh(run.layout))
+
+    def share(leaf: jax.ShapeDtypeStruct) -> float:
+        assert leaf.sharding is not None
+        return np.prod(leaf.sharding.shard_shape(leaf.shape)) / leaf.size
+
+    moments = step.state.opt_state[0].mu["blocks"]
+    assert share(moments["attention"]["qkv"]["kernel"]) == 1 / 4
+    assert share(moments["feed_forward"]["experts"]["gated"]["kernel"]) == 1 / 4
+    assert share(moments["feed_forward"]["router"]) == 1 / 4

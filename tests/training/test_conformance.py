@@ -29,7 +29,7 @@ from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.models import is_cast, parameter_path
+from scalejax.models import attention, is_cast, parameter_path
 from scalejax.training.mesh import build_mesh
 from scalejax.training.setup import train_setup
 from scalejax.training.state import TrainState, initial_network
@@ -481,6 +481,12 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any], int, Remat]] = {
         4,
         "selective",
     ),
+    "gathered, context=2 x data=2 x tensor=2": (
+        "llama",
+        {"context": 2, "data": 2, "tensor": 2, "sequence_parallel": True},
+        2,
+        "selective_op",
+    ),
     "heads, context=2 x fsdp=2 x tensor=2": (
         "llama",
         {"context": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True},
@@ -488,15 +494,18 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any], int, Remat]] = {
         "selective_op",
     ),
 }
-"""Attention by a ring, or over heads: network, other axes, microbatches and recompute."""
+"""Attention by a ring, by blocks of gathered keys, or over heads: network, other axes, microbatches and recompute."""
 
 
 @pytest.mark.slow_except("ring, context=4 x fsdp=2", "heads, context=2 x data=2")
 @pytest.mark.parametrize("title", CONTEXTS)
-def test_attention_over_context_trains_what_one_device_trains(title):
-    """Whose tokens lie in their own order: positions and targets go with those of a ring."""
+def test_attention_over_context_trains_what_one_device_trains(title, monkeypatch):
+    """Whose tokens lie in their own order: positions and targets go with those of a ring. Gathered
+    keys go by blocks where attention is fused, and here as if it were."""
     model, axes, microbatches, remat = CONTEXTS[title]
-    strategy = "ring" if title.startswith("ring") else "all_to_all"
+    strategies = {"ring": "ring", "gathered": "all_gather", "heads": "all_to_all"}
+    strategy = strategies[title.partition(",")[0]]
+    monkeypatch.setattr(attention, "goes_by_blocks", lambda strategy, _: strategy != "all_to_all")
     layout = {"data": 1, **axes, "context_strategy": strategy}
     config = run_of(model, "adamw", layout, microbatches).config
     run = resolve(replace(config, model=replace(config.model, remat=remat)))

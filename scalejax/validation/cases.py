@@ -313,7 +313,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "pipeline": stages,
                     "pipeline_chunks": _chunks(row),
                     # Without a tensor axis there is none, whatever the row states.
-                    "sequence_parallel": bool(spread.sequence_parallel) and tensor > 1,
+                    "sequence_parallel": _is_sequence_parallel(row) and tensor > 1,
                     # Stage 3 is the fsdp axis.
                     "zero_stage": spread.zero_stage if spread.zero_stage in (1, 2) else 0,
                     "bn_scope": "local",  # as the frameworks of these rows do
@@ -323,6 +323,15 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 tables["fine_tuning"] = fine_tuning
             runs.append(resolve(build(RunConfig, tables), row.device_count))
     return runs
+
+
+def _is_sequence_parallel(row: LedgerRow) -> bool:
+    """Whether activations between layers are split over the tensor axis: as stated, else with
+    Megatron-Core, whose recipes have it wherever there is such an axis (NVIDIA/NeMo and
+    Megatron-Bridge: `sequence_parallel = tensor_model_parallel_size > 1`)."""
+    if row.spread.sequence_parallel is not None:
+        return bool(row.spread.sequence_parallel)
+    return bool(_ON_MEGATRON_CORE.search(row.framework or ""))
 
 
 def _fsdp(row: LedgerRow) -> int:
@@ -381,7 +390,8 @@ _MAXTEXT_POLICIES = ("custom", "save_dot_with_context_except_mlp")
 
 
 def _recomputes(row: LedgerRow) -> list[str]:
-    """Candidate recompute settings; none, then full, where a row of a transformer states none."""
+    """Candidate recompute settings; none, then full, where a row of a transformer states none; with
+    Megatron-Core the selective one between them."""
     stated = (row.work.recompute or "").rstrip("?") or None
     if stated in _MAXTEXT_POLICIES:
         return ["selective_op", "full"]
@@ -393,6 +403,8 @@ def _recomputes(row: LedgerRow) -> list[str]:
         if stated in ("selective", "selective_op", "full"):
             raise ConfigError(f"{stated} recompute of {row.model.model!r}")
         return ["none"]
+    if stated is None and _ON_MEGATRON_CORE.search(row.framework or ""):
+        return ["none", "selective", "full"]
     return ["none", "full"] if stated is None else [stated]
 
 

@@ -98,9 +98,11 @@ def _model_flop(run: ResolvedRun) -> int:
 
 
 def _without_remat(run: ResolvedRun) -> ResolvedRun:
-    if getattr(run.config.model, "remat", "none") == "none":
-        return run
-    return replace(run, config=with_fields(run.config, {"model.remat": "none"}))
+    """`run` without recompute, and with all microbatches at once, which is GPipe on one device."""
+    plain = {"layout.pipeline_schedule": "gpipe"}
+    if getattr(run.config.model, "remat", "none") != "none":
+        plain["model.remat"] = "none"
+    return replace(run, config=with_fields(run.config, plain))
 
 
 def _with_product_type(item: Operation, compute_type: str) -> Operation:

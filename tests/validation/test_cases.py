@@ -291,6 +291,12 @@ def test_rows_of_2026_become_runs(row):
     assert isinstance(tied, LlamaConfig)
     assert tied.tied_embeddings
 
+    nemo = {"framework": "NeMo / Megatron-Core", "tensor": "2", "fsdp": "4", "recompute": ""}
+    runs = case(row(RACK | nemo)).runs
+    assert runs[0].config.layout.sequence_parallel
+    remats = [getattr(run.config.model, "remat", "") for run in runs]
+    assert remats == ["none", "selective", "full"]
+
     stalled = case_of(row(RACK | {"stalled": "1"}))
     assert isinstance(stalled, Skipped)
     assert "stalled" in stalled.reason

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.serialization import build
+from scalejax.xla.compiled import _model_flop
 from scalejax.xla.model_flop import forward_flop
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -83,3 +86,23 @@ def test_a_convolution_counts_its_groups_and_strides():
     kernel = jax.ShapeDtypeStruct((3, 3, 8, 64), jnp.float32)
 
     assert forward_flop(convolve, images, kernel) == 2 * 16 * 14 * 14 * 64 * 9 * 8
+
+
+def test_adapters_need_as_much_in_a_pipeline_as_on_one_device():
+    """Counted without stages, which have no mesh there."""
+    tables = {
+        "model": {"name": "llama", "layers": 2, "hidden": 16, "heads": 2, "remat": "full"},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16},
+        "batch": {"global_batch": 8, "microbatches": 4},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "fine_tuning": {"lora": {"rank": 2}},
+    }
+    stages = {"layout": {"pipeline": 2, "pipeline_schedule": "1f1b"}}
+
+    alone, in_stages = (
+        _model_flop(resolve(build(RunConfig, {**tables, **layout}), devices))
+        for layout, devices in (({}, 1), (stages, 2))
+    )
+
+    assert in_stages == alone

@@ -494,7 +494,8 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any], int, Remat]] = {
         "selective_op",
     ),
 }
-"""Attention by a ring, by blocks of gathered keys, or over heads: network, other axes, microbatches and recompute."""
+"""Attention by a ring, by blocks of gathered keys, or over heads: network, other axes, microbatches
+and recompute."""
 
 
 @pytest.mark.slow_except("ring, context=4 x fsdp=2", "heads, context=2 x data=2")

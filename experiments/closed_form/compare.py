@@ -8,7 +8,7 @@ python experiments/closed_form/compare.py [--remake] [--explain ROW ...]
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from scalejax.hardware import load_cluster
 from scalejax.planning.search import workspace_bytes
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.collectives.placement import collective_seconds
-from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
@@ -73,17 +72,24 @@ LAYOUTS = {
         "pipeline": 4, "microbatches": 8, "remat": "full",
     },
 }  # fmt: skip
-OF_1F1B = {
+IN_1F1B = {
     "pipeline 4, 8 microbatches, full recompute, 1F1B": {
-        "pipeline": 4, "microbatches": 8, "remat": "full", "schedule": "1f1b",
+        "pipeline": 4, "microbatches": 8, "remat": "full",
+    },
+    "pipeline 4, 8 microbatches, 1F1B": {"pipeline": 4, "microbatches": 8},
+    "pipeline 4, 8 microbatches, selective recompute, 1F1B": {
+        "pipeline": 4, "microbatches": 8, "remat": "selective",
     },
     "data 2 x tensor 2 x pipeline 2, 4 microbatches, full recompute, 1F1B": {
         "data": 2, "tensor": 2, "pipeline": 2, "microbatches": 4, "remat": "full",
-        "schedule": "1f1b",
+    },
+    "data 2 x fsdp 2 x pipeline 2, 4 microbatches, 1F1B": {
+        "data": 2, "fsdp": 2, "pipeline": 2, "microbatches": 4,
     },
 }  # fmt: skip
-"""Pipelines made from a compiled stage, in the schedule that the closed form costs (of gpt alone);
-those of `LAYOUTS` are compiled as the trainer runs them, GPipe."""
+"""Pipelines in the schedule that the closed form costs, as the trainer runs them; those of
+`LAYOUTS` are in its default, GPipe. Compiled with the oldest JAX alone."""
+IN_1F1B = {name: {**layout, "pipeline_schedule": "1f1b"} for name, layout in IN_1F1B.items()}
 _RING, _HEADS = {"context_strategy": "ring"}, {"context_strategy": "all_to_all"}
 _LONG = {"context": 4, "tokens": 32768, "samples": 1}
 _LONG_FULL = {**_LONG, "tensor": 2, "sequence_parallel": True, "remat": "full"}
@@ -113,13 +119,13 @@ OVER_CONTEXT = {
 """Fused attention of long samples over context, compiled with the first of `JAX_VERSIONS` alone."""
 ROWS = {
     f"{model['name']}, {title}": (model, layout)
-    for title, layout in LAYOUTS.items()
+    for title, layout in (LAYOUTS | IN_1F1B).items()
     for model in (GPT, LLAMA)
-} | {f"gpt, {title}": (GPT, layout) for title, layout in OF_1F1B.items()}
+}
 ROWS |= OVER_CONTEXT
 _SPREAD = (
-    "data", "fsdp", "tensor", "context", "context_strategy", "pipeline", "zero_stage",
-    "sequence_parallel",
+    "data", "fsdp", "tensor", "context", "context_strategy", "pipeline", "pipeline_schedule",
+    "zero_stage", "sequence_parallel",
 )  # fmt: skip
 
 
@@ -185,14 +191,16 @@ def run_of(title: str) -> ResolvedRun:
 
 def titles_of(jax: str) -> list[str]:
     """Rows that are compiled with this version of JAX."""
-    return [title for title in ROWS if jax == JAX_VERSIONS[0] or title not in OVER_CONTEXT]
+    return [
+        title
+        for title in ROWS
+        if jax == JAX_VERSIONS[0] or not (title in OVER_CONTEXT or title.endswith("1F1B"))
+    ]
 
 
 def derivation_of(title: str) -> Derivation:
     """What is compiled for a row, and how its program is made of it."""
-    framework = replace(XLA, schedule=ROWS[title][1].get("schedule", XLA.schedule))
-    job = ProfileJob(run=run_of(title), cluster=CLUSTER, framework=framework)
-    return derivation(job, backend="cuda")
+    return derivation(ProfileJob(run=run_of(title), cluster=CLUSTER), backend="cuda")
 
 
 def closed_form(run: ResolvedRun) -> Program:

@@ -23,6 +23,9 @@ GATES = ("forward_pass", "backward_pass", "weights_pass", "first_part", "last_pa
 """Scopes of what only some stages compute in a slot, by which a compiled step is read: passes, and
 in them the embedding of the first stage and the output layer of the last."""
 
+EXCHANGE = "stage_exchange"
+"""Scope of the two exchanges between stages that follow slots in turn."""
+
 
 class PipelineTicks(NamedTuple):
     """Ticks of a pipeline stage in one step: in each, one chunk of its layers takes a microbatch.
@@ -211,8 +214,8 @@ def timetable(ticks: PipelineTicks) -> Timetable:
 
 
 def _zero_bubble(ticks: PipelineTicks) -> tuple[tuple[Pass | None, ...], ...]:
-    """Slots of ZB-H1, by the rule of its section 3: backward as soon as it can, forward while
-    no more are held than in 1F1B, and weights in what would be bubble."""
+    """Slots of ZB-H1, by the rule of its section 3: forward while no more are held than in 1F1B,
+    else backward, and weights in what would be bubble."""
     stages, count = ticks.stages, ticks.microbatches
     done = [dict.fromkeys(("forward", "backward", "weights"), 0) for _ in range(stages)]
     slots = []
@@ -220,17 +223,18 @@ def _zero_bubble(ticks: PipelineTicks) -> tuple[tuple[Pass | None, ...], ...]:
         before = [dict(each) for each in done]
         row: list[Pass | None] = []
         for stage, own in enumerate(done):
-            following = before[stage + 1]["backward"] if stage + 1 < stages else own["forward"]
+            is_last = stage == stages - 1
+            following = before[stage]["forward"] if is_last else before[stage + 1]["backward"]
             preceding = before[stage - 1]["forward"] if stage else count
             kind: PassKind | None = None
-            if own["backward"] < following:
-                kind = "backward"
-            elif (
+            if (
                 own["forward"] < preceding
                 and own["forward"] - own["backward"] < stages - stage
                 and own["forward"] - own["weights"] < stages
             ):
                 kind = "forward"
+            elif own["backward"] < following:
+                kind = "backward"
             elif own["weights"] < own["backward"]:
                 kind = "weights"
             row.append(None if kind is None else Pass(kind, own[kind], 0))

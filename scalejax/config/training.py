@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from scalejax.config.parallelism import MODEL_AXES, ContextStrategy
+from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import Family
 
@@ -74,10 +75,11 @@ class LayoutConfig:
     pipeline_chunks: int = 1
     """Model chunks per pipeline stage, with those of the other stages between them (interleaved
     schedule; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
-    pipeline_schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    pipeline_schedule: PipelineSchedule = "gpipe"
     """Order of the microbatches in a pipeline: "gpipe", all forward and then all backward; "1f1b",
     alternating, which holds the activations of as many as there are stages (Narayanan et al. 2021,
-    section 2.2; interleaved with `pipeline_chunks`)."""
+    section 2.2; interleaved with `pipeline_chunks`); "zb_h1", which fills part of the bubble with
+    the gradients of weights (Qi et al. 2023, arXiv 2401.10241, section 3)."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel layers are sharded over tokens along the tensor
     axis (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
@@ -125,6 +127,9 @@ class LayoutConfig:
         if self.pipeline == 1 and self.pipeline_schedule != "gpipe":
             accepted = "it needs layout.pipeline above 1"
             raise ConfigError(refusal("layout.pipeline_schedule", self.pipeline_schedule, accepted))
+        if self.pipeline_schedule == "zb_h1" and self.pipeline_chunks > 1:
+            accepted = 'with layout.pipeline_schedule="zb_h1" stages have one chunk; use "1f1b"'
+            raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
         if self.pipeline_schedule != "gpipe" and self.context_strategy == "ring":
             accepted = (
                 f'with layout.pipeline_schedule="{self.pipeline_schedule}" stages send at '

@@ -233,7 +233,7 @@ def by_timetable(
     """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes."""
     run = setup.run
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
-    microbatches = run.split.microbatches
+    microbatches, period = run.split.microbatches, getattr(run.config.model, "period", 1)
     ticks = PipelineTicks(run.config.layout.pipeline_schedule, stages, microbatches, chunks)
     dtype = jnp.dtype(activation_type(run.config.model))
 
@@ -259,7 +259,11 @@ def by_timetable(
         return loss, {"loss": loss, "accuracy": accuracy}
 
     def dealt(blocks: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, stages), blocks)
+        def in_periods(leaf: jax.Array) -> jax.Array:
+            leaf = dealt_to_stages(leaf, chunks, stages)
+            return leaf.reshape(*leaf.shape[:2], -1, period, *leaf.shape[3:])
+
+        return jax.tree.map(in_periods, blocks)
 
     frozen = jax.tree.map(
         lambda leaf, own: leaf if own is None else None, params, learning, is_leaf=_is_none

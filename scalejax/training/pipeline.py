@@ -13,7 +13,7 @@ tables; nothing of what a block consists of.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.parallelism import PIPELINE
-from scalejax.config.pipeline_schedule import PassKind, Timetable
+from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
 
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
@@ -60,7 +60,7 @@ class Network(NamedTuple):
     first: Callable[[PyTree, PyTree], jax.Array]
     """Maps (ends, rows of a microbatch) to the residual stream before the first block."""
     blocks: Callable[[PyTree, jax.Array], jax.Array]
-    """Maps (blocks, residual stream) to the residual stream after them."""
+    """Maps (some blocks, stacked; residual stream) to the residual stream after them."""
     last: Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
     """Maps (ends, residual stream, rows) to the loss that is differentiated, and metrics."""
 
@@ -75,8 +75,8 @@ def scheduled_gradients(
         network: its parts.
         table: what stages compute when.
         ends: parameters of the first and the last part, replicated over the stages.
-        blocks: parameters of the blocks, [chunks, stages, layers of a chunk, ...], sharded over
-            the stages.
+        blocks: parameters of the blocks, [chunks, stages, periods of layers of a chunk, layers of
+            a period, ...], sharded over the stages.
         rows: the batch, [microbatches, rows, ...].
     """
     by_stage = P(None, PIPELINE)
@@ -105,7 +105,9 @@ class _Held(NamedTuple):
     received: dict[PassKind, jax.Array]
     """Results of neighbours that await their pass, [places, rows, S, D]."""
     saved: list[jax.Array]
-    """What forward passes saved for their backward passes, [places, ...]."""
+    """What forward passes saved for their backward passes, [places, layers of a chunk, ...]."""
+    unweighed: list[jax.Array]
+    """What backward passes saved for passes over weights, [places, layers of a chunk, ...]."""
     of_ends: PyTree
     """Gradient of the ends so far."""
     of_blocks: PyTree
@@ -131,7 +133,17 @@ class _Stage:
         self._exchange = _exchange(table)
         self._here = lax.axis_index(PIPELINE)
         self._x = jax.eval_shape(network.first, ends.whole, _at(rows, 0))
-        self._split = _Split.of(network.blocks, _at(blocks, 0), self._x)
+        self._layers = jax.tree.leaves(blocks)[0].shape[1]
+        self._split = _Split.of(network.blocks, _layer(blocks, 0, 0), self._x)
+        self._passes = {"forward": self._forward, "backward": self._backward}
+        self._parts = None
+        if table.ticks.schedule == "zb_h1":
+            self._parts = _BackwardParts.of(self._split, _layer(blocks, 0, 0), self._x)
+            self._passes = {
+                "forward": self._forward,
+                "backward": partial(self._backward_of_input, self._parts),
+                "weights": partial(self._backward_of_weights, self._parts),
+            }
 
     def run(self) -> tuple[PyTree, PyTree, PyTree]:
         """Gradients of ends and blocks, and metrics, after all slots."""
@@ -149,7 +161,14 @@ class _Stage:
                 "forward": buffer(max(1, places["to_forward"]), self._x),
                 "backward": buffer(max(1, places["to_backward"]), self._x),
             },
-            saved=[buffer(places["place"], leaf) for leaf in self._split.saved],
+            saved=[
+                jnp.zeros((places["place"], self._layers, *leaf.shape), leaf.dtype)
+                for leaf in self._split.saved
+            ],
+            unweighed=[
+                jnp.zeros((places["unweighed"], self._layers, *leaf.shape), leaf.dtype)
+                for leaf in ([] if self._parts is None else self._parts.saved)
+            ],
             of_ends=_zeros(self._ends.learning),
             of_blocks=_zeros(self._blocks.learning),
             metrics=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics),
@@ -161,7 +180,7 @@ class _Stage:
         own = {name: entry[self._here] if entry.ndim else entry for name, entry in row.items()}
         # One after another, of which at most one is computed: results of the branches of a
         # conditional would be copied, and these are most of the memory.
-        for kind, computed in (("forward", self._forward), ("backward", self._backward)):
+        for kind, computed in self._passes.items():
             is_due = own["kind"] == _KINDS.index(kind)
             held = _if(is_due, partial(computed, own), held, f"{kind}_pass")
         arrived = self._exchange(row["pattern"], held.message)
@@ -184,11 +203,16 @@ class _Stage:
             _at(held.received["forward"], own["from"]),
             "first_part",
         )
-        y_BSD, saved = self._split.forward(_at(self._blocks, own["chunk"]), x_BSD)
-        buffers = [
-            lax.dynamic_update_index_in_dim(buffer, leaf, own["place"], 0)
-            for buffer, leaf in zip(held.saved, saved, strict=True)
-        ]
+
+        def block(
+            layer: Any, before: tuple[jax.Array, list[jax.Array]]
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            x_BSD, buffers = before
+            x_BSD, saved = self._split.forward(_layer(self._blocks, own["chunk"], layer), x_BSD)
+            put = partial(_put, own["place"], layer)
+            return x_BSD, [put(*each) for each in zip(buffers, saved, strict=True)]
+
+        y_BSD, buffers = lax.fori_loop(0, self._layers, block, (x_BSD, held.saved))
 
         def with_loss(before: tuple[jax.Array, PyTree, PyTree]) -> tuple[jax.Array, PyTree, PyTree]:
             y_BSD, of_ends, metrics = before
@@ -208,11 +232,58 @@ class _Stage:
         return held._replace(message=message, saved=buffers, of_ends=of_ends, metrics=metrics)
 
     def _backward(self, own: dict[str, jax.Array], held: _Held) -> _Held:
-        blocks = _at(self._blocks, own["chunk"])
-        gradient_BSD = _at(held.received["backward"], own["from"])
-        saved = [_at(buffer, own["place"]) for buffer in held.saved]
-        of_blocks, gradient_BSD = self._split.backward(blocks, saved, gradient_BSD)
-        of_blocks = jax.tree.map(partial(_added_at, own["chunk"]), held.of_blocks, of_blocks)
+        def block(index: Any, before: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
+            gradient_BSD, of_blocks = before
+            layer = self._layers - 1 - index
+            at = partial(_taken, own["place"], layer)
+            blocks = _layer(self._blocks, own["chunk"], layer)
+            more, gradient_BSD = self._split.backward(
+                blocks, [at(buffer) for buffer in held.saved], gradient_BSD
+            )
+
+            return gradient_BSD, _added_at(own["chunk"], layer, of_blocks, more)
+
+        received_BSD = _at(held.received["backward"], own["from"])
+        before = received_BSD, held.of_blocks
+        gradient_BSD, of_blocks = lax.fori_loop(0, self._layers, block, before)
+        held = held._replace(message=gradient_BSD, of_blocks=of_blocks)
+        return self._with_embedding(own, held)
+
+    def _backward_of_input(
+        self, parts: "_BackwardParts", own: dict[str, jax.Array], held: _Held
+    ) -> _Held:
+        """The gradient of the input alone, and what those of the weights need besides."""
+
+        def block(
+            index: Any, before: tuple[jax.Array, list[jax.Array]]
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            gradient_BSD, unweighed = before
+            layer = self._layers - 1 - index
+            saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
+            blocks = _layer(self._blocks, own["chunk"], layer)
+            gradient_BSD, needed = parts.of_input(blocks, saved, gradient_BSD)
+            put = partial(_put, own["unweighed"], layer)
+            return gradient_BSD, [put(*each) for each in zip(unweighed, needed, strict=True)]
+
+        received_BSD = _at(held.received["backward"], own["from"])
+        before = received_BSD, held.unweighed
+        gradient_BSD, unweighed = lax.fori_loop(0, self._layers, block, before)
+        held = held._replace(message=gradient_BSD, unweighed=unweighed)
+        return self._with_embedding(own, held)
+
+    def _backward_of_weights(
+        self, parts: "_BackwardParts", own: dict[str, jax.Array], held: _Held
+    ) -> _Held:
+        def block(layer: Any, of_blocks: PyTree) -> PyTree:
+            saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
+            needed = [_taken(own["unweighed"], layer, buffer) for buffer in held.unweighed]
+            more = parts.of_weights(_layer(self._blocks, own["chunk"], layer), saved, needed)
+            return _added_at(own["chunk"], layer, of_blocks, more)
+
+        return held._replace(of_blocks=lax.fori_loop(0, self._layers, block, held.of_blocks))
+
+    def _with_embedding(self, own: dict[str, jax.Array], held: _Held) -> _Held:
+        """`held` after a backward pass, with the gradient of the embedding on the first stage."""
 
         def embedded(of_ends: PyTree) -> PyTree:
             rows = _at(self._rows, own["microbatch"])
@@ -222,11 +293,11 @@ class _Stage:
                 ),
                 self._ends.learning,
             )
-            return _added(of_ends, *back(gradient_BSD))
+            return _added(of_ends, *back(held.message))
 
         is_first = (self._here == 0) & (own["chunk"] == 0)
         of_ends = _if(is_first, embedded, held.of_ends, "first_part")
-        return held._replace(message=gradient_BSD, of_ends=of_ends, of_blocks=of_blocks)
+        return held._replace(of_ends=of_ends)
 
 
 def _if(
@@ -314,9 +385,208 @@ class _Split:
         return jax.tree.unflatten(self.back, needed)(gradient)
 
 
+@dataclass(frozen=True)
+class _BackwardParts:
+    """The backward pass of a `_Split` in two: the gradient of x, and those of the parameters (B and
+    W of Qi et al. 2023, arXiv 2401.10241, section 2.1)."""
+
+    traced: ClosedJaxpr
+    """(parameters, saved, gradient) to (gradients of the parameters, gradient of x), all inlined.
+    """
+    structure: Any
+    """Of the gradients of the parameters."""
+    first: tuple[JaxprEqn, ...]
+    """What the gradient of x is computed with."""
+    then: tuple[JaxprEqn, ...]
+    """What those of the parameters are computed with, from what is saved in between; products that
+    do not depend on the gradient are not computed again."""
+    between: tuple[Var, ...]
+    """What the first part saves for the second."""
+
+    @classmethod
+    def of(cls, split: _Split, params: Parameters, x: Any) -> "_BackwardParts":
+        """The two parts for parameters and an x of these shapes."""
+        structure = []
+
+        def backward(params: Parameters, saved: list[jax.Array], gradient: jax.Array) -> PyTree:
+            of_params, of_x = split.backward(params, saved, gradient)
+            leaves, tree = jax.tree.flatten(of_params)
+            structure.append(tree)
+            return leaves, of_x
+
+        nested = jax.make_jaxpr(backward)(params, split.saved, x)
+        traced = jax.make_jaxpr(partial(_inlined, nested))(*nested.in_avals)
+        jaxpr = traced.jaxpr
+        made_by = {var: each for each in jaxpr.eqns for var in each.outvars}
+        first = _needed(jaxpr.outvars[-1:], made_by, frozenset(jaxpr.invars))
+        by_id = {id(each): each for each in jaxpr.eqns}
+        for of_weight in jaxpr.outvars[:-1]:
+            more = _needed([of_weight], made_by, frozenset(jaxpr.invars)) - first
+            # Gradients without a product, of norms and biases: they are small, and what they are
+            # sums of is not.
+            if all(_is_cheap(by_id[each]) for each in more):
+                first |= more
+        moving = {jaxpr.invars[-1]}
+        for each in jaxpr.eqns:
+            if not moving.isdisjoint(_variables(each.invars)):
+                moving.update(each.outvars)
+        own = {var for var in _variables((*jaxpr.invars[:-1], *jaxpr.constvars))}
+        # Cheap to compute again from what was saved: it need not be kept from the first part.
+        again = set(own)
+        for each in jaxpr.eqns:
+            is_known = moving.isdisjoint(each.outvars) and again.issuperset(_variables(each.invars))
+            if is_known and _is_cheap(each):
+                again.update(each.outvars)
+        known = {var for each in jaxpr.eqns if id(each) in first for var in each.outvars}
+        ends = frozenset((known - again) | {jaxpr.invars[-1]} | own)
+        then = _needed(jaxpr.outvars[:-1], made_by, ends)
+        used = {
+            var for each in jaxpr.eqns if id(each) in then for var in _variables(each.invars)
+        } | set(_variables(jaxpr.outvars[:-1]))
+        between = [
+            var
+            for var in (jaxpr.invars[-1], *(v for each in jaxpr.eqns for v in each.outvars))
+            if var in used and var in ends and var not in own
+        ]
+        return cls(
+            traced,
+            structure[0],
+            tuple(each for each in jaxpr.eqns if id(each) in first),
+            tuple(each for each in jaxpr.eqns if id(each) in then),
+            tuple(between),
+        )
+
+    @property
+    def saved(self) -> list[Any]:
+        """Shapes of what the first part saves for the second."""
+        shapes: list[Any] = [var.aval for var in self.between]
+        return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in shapes]
+
+    def of_input(
+        self, params: Parameters, saved: list[jax.Array], gradient: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The gradient of x, and what is saved."""
+        known = self._known(params, saved)
+        known[self.traced.jaxpr.invars[-1]] = gradient
+        _evaluate(self.first, known)
+        return _read(known, self.traced.jaxpr.outvars[-1]), [known[var] for var in self.between]
+
+    def of_weights(
+        self, params: Parameters, saved: list[jax.Array], between: list[jax.Array]
+    ) -> PyTree:
+        """Gradients of the parameters that learn."""
+        known = self._known(params, saved) | dict(zip(self.between, between, strict=True))
+        _evaluate(self.then, known)
+        found = [_read(known, var) for var in self.traced.jaxpr.outvars[:-1]]
+        return jax.tree.unflatten(self.structure, found)
+
+    def _known(self, params: Parameters, saved: list[jax.Array]) -> dict[Var, Any]:
+        jaxpr = self.traced.jaxpr
+        values = (*jax.tree.leaves(params), *saved)
+        return dict(zip(jaxpr.constvars, self.traced.consts, strict=True)) | dict(
+            zip(jaxpr.invars[:-1], values, strict=True)
+        )
+
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "shard_map", "scan", "while", "ragged_dot"}
+"""Primitives that are too much to compute twice; so are calls of kernels."""
+
+
+def _is_cheap(equation: JaxprEqn) -> bool:
+    name = equation.primitive.name
+    return name not in _PRODUCTS and "dot_product_attention" not in name and "ffi" not in name
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _needed(
+    wanted: Iterable[Any], made_by: Mapping[Var, JaxprEqn], ends: frozenset[Var]
+) -> set[int]:
+    """Identities of the equations that make `wanted` from `ends`."""
+    found: set[int] = set()
+    waiting = _variables(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var in ends or var not in made_by or id(made_by[var]) in found:
+            continue
+        found.add(id(made_by[var]))
+        waiting.extend(_variables(made_by[var].invars))
+    return found
+
+
+def _read(known: Mapping[Var, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+def _evaluate(equations: Iterable[JaxprEqn], known: dict[Var, Any]) -> None:
+    """Compute `equations` in order, from and into the values of variables."""
+    for each in equations:
+        # Functions among the parameters are operands in older JAX, and parameters in newer.
+        bound = each.primitive.get_bind_params(each.params)
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)
+        values = [_read(known, atom) for atom in each.invars]
+        with each.ctx.manager:
+            made = each.primitive.bind(*functions, *values, **params)
+        results = made if each.primitive.multiple_results else [made]
+        known.update(zip(each.outvars, results, strict=True))
+
+
+def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
+    """The results of `closed`, with its calls, and its loops of one round, computed in place."""
+    jaxpr = closed.jaxpr
+    known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(jaxpr.invars, values, strict=True))
+    for each in jaxpr.eqns:
+        inner, name = each.params.get("jaxpr"), each.primitive.name
+        if name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
+            inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            made = _inlined(inner, *(_read(known, atom) for atom in each.invars))
+        elif name == "scan" and each.params["length"] == 1:
+            carried = each.params["num_consts"] + each.params["num_carry"]
+            given = [_read(known, atom) for atom in each.invars]
+            given[carried:] = [value[0] for value in given[carried:]]
+            made = _inlined(inner, *given)
+            count = each.params["num_carry"]
+            made[count:] = [value[None] for value in made[count:]]
+        else:
+            _evaluate([each], known)
+            continue
+        known.update(zip(each.outvars, made, strict=True))
+    return [_read(known, atom) for atom in jaxpr.outvars]
+
+
 def _at(tree: PyTree, index: Any) -> PyTree:
     """Entry `index` of every array."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def _taken(first: Any, second: Any, array: jax.Array) -> jax.Array:
+    """`array[first, second]`."""
+    start = (first, second, *(0,) * (array.ndim - 2))
+    return lax.dynamic_slice(array, start, (1, 1, *array.shape[2:]))[0, 0]
+
+
+def _put(first: Any, second: Any, array: jax.Array, entry: jax.Array) -> jax.Array:
+    """`array` with `entry` at [first, second]."""
+    start = (first, second, *(0,) * (array.ndim - 2))
+    return lax.dynamic_update_slice(array, entry[None, None], start)
+
+
+def _added_at(first: Any, second: Any, total: PyTree, more: PyTree) -> PyTree:
+    """`total` with `more` added to its entries [first, second]."""
+
+    def added(total: jax.Array, more: jax.Array) -> jax.Array:
+        old = _taken(first, second, total)
+        return _put(first, second, total, old + more.astype(total.dtype))
+
+    return jax.tree.map(added, total, more)
+
+
+def _layer(tree: PyTree, chunk: Any, layer: Any) -> PyTree:
+    """One period of layers of a chunk, [layers, ...]."""
+    return jax.tree.map(partial(_taken, chunk, layer), tree)
 
 
 def _zeros(tree: PyTree) -> PyTree:
@@ -328,27 +598,24 @@ def _added(total: PyTree, more: PyTree) -> PyTree:
     return jax.tree.map(lambda old, new: old + new.astype(old.dtype), total, more)
 
 
-def _added_at(index: jax.Array, total: jax.Array, more: jax.Array) -> jax.Array:
-    """`total` with `more` added to its entry `index`."""
-    return total.at[index].add(more.astype(total.dtype))
-
-
 def _columns(table: Timetable) -> dict[str, np.ndarray]:
     """The table as arrays of int32, [slots, stages], and "pattern", [slots].
 
     "kind", "microbatch" and "chunk" of the pass; the "place" where it saves, or finds what was
-    saved; "from" which place of what was received it takes its input; "to_forward" and
-    "to_backward", where what arrives after the slot is put, or -1; "is_own" where it is the
-    gradient of the loss, from the stage itself.
+    saved, and "unweighed" the same for a pass over weights; "from" which place of what was received
+    it takes its input; "to_forward" and "to_backward", where what arrives after the slot is put,
+    or -1; "is_own" where it is the gradient of the loss, from the stage itself.
     """
     shape = len(table.slots), table.ticks.stages
     columns: dict[str, np.ndarray]
-    names = ("kind", "microbatch", "chunk", "place", "from", "to_forward", "to_backward", "is_own")
+    names = ("kind", "microbatch", "chunk", "place", "unweighed", "from")
+    names = (*names, "to_forward", "to_backward", "is_own")
     columns = {name: np.zeros(shape, np.int32) for name in names}
     columns["to_forward"] -= 1
     columns["to_backward"] -= 1
     stages = range(table.ticks.stages)
     saved = [table.saved(stage) for stage in stages]
+    unweighed = [table.unweighed(stage) for stage in stages]
     received = [{kind: table.received(stage, kind) for kind in _KINDS if kind} for stage in stages]
     for (stage, each), slot in table.when.items():
         at = slot, stage
@@ -356,6 +623,7 @@ def _columns(table: Timetable) -> dict[str, np.ndarray]:
         columns["microbatch"][at] = each.microbatch
         columns["chunk"][at] = each.chunk
         columns["place"][at] = saved[stage][each._replace(kind="forward")]
+        columns["unweighed"][at] = unweighed[stage].get(each._replace(kind="backward"), 0)
         columns["from"][at] = received[stage][each.kind].get(each, 0)
         if (waiting := table.sends(stage, each)) is not None:
             to, done = waiting
@@ -389,9 +657,10 @@ def _exchange(table: Timetable) -> Callable[[jax.Array, jax.Array], dict[PassKin
         return _permuted(message, forward), _permuted(message, backward)
 
     def exchange(pattern: jax.Array, message: jax.Array) -> dict[PassKind, jax.Array]:
-        forward, backward = lax.cond(
-            pattern == 0, partial(of_pattern, 0), partial(of_pattern, 1), message
-        )
+        with jax.named_scope(EXCHANGE):
+            forward, backward = lax.cond(
+                pattern == 0, partial(of_pattern, 0), partial(of_pattern, 1), message
+            )
         return {"forward": forward, "backward": backward}
 
     return exchange

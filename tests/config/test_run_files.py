@@ -254,6 +254,11 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.pipeline_schedule": "1f1b"}, r"needs layout\.pipeline above 1"),
         (
+            {"layout.pipeline": 2, "layout.pipeline_chunks": 2, "batch.microbatches": 4}
+            | {"layout.pipeline_schedule": "zb_h1"},
+            "stages have one chunk",
+        ),
+        (
             {"layout.pipeline": 2, "layout.pipeline_schedule": "1f1b", "layout.context": 2}
             | {"layout.context_strategy": "ring"},
             r"confuses with the ring; use .all_gather",

@@ -228,3 +228,20 @@ def test_slots_of_a_timetable_are_those_of_the_last_stage(chunks, bubble):
 
     assert step_milliseconds(without_bubble(told)) == pytest.approx(8 * (chunks * 3 + 0.5) + 1)
     assert step_milliseconds(told) == pytest.approx(8 * (chunks * 3 + 0.5) + 1 + bubble)
+
+
+def test_passes_over_weights_fill_part_of_the_bubble():
+    """Of passes of 1 ms each, 4 stages idle for 3 (forward + backward - weights) = 3 ms (Qi et al.
+    2023, table 2); 1F1B for 9."""
+    ticks = PipelineTicks("zb_h1", stages=4, microbatches=8)
+    body = tuple(
+        Loop(name=f"{name}_pass", trip_count=1, body=(matmul(name, 1),))
+        for name in ("forward", "backward", "weights")
+    )
+    slots = Loop(name="slots", trip_count=len(timetable(ticks).slots), body=body)
+    compiled = replace(program_of(slots), mesh_axes=(("pipeline", 4), ("data", 2)))
+
+    told = with_bubble(compiled, ticks)
+
+    assert step_milliseconds(without_bubble(told)) == pytest.approx(24)
+    assert step_milliseconds(told) == pytest.approx(24 + 3)

@@ -234,12 +234,13 @@ OF_1F1B = {
         {"data": 1, "tensor": 2, "context": 2, "pipeline": 2, "sequence_parallel": True},
         2,
     ),
-    "fsdp=2 x tensor=2 x pipeline=2": (
-        "gpt",
+    "local and global layers": (
+        "local and global layers",
         "selective_op",
         {"data": 1, "fsdp": 2, "tensor": 2, "pipeline": 2},
         4,
     ),
+    "latent attention": ("latent attention", "full", {"data": 2, "pipeline": 2}, 4),
 }
 """Pipelines whose stages go forward and backward in turn: network, recompute, layout and
 microbatches; the first two are run by default, and every axis is met."""
@@ -532,12 +533,22 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
 
 
 @pytest.mark.parametrize(
-    "layout", pairs(list(OF_1F1B)[:2], [(layout,) for layout in list(OF_1F1B)[2:]])
+    ("schedule", "layout"),
+    pairs(
+        [("1f1b", layout) for layout in list(OF_1F1B)[:2]],
+        [
+            *(("1f1b", layout) for layout in list(OF_1F1B)[2:]),
+            ("zb_h1", "data=2 x fsdp=2 x pipeline=2"),
+            ("zb_h1", "pipeline=4, 8 microbatches"),
+            ("zb_h1", "local and global layers"),
+        ],
+    ),
 )
-def test_stages_that_alternate_train_what_one_device_trains(layout):
-    """1F1B, interleaved or not, with any recompute. Two programs of three axes to compile: 6 s."""
+def test_stages_that_alternate_train_what_one_device_trains(schedule, layout):
+    """1F1B, interleaved or not, and ZB-H1, with any recompute. Two programs of three axes to
+    compile: 6 s."""
     model, remat, axes, microbatches = OF_1F1B[layout]
-    layout = {"pipeline_schedule": "1f1b", **axes}
+    layout = {"pipeline_schedule": schedule, **axes}
     config = run_of(model, "adamw", layout, microbatches).config
     run = resolve(replace(config, model=replace(config.model, remat=remat)))
 

@@ -120,13 +120,13 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
         embedding=Part(embedding, (shard, layers, strategy.zero_stage > 0, accumulated > 0)),
         forward=Part(block_forward, (shard,)),
-        logits=Part(logits, (shard, is_data_manual(strategy), is_scattered)),
+        logits=Part(logits, (shard, is_data_manual(strategy) or stages > 1, is_scattered)),
         backward=Part(block_backward, (shard,)),
         embedding_gradient=Part(
             embedding_gradient,
             (shard, layers, accumulated > 0, layout.data if is_scattered else 1),
         ),
-        sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices))
+        sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices, False))
         if stages > 1
         else Part(),
         update=Part(update, (end,)),
@@ -184,6 +184,7 @@ def transformer_program(
         microbatches=count,
         boundary_bytes=block_shard(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,
+        is_sent_in_parts=False,
     )
     logits = () if slowest.has_logits else parts.logits.operations
     whole = pipelined(program, pipeline, last=logits)  # type: ignore[arg-type]  no loops in logits

@@ -73,6 +73,8 @@ class DeviceMemory:
         if layout.data > 1:  # ZeRO 2 sums after each microbatch, not in its backward pass
             apart = replace(shard, layout=replace(shard.layout, data=1))
             self._fixed_scattered = _fixed_bytes(apart, layers, True, layout.pipeline == 1)
+        if layout.pipeline > 1:
+            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(shard, layers)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 
@@ -150,6 +152,20 @@ def _fixed_bytes(
     if shard.sequence_parallel and shard.samples > 1 and shard.recompute in ("none", "selective"):
         transposed = (layers + 1) * shard.stream_bytes + gradients + logits + tables + table
     return cast + max(loss, backward, transposed)
+
+
+def _fixed_bytes_of_stage(shard: BlockShard, layers: int) -> int:
+    """`_fixed_bytes` of a stage of a pipeline: its matrices, what it received from either side and
+    sends, and the most that the output layer holds, whose loss is differentiated at once (logits,
+    their gradient, and the layer, with fsdp also its gradient), or the backward pass of a block.
+    """
+    shape, layout = shard.shape, shard.layout
+    stack = shard.matrix_bytes // layout.fsdp * layers
+    cast = 0 if shape.element_bytes == _F32_BYTES else stack
+    logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
+    table, streams = _table_bytes(shard), shard.stream_bytes
+    last = 2 * logits + table * (1 + (layout.fsdp > 1)) + streams
+    return cast + 3 * streams + max(last, block_bytes(shard))
 
 
 def _table_bytes(shard: BlockShard) -> int:

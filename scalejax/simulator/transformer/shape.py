@@ -443,15 +443,15 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
 
     Every stage stores an equal share of the blocks, even where it computes fewer. Arrays that
     `models.gpt` shards are divided by tensor and fsdp; norms, and the biases after a sum over
-    tensor, are replicated. The token embedding counts on every stage: the first looks up in it and
-    the last multiplies by it.
+    tensor, are replicated. The token embedding and the output layer count on every stage, which all
+    hold them, though the first alone looks up in the one and the last multiplies by the other.
     """
     parts = layout.tensor * layout.fsdp
     shard = _block_shard(shape, layout, 1, "none", False, "all_gather", True, False)
     block = sum(shape.matrices) // parts + shard.small_elements + shard.norm_elements
     blocks = shape.layers * block // layout.pipeline
     tables = shape.vocabulary * shape.hidden // parts
-    if not shape.has_tied_embeddings and layout.pipeline == 1:
+    if not shape.has_tied_embeddings:
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
     return blocks + tables + places + shard.norm_elements // 2

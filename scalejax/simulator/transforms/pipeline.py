@@ -36,6 +36,8 @@ from scalejax.simulator.program import (
 
 BUBBLE = ".bubble"
 """Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
+_PASSES_OF_ZB = 3
+"""Passes of a microbatch where that over weights is one of its own."""
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 
 
@@ -55,6 +57,9 @@ class Pipeline:
     """Activation bytes that one microbatch sends from stage to stage."""
     is_boundary_divided: bool = False
     """Whether these activations are sharded over the tensor axis (sequence parallelism)."""
+    is_sent_in_parts: bool = True
+    """Whether devices along the tensor axis each send a part of what they all hold, as in
+    Megatron-LM; else each sends all of it, as scalejax trains."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline.stages", self.stages, 2)
@@ -94,6 +99,7 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         pipeline.stages,
         pipeline.boundary_bytes,
         is_divided=pipeline.is_boundary_divided,
+        in_parts=pipeline.is_sent_in_parts,
         tensor=tensor,
         stage_devices=stage.device_count,
     )
@@ -128,8 +134,9 @@ def with_bubble(program: Program, ticks: PipelineTicks) -> Program:
     Under other schedules the program is that of all stages, slot by slot of a timetable
     (`training.pipeline`): the result is that of the last stage, which goes forward and backward
     with each microbatch, and waits for as long as each other stage takes for a chunk of one; the
-    first of those embeds the tokens too. With "zb_h1" passes over weights fill part of that time,
-    in the ratio of FLOP (Qi et al. 2023, arXiv 2401.10241, table 2).
+    first of those embeds the tokens too. With "zb_h1" passes over weights fill part of that time:
+    it is idle in the slots of the timetable that are left, of the mean length of its passes (Qi et
+    al. 2023, arXiv 2401.10241, table 2, for passes of equal length).
     """
     if ticks.schedule != "gpipe":
         in_slots = partial(_last_stage, ticks=ticks, stage_devices=_stage_devices(program))
@@ -168,14 +175,13 @@ def _last_stage(
     chunk_share = 1 / ticks.chunks  # of the passes of the last stage, those with its last layers
     work = _passes(passes, first=0.0, last=chunk_share)
     idle = _passes(passes, first=1 / ticks.idle, last=0.0)
-    weights = next((each for each in passes if each.name.startswith("weights_pass")), None)
-    if weights is not None:
-        idle = with_share(
-            tuple(each for each in idle if each.name != weights.name),
-            max(0.0, 1 - 2 * _flop(weights) / sum(map(_flop, passes))),
-        )
-    # Every pass is followed by an exchange, and so is a slot without one.
     slots_at_work = len(passes)
+    if slots_at_work == _PASSES_OF_ZB:
+        idle = tuple(each for each in idle if not each.name.startswith("weights_pass"))
+        left = (slots - slots_at_work * ticks.work) / slots_at_work / ticks.idle
+        kept = [each for each in passes if not each.name.startswith("weights_pass")]
+        idle = with_share(idle, left * sum(map(_flop, passes)) / sum(map(_flop, kept)))
+    # Every pass is followed by an exchange, and so is a slot without one.
     exchanges = Loop(name=f"{item.name}.exchange", trip_count=slots_at_work, body=between)
     rest = max(1, round((slots - slots_at_work * ticks.work) / max(1, ticks.idle)))
     waiting = Loop(name=f"{item.name}.exchange", trip_count=rest, body=between)
@@ -278,12 +284,18 @@ def _shortened(item: Operation | Loop, part: Fraction) -> Operation | Loop:
 
 
 def sent_between_stages(
-    stages: int, boundary_bytes: int, is_divided: bool, tensor: int, stage_devices: int
+    stages: int,
+    boundary_bytes: int,
+    is_divided: bool,
+    tensor: int,
+    stage_devices: int,
+    in_parts: bool = True,
 ) -> tuple[Operation, ...]:
     """Collectives of a stage for one microbatch: activations forward, gradients backward.
 
     Devices along the tensor axis each send 1/tensor of the replicated activations, and all-gather
-    them (Narayanan et al. 2021, section 4.1); with sequence parallelism there is nothing to gather.
+    them (Narayanan et al. 2021, section 4.1), or each sends them whole; with sequence parallelism
+    there is nothing to gather.
 
     Args:
         stages: pipeline stages.
@@ -291,13 +303,14 @@ def sent_between_stages(
         is_divided: whether they are sharded over the tensor axis.
         tensor: devices along the tensor axis.
         stage_devices: devices of one stage.
+        in_parts: whether each device along the tensor axis sends a part of replicated activations.
     """
-    part = -(-boundary_bytes // tensor)
+    part = -(-boundary_bytes // tensor) if in_parts or is_divided else boundary_bytes
     operations = []
     for way in ("forward", "backward"):
         along = DeviceGroup(extents=((stages, stage_devices),), axes=(PIPELINE,))
         operations.append(_collective(f"send.{way}", "collective_permute", part, along))
-        if tensor > 1 and not is_divided:
+        if tensor > 1 and in_parts and not is_divided:
             group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
             operations.append(_collective(f"gather.{way}", "all_gather", boundary_bytes, group))
     return tuple(operations)

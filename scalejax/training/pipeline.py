@@ -27,9 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.config.parallelism import PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
-
-PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
+from scalejax.training.gradient_sync.device_rows import PyTree
 
 _KINDS: tuple[PassKind | None, ...] = (None, "forward", "backward", "weights")
 

@@ -104,6 +104,9 @@ class AdamWConfig(OptimizerConfig):
     """Decoupled decay per unit of learning rate."""
     decays_norm_and_bias: bool = False
     """Whether weight decay also applies to biases and normalisation parameters."""
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type in which the first moment is kept; it is updated in float32 (Optax's and
+    MaxText's name)."""
 
     def __post_init__(self) -> None:
         _require_moments(self)

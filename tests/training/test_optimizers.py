@@ -176,6 +176,21 @@ def adam(g: np.ndarray, state: dict[str, Any], t: int, epsilon: float) -> np.nda
     return state["m"] / (1 - 0.9**t) / (np.sqrt(state["v"] / (1 - 0.999**t)) + epsilon)
 
 
+def test_a_first_moment_in_bfloat16_is_rounded_where_it_is_kept():
+    """The update reads it before it is rounded: the first one is the same, bit by bit."""
+    config, updates, moments = AdamWConfig(mu_dtype="bfloat16"), [], []
+    for each in (AdamWConfig(), config):
+        optimizer = build_optimizer(each, rate, stacked=())
+        update, state = optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
+        updates.append(update)
+        moments.append(optax.tree.get(state, "mu"))
+
+    jax.tree.map(np.testing.assert_array_equal, *updates)
+    kept, rounded = moments[1], jax.tree.map(lambda leaf: leaf.astype("bfloat16"), moments[0])
+    jax.tree.map(np.testing.assert_array_equal, kept, rounded)
+    assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
+
+
 def test_lars_of_the_paper():
     """You et al. 2017, algorithm 1: the local rate is c |w| / (|g| + d |w|), times g + d w."""
 

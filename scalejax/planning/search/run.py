@@ -133,6 +133,9 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
+    if getattr(config.optimizer, "mu_dtype", "float32") != "float32":
+        accepted = 'the closed form counts moments in float32; use "float32", or scalejax predict'
+        raise ConfigError(refusal("optimizer.mu_dtype", "bfloat16", accepted))
     if config.gradient_sync is not None:
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))

@@ -68,10 +68,17 @@ def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransfor
 @build_optimizer.register
 def _adamw(config: AdamWConfig, schedule: Schedule, **_: object) -> GradientTransformation:
     return optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.scale_by_adam(
+            config.beta1, config.beta2, config.epsilon, mu_dtype=_kept_type(config)
+        ),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _kept_type(config: AdamWConfig) -> str | None:
+    """The type of the first moment; None for that of the parameters."""
+    return None if config.mu_dtype == "float32" else config.mu_dtype
 
 
 @build_optimizer.register

@@ -134,7 +134,7 @@ def on_one_device(kind: str, microbatches: int) -> Any:
 @pytest.mark.slow_except(*list(LAYOUTS)[:3])
 @pytest.mark.parametrize("title", LAYOUTS)
 def test_experts_train_over_every_axis_what_one_device_trains(title):
-    """Losses, losses of routers, loads, drops, parameters and biases. Compiles two steps."""
+    """Losses, losses of routers, loads, drops, parameters and biases. It compiles two steps."""
     kind, axes, microbatches, remat = LAYOUTS[title]
     metrics, state = train(run_of(kind, axes, microbatches, remat), initial_state(kind))
     expected, reference = on_one_device(kind, microbatches)
@@ -176,7 +176,7 @@ def test_a_router_chooses_the_best_experts_by_hand():
 def test_tokens_beyond_the_capacity_are_dropped_by_hand():
     """One sample of 4 equal tokens: both their experts have 4, and room for 4 x 2 / 4 = 2."""
     network = build_layer(layer(capacity_factor=1.0), hidden=4)
-    made_BSD, report = network(jnp.ones((1, 4, 4)))
+    made_BSD, report = jax.jit(network)(jnp.ones((1, 4, 4)))
 
     assert report.dropped_share == 0.5
     assert sorted(report.load_E.tolist()) == [0, 0, 4, 4]
@@ -195,15 +195,22 @@ def build_layer(moe: MoeConfig, hidden: int) -> MoeFeedForward:
     return nnx.merge(structure, jax.tree.map(lambda leaf: 40 * leaf, params))
 
 
-@pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}, {"shared_experts": 2}])
+@pytest.mark.slow_except("dropless")
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"capacity_factor": 1.0}, {"shared_experts": 2}],
+    ids=["dropless", "capacity", "shared experts"],
+)
 def test_gradients_of_the_router_are_those_of_finite_differences(fields):
-    """Of the sum of results and the losses of the router, while no choice changes."""
+    """Of the sum of results and the losses of the router, while no choice changes. It
+    compiles both."""
     network = build_layer(layer(**fields), hidden=4)
     structure, state = nnx.split(network)
     params: Any = nnx.to_pure_dict(state)
     x_BSD = jax.random.normal(jax.random.key(1), (2, 8, 4))
     direction = jax.random.normal(jax.random.key(2), (4, 4))
 
+    @jax.jit
     def loss(change: float) -> jax.Array:
         moved = {**params, "router": params["router"] + change * direction}
         made_BSD, report = nnx.merge(structure, nnx.State(moved))(x_BSD)
@@ -217,7 +224,8 @@ def test_gradients_of_the_router_are_those_of_finite_differences(fields):
 
 
 def test_a_bias_evens_the_loads():
-    """Of fixed routers: without it the fullest expert of 8 has two thirds more than the mean."""
+    """Of fixed routers: without it the fullest expert of 8 has two thirds more than the mean. It
+    compiles a step."""
     changed = {"model.moe.router.bias_update_rate": 2e-3, "schedule.base_learning_rate": 1e-9}
     run = resolve(with_fields(run_of("bias", {}).config, changed))
     metrics, state = train(run, initial_state("bias"), 25)

@@ -1,4 +1,4 @@
-"""Trains 50 updates on random windows of the text, without the training loop, in both formats.
+"""Trains 110 updates on random windows of the text, without the training loop, in both formats.
 
 Prints the mean loss of five batches, every ten updates.
 """
@@ -13,7 +13,7 @@ from scalejax import build_mesh, build_step, init_state, load_config, resolve
 from scalejax.data.readers.python_docs import python_docs
 
 HERE = Path(__file__).parent
-ROWS, TOKENS, UPDATES = 64, 64, 50
+ROWS, TOKENS, UPDATES = 64, 64, 110
 
 
 def main() -> None:

@@ -410,6 +410,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         mistake="interleaving does not shorten the bubble",
         first_tests=("tests/simulator/test_pipeline_transform.py",),
     ),
+    Mutation(
+        path="scalejax/config/pipeline_schedule.py",
+        old="compute(stages + back + 2 * index, stage, backward)",
+        new="compute(stages + back + 2 * index + 2, stage, backward)",
+        mistake="a stage of 1F1B holds one microbatch more than it must",
+        first_tests=("tests/config/test_pipeline_schedule.py",),
+    ),
+    Mutation(
+        path="scalejax/simulator/transforms/pipeline.py",
+        old="idle = _passes(passes, first=1 / ticks.idle, last=0.0)",
+        new="idle = _passes(passes, first=1 / ticks.idle, last=1.0)",
+        mistake="the last stage waits for logits of the others too",
+        first_tests=("tests/simulator/test_pipeline_transform.py",),
+    ),
     # --- collectives ---
     Mutation(
         path="scalejax/simulator/collectives/alpha_beta.py",

@@ -336,6 +336,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         mistake="devices share their means and not their variances",
         first_tests=("tests/models/test_normalization.py",),
     ),
+    # --- mixtures of experts ---
+    Mutation(
+        path="scalejax/models/moe.py",
+        old="earlier_HE[chunk_A, sorted_A] < capacity",
+        new="earlier_HE[chunk_A, sorted_A] <= capacity",
+        mistake="an expert takes a token beyond its capacity",
+        first_tests=("tests/training/test_moe.py",),
+    ),
+    Mutation(
+        path="scalejax/models/moe.py",
+        old="gradient_BSD * lax.axis_size(TENSOR)",
+        new="gradient_BSD",
+        mistake="gradients of experts are smaller by the devices along tensor",
+        first_tests=("tests/training/test_moe.py",),
+    ),
     # --- layouts, FSDP, pipelines ---
     Mutation(
         path="scalejax/config/parallelism.py",

@@ -76,7 +76,7 @@ def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
     setup, batch = train_setup(run), batch_of(0)
     state = init_state(run, build_mesh(run.layout))
 
-    loss, (accuracy, _) = mean_loss(
+    loss, (metrics, _) = mean_loss(
         setup, BatchNormScope(), state.params, state.model_state, jax.tree.map(jnp.asarray, batch)
     )
 
@@ -93,7 +93,7 @@ def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
     smoothed = (1 - smoothing) * targets + smoothing / 8
     assert float(loss) == pytest.approx(-(smoothed * shares).sum(axis=1).mean(), rel=1e-5)
     hits = targets[np.arange(32), logits.argmax(axis=1)]
-    assert float(accuracy) == pytest.approx(hits.mean(), rel=1e-5)
+    assert float(metrics["accuracy"]) == pytest.approx(hits.mean(), rel=1e-5)
 
 
 @functools.cache

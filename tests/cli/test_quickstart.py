@@ -66,7 +66,7 @@ def test_tour_trains_predicts_and_reports(
         },
     )
     monkeypatch.setattr(quickstart, "load_config", shortened)
-    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_progress: fixed_study(title))
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, **__: fixed_study(title))
     folder = tmp_path / "tour"
 
     assert main(["quickstart", "--folder", str(folder)]) == 0
@@ -93,7 +93,7 @@ def test_each_seed_is_a_run_and_the_table_has_their_range(
         return RunRecord.load(write_run(place, [0.5 + 0.01 * config.seed]))
 
     monkeypatch.setattr("scalejax.api.train", written)
-    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_progress: fixed_study(title))
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, **__: fixed_study(title))
 
     quickstart.quickstart(tmp_path / "tour", seeds=3)
 
@@ -127,7 +127,7 @@ def test_warmup_saves_the_large_batch(tmp_path: Path, monkeypatch: pytest.Monkey
     """
     alone = partial(train, device_count=1)
     monkeypatch.setattr("scalejax.training.train.train", alone)
-    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_progress: fixed_study(title))
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, **__: fixed_study(title))
 
     quickstart.quickstart(tmp_path / "tour", seeds=1)
 

@@ -20,16 +20,20 @@ from scalejax.config.data import (
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import (
     BertConfig,
+    BlockConfig,
     CnnConfig,
     CustomConfig,
     GptConfig,
     ImageNetworkConfig,
     LlamaConfig,
+    MlaConfig,
     MlpConfig,
     ModelConfig,
+    MtpConfig,
     ResNetConfig,
     VitConfig,
 )
+from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import Layout
 from scalejax.core.errors import ConfigError
 from scalejax.data.facts import read_facts
@@ -72,6 +76,26 @@ SMALL = [
         id="efficientnet_lite0",
     ),
 ]
+
+_LLAMA = LlamaConfig(layers=2, hidden=16, heads=4, kv_heads=2, ffn_hidden=32)
+LLAMA_OPTIONS = (
+    dataclasses.replace(_LLAMA, moe=MoeConfig(experts=4, expert_hidden=8, shared_experts=1)),
+    dataclasses.replace(
+        _LLAMA,
+        kv_heads=4,
+        mla=MlaConfig(
+            q_lora_rank=8, kv_lora_rank=8, nope_head_size=4, rope_head_size=2, value_head_size=4
+        ),
+        mtp=MtpConfig(),
+    ),
+    dataclasses.replace(
+        _LLAMA,
+        block=BlockConfig(
+            qkv_bias=True, activation="squared_relu", is_gated=False, attention_sinks=True
+        ),
+    ),
+)
+"""Options of llama that have parameters, and partition rules, of their own."""
 
 
 def build(model: ModelConfig, dataset: DatasetFacts) -> Network:
@@ -140,7 +164,8 @@ def test_only_weights_end_in_kernel_or_embedding(model, dataset):
 def test_every_partition_rule_matches_and_large_weights_are_split(model, dataset):
     """No rule is dead, and no weight of a hidden layer is left whole on fsdp or tensor."""
     shapes = shapes_of(model, dataset)
-    paths = paths_of(shapes)
+    options = LLAMA_OPTIONS if isinstance(model, LlamaConfig) else ()
+    paths = {path for each in (model, *options) for path in paths_of(shapes_of(each, dataset))}
     for pattern, _ in network_class(model).partition_rules():
         assert any(re.search(pattern, path) for path in paths), pattern
 

@@ -83,15 +83,15 @@ def _model_flop(run: ResolvedRun) -> int:
     from scalejax.training.step import forward, forward_and_backward
     from scalejax.xla.model_flop import forward_flop
 
+    if run.config.model.expert_count:
+        # Whatever is padded or dropped, a token goes through as many experts as it chooses.
+        whole = with_fields(run.config, {"model.moe.capacity_factor": None})
+        run = replace(run, config=whole)
     if run.config.fine_tuning is not None and run.config.fine_tuning.freezes:
         # Recompute does not count as model FLOP (Chowdhery et al. 2022, arXiv 2204.02311,
         # appendix B).
         function, arguments = forward_and_backward(_without_remat(run))
         return forward_flop(function, *arguments)
-    if run.config.model.expert_count:
-        # Whatever is padded or dropped, a token goes through as many experts as it chooses.
-        whole = with_fields(run.config, {"model.moe.capacity_factor": None})
-        run = replace(run, config=whole)
     function, arguments = forward(run)
     # Each product of the forward pass has two in the backward pass: one per operand's gradient.
     return 3 * forward_flop(function, *arguments)

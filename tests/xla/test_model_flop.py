@@ -91,18 +91,37 @@ def test_a_convolution_counts_its_groups_and_strides():
 def test_adapters_need_as_much_in_a_pipeline_as_on_one_device():
     """Counted without stages, which have no mesh there."""
     tables = {
-        "model": {"name": "llama", "layers": 2, "hidden": 16, "heads": 2, "remat": "full"},
+        "model": {"name": "llama", "layers": 4, "hidden": 16, "heads": 2, "remat": "full"},
         "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16},
         "batch": {"global_batch": 8, "microbatches": 4},
         "optimizer": {"name": "adamw"},
         "schedule": {"base_learning_rate": 0.1},
         "fine_tuning": {"lora": {"rank": 2}},
     }
-    stages = {"layout": {"pipeline": 2, "pipeline_schedule": "1f1b"}}
+    stages = {"pipeline": 2, "pipeline_schedule": "1f1b"}
 
-    alone, in_stages = (
-        _model_flop(resolve(build(RunConfig, {**tables, **layout}), devices))
-        for layout, devices in (({}, 1), (stages, 2))
+    alone, *in_stages = (
+        _model_flop(resolve(build(RunConfig, {**tables, "layout": layout}), devices))
+        for layout, devices in (({}, 1), (stages, 2), ({**stages, "pipeline_chunks": 2}, 2))
     )
 
-    assert in_stages == alone
+    assert in_stages == [alone, alone]
+
+
+def test_slots_of_experts_that_stay_empty_do_not_count():
+    """Nor where some parameters are frozen, and the backward pass is counted too."""
+    tables = {
+        "model": {"name": "llama", "layers": 1, "hidden": 16, "heads": 2},
+        "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 16},
+        "batch": {"global_batch": 8},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "fine_tuning": {"trainable": ["blocks"]},
+    }
+    experts = {"experts": 4, "experts_per_token": 2, "expert_hidden": 8}
+
+    def counted(**room):
+        tables["model"]["moe"] = {**experts, **room}
+        return _model_flop(resolve(build(RunConfig, tables), 1))
+
+    assert counted(capacity_factor=4.0) == counted()

@@ -254,7 +254,7 @@ def by_timetable(
         losses, hits = loss_and_accuracy(setup, logits, rows, is_training=True)
         if "weights" in rows:
             losses, hits = losses * rows["weights"], hits * rows["weights"]
-        loss = losses.mean() if scale is None else losses.mean() * scale
+        loss = losses.mean() * rows["scale"] if "scale" in rows else losses.mean()
         loss, accuracy = loss / microbatches, hits.mean() / microbatches
         return loss, {"loss": loss, "accuracy": accuracy}
 
@@ -272,6 +272,8 @@ def by_timetable(
     blocks = Parameters(*(dealt(cast(tree[_BLOCKS])) for tree in (learning, frozen)))
     ends = Parameters(*(_without_blocks(tree) for tree in (learning, frozen)))
     rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), batch)
+    if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
+        rows["scale"] = jnp.broadcast_to(scale, microbatches)
     of_ends, of_dealt, metrics = scheduled_gradients(
         Network(first, middle, last), timetable(ticks), ends, blocks, rows
     )

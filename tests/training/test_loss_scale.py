@@ -48,9 +48,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ZeRO 2 x tensor": ("gpt", {"data": 2, "tensor": 2, "zero_stage": 2}, 2),
     "fsdp": ("gpt", {"data": 2, "fsdp": 4}, 1),
     "pipeline x context": ("gpt", {"data": 2, "pipeline": 2, "context": 2}, 4),
+    "stages that alternate": (
+        "gpt",
+        {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        4,
+    ),
 }
 """Ways to spread a step, of which each sums gradients by other means."""
-SLOW = ("fsdp", "pipeline x context")
+SLOW = ("fsdp", "pipeline x context", "stages that alternate")
 
 
 class Bright(Network):
@@ -115,6 +120,7 @@ def plain_sgd(model: str, layout: dict[str, Any], microbatches: int = 1) -> Reso
     fields = {"optimizer.momentum": 0.0, "optimizer.weight_decay": 0.0}
     config = with_fields(run.config, {**fields, "schedule.warmup": "none"} | {
         "schedule.warmup_epochs": 0.0, "model.compute_dtype": "float16",
+        "loss.label_smoothing": 0.1,
     })  # fmt: skip
     return resolve(config)
 

@@ -14,8 +14,9 @@ formats all are in e4m3.
 - "mxfp8": one for 32 values along the sum (Open Compute Project 2023, "OCP Microscaling Formats
   (MX) Specification", version 1.0; Rouhani et al. 2023, arXiv 2310.10537).
 
-Knows arrays; nothing of layers and meshes. Where an operand is sharded, its largest value is that
-of all shards.
+Knows arrays; nothing of layers and meshes. Where the compiler shards an operand, its largest value
+is that of all shards. Where the data axis is manual (`layout.mode` other than "jit", and ZeRO 2,
+several microbatches or the noise scale over data), each device along it scales its own rows.
 """
 
 import math
@@ -23,11 +24,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from scalejax.config.model import Float8Type
 
 _BLOCKS: dict[Float8Type, int] = {"float8_blockwise": 128, "mxfp8": 32}
 """Values along the sum that share a scale."""
+
+_FRACTION_BITS, _BIAS = 23, 127
+_FRACTION = (1 << _FRACTION_BITS) - 1
+"""Of float32: bits of the fraction, their mask, and what is added to its exponents (IEEE 754)."""
 
 
 class Quantised(NamedTuple):
@@ -41,11 +48,21 @@ class Quantised(NamedTuple):
 
 def quantised(array: jax.Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Quantised:
     """`array` with one scale for all values, or for those along each of `axes`."""
-    top = float(jnp.finfo(dtype).max)
+    top = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None).astype(jnp.float32)
+    # The least power of two that brings `largest` down to `top`, in bits: exp2 is not exact
+    # everywhere, and 0 below its least normal number.
+    bits, top_bits = lax.bitcast_convert_type(largest, jnp.int32), top.view(np.int32)
+    is_above = (bits & _FRACTION) > (top_bits & _FRACTION)
+    biased = (bits >> _FRACTION_BITS) - (top_bits >> _FRACTION_BITS) + is_above + _BIAS
+    biased = jnp.clip(biased, 1, 2 * _BIAS - 1)
+    power, inverse = (
+        lax.bitcast_convert_type(each << _FRACTION_BITS, jnp.float32)
+        for each in (biased, 2 * _BIAS - biased)
+    )
     # Not finite stays so: what overflowed before is not hidden.
-    scale = jnp.where(largest > 0, jnp.exp2(jnp.ceil(jnp.log2(largest / top))), 1.0)
-    narrow = jnp.clip(array.astype(jnp.float32) / scale, -top, top)
+    scale = jnp.where(jnp.isfinite(largest), power, largest)
+    narrow = jnp.clip(array.astype(jnp.float32) * inverse, -top, top)
     return Quantised(narrow.astype(dtype), scale)
 
 

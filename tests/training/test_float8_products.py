@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
+from scalejax.models.float8 import quantised, restored
 from scalejax.models.fsdp import multiplied
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state
@@ -74,6 +75,32 @@ def test_products_are_of_rounded_operands(recipe, gradient_type, rows, squares):
         np.testing.assert_allclose(ours.reshape(theirs.shape), theirs, rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_scale_is_the_least_power_of_two_that_suffices(dtype):
+    """Of any number: nothing is 0 / 0 where it would be below the least normal number, and what is
+    not finite is not hidden."""
+    top = float(ml_dtypes.finfo(dtype).max)
+    largest = np.ldexp(np.float32(1), np.arange(-107, 128))
+    largest = np.concatenate([largest, np.nextafter(top * largest[:200], np.float32(np.inf))])
+    both = np.stack([largest, -largest / 4], axis=1)
+
+    narrow = jax.jit(lambda rows: quantised(rows, dtype, axes=(1,)))(both)
+
+    by_hand = np.exp2(np.ceil(np.log2(largest.astype(np.float64) / top)))
+    np.testing.assert_array_equal(narrow.scale[:, 0], np.maximum(by_hand, 2.0**-126))
+    made = restored(narrow, jnp.float32)
+    np.testing.assert_allclose(made, both, rtol=2.0**-3, atol=0)
+    for tiny in ([1e-34, 5e-35, 0], [1e-38, 0, 0], [0, 0, 0]):
+        row = jnp.array(tiny, jnp.bfloat16)
+        made = restored(quantised(row, dtype), jnp.bfloat16)
+        np.testing.assert_allclose(
+            *(np.float64(each) for each in (made, row)), atol=2e-38, rtol=0.1
+        )
+    for broken in (np.inf, np.nan):
+        row = jnp.array([broken, 1], jnp.bfloat16)
+        assert not jnp.isfinite(restored(quantised(row, dtype), jnp.bfloat16)).any()
+
+
 def run_of(recipe, layout, microbatches=1, remat="none") -> ResolvedRun:
     """A small llama on random tokens."""
     tables = {
@@ -113,7 +140,7 @@ def losses_of(run: ResolvedRun) -> list[float]:
     ],
 )
 def test_a_layout_trains_float8_as_one_device_does(recipe, layout, microbatches, remat):
-    """The largest value is that of all shards.
+    """The largest value is that of all shards, or of the rows of a device of the data axis.
 
     Sums in another order round bfloat16 differently, by 0.4 %, and that to 8 bits by 6 %, at a few
     of the values: losses agree to a fiftieth of what the updates change.

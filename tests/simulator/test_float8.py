@@ -55,6 +55,41 @@ def test_products_of_blocks_are_cast_and_nothing_else():
     assert "fp8" in program.notes[-1]
 
 
+def loop(name: str, *body: Operation | Loop) -> Loop:
+    """Two rounds of it."""
+    return Loop(name=name, trip_count=2, body=body)
+
+
+def types(*items: Operation | Loop, adapter_rank: int | None = None) -> dict[str, str]:
+    """Type of each product of a program of `items` with its linear layers in fp8, by name."""
+    program = in_float8(program_of(*items), adapter_rank=adapter_rank)
+    return {item.name: item.dtype for item, _ in program.walk() if item.kind == "matmul"}
+
+
+def test_a_timetable_s_passes_are_cast_and_its_ends_are_not():
+    """Of 1F1B the logits are in a loop of their own, and a chunk of one layer is in none."""
+    up, down = LINEAR, replace(LINEAR, name="down")
+    ends = loop("first_part#2", replace(LINEAR, name="embedding")), loop("last_part", HEAD)
+    one = loop("forward_pass.bubble", *ends, up, loop("blocks of keys", SCORES))
+    two = loop("backward_pass#2", loop("layers", down), *ends[:1])
+
+    found = types(loop("slots", one, two))
+
+    narrow = {name for name, dtype in found.items() if dtype == "f8e4m3fn"}
+    assert narrow == {"up", "down"}
+
+
+def test_attention_in_a_loop_hides_no_block():
+    """Over blocks of keys of other devices: a ring, or keys that were gathered; whether or not
+    there is a loop over microbatches, whose own products are of the output layer."""
+    block = loop("layers", LINEAR, loop("blocks of keys", SCORES), replace(LINEAR, name="down"))
+    fp8 = {"up": "f8e4m3fn", "scores": "bf16", "down": "f8e4m3fn", "head": "bf16"}
+
+    assert types(block, HEAD) == types(loop("microbatches", block, HEAD)) == fp8
+    with pytest.raises(ConfigError, match=r"model\.compute_dtype='float8' is refused: no loop"):
+        types(HEAD, loop("blocks", SCORES))
+
+
 def test_four_bits_have_a_scale_for_sixteen_and_their_own_units():
     """NVFP4: half a byte an element and a sixteenth of a scale; at the rate of fp4, if any."""
     blocks = Loop(name="blocks", trip_count=3, body=(LINEAR,))

@@ -22,7 +22,9 @@ from dataclasses import replace
 from functools import partial
 
 from scalejax.config.model import NarrowType
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.transforms.pipeline import gate_of
 
 FP8 = "f8e4m3fn"
 """XLA's name of the type."""
@@ -35,24 +37,36 @@ _TYPES: dict[NarrowType, tuple[str, str, float]] = {
 }
 """XLA's name of each, its short name, and the bytes of an element with its share of the scale."""
 
+_ENDS = ("first_part", "last_part")
+"""Gates of embedding and output layer."""
+
 
 def in_float8(
     program: Program, kind: NarrowType = "float8", adapter_rank: int | None = None
 ) -> Program:
     """`program` with the products of its linear layers in fp8, or fp4.
 
-    Linear layers are the products of single matrices in its innermost loops, over blocks;
-    operations outside of them, such as the output layer, are unchanged. Products of experts are
-    linear layers too, grouped or in a loop over blocks.
+    Linear layers are the products of single matrices in its loops over blocks: in loops that hold
+    such products in no other loop, be there loops over blocks of keys in them, and in the passes
+    of a pipeline's timetable besides its first and last part. Operations outside of them, such as
+    the output layer, are unchanged. Products of experts are linear layers too, grouped or in a
+    loop over blocks.
 
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.
         kind: type of the products.
         adapter_rank: rank of its adapters (LoRA), whose products stay in bf16; None without.
+
+    Raises:
+        ConfigError: if no product of the program is that of a linear layer.
     """
     cast = partial(_cast, kind=kind, adapter_rank=adapter_rank)
     operations = tuple(_in_loops(item, cast) for item in program.operations)
-    note = f"linear layers in {_TYPES[kind][1]}: derived from the program in bf16"
+    dtype, name, _ = _TYPES[kind]
+    if not any(_is_in(item, lambda inner: inner.dtype == dtype) for item in operations):
+        accepted = f"no loop over blocks of {program.name} has products to take in it"
+        raise ConfigError(refusal("model.compute_dtype", kind, accepted))
+    note = f"linear layers in {name}: derived from the program in bf16"
     return replace(program, operations=operations, notes=(*program.notes, note))
 
 
@@ -60,14 +74,38 @@ def _in_loops(
     item: Operation | Loop,
     cast: Callable[[Operation | Loop], tuple[Operation | Loop, ...]],
 ) -> Operation | Loop:
-    if not isinstance(item, Loop):
+    """A loop with the products of its blocks cast; operations outside of loops are unchanged."""
+    if not isinstance(item, Loop) or (gate := gate_of(item)) in _ENDS:
         return item
-    if any(isinstance(inner, Loop) and inner.expert_blocks is None for inner in item.body):
-        return replace(item, body=tuple(_in_loops(inner, cast) for inner in item.body))
+    has_blocks_inside = any(
+        inner.expert_blocks is None and gate_of(inner) not in _ENDS and _is_in(inner, _is_linear)
+        for inner in item.body
+        if isinstance(inner, Loop)
+    )
+    # Of a pass all products are those of blocks, which are no loop where a chunk has one.
+    is_of_blocks = gate is not None or not has_blocks_inside
     body: list[Operation | Loop] = []
-    for inner in item.body:  # experts are linear layers of the block that they are in
-        body.extend((_in_loops(inner, cast),) if isinstance(inner, Loop) else cast(inner))
+    for inner in item.body:
+        if isinstance(inner, Loop):
+            # Experts are linear layers of the block that they are in; attention is none.
+            is_searched = has_blocks_inside or inner.expert_blocks is not None
+            body.append(_in_loops(inner, cast) if is_searched else inner)
+        else:
+            body.extend(cast(inner) if is_of_blocks else (inner,))
     return replace(item, body=tuple(body))
+
+
+def _is_in(item: Operation | Loop, wanted: Callable[[Operation], bool]) -> bool:
+    """Whether an operation of this kind is `item`, or in it at any depth."""
+    if isinstance(item, Loop):
+        return any(_is_in(inner, wanted) for inner in item.body)
+    return wanted(item)
+
+
+def _is_linear(item: Operation) -> bool:
+    """Whether an operation is the product of a single matrix, or of those of experts."""
+    is_product = item.kind == "matmul" and len(item.shape) == 4
+    return is_product and (item.shape[0] == 1 or item.grouped_pass is not None)
 
 
 def with_float8_products(
@@ -83,15 +121,10 @@ def _cast(
     item: Operation | Loop, kind: NarrowType, adapter_rank: int | None
 ) -> tuple[Operation | Loop, ...]:
     """A product of activations and a weight matrix in fp8 after a cast; other items unchanged."""
-    if (
-        isinstance(item, Loop)
-        or item.kind != "matmul"
-        or item.dtype != "bf16"
-        or len(item.shape) != 4
-    ):
+    if isinstance(item, Loop) or item.dtype != "bf16" or not _is_linear(item):
         return (item,)
     batch, m, n, k = item.shape
-    if (batch > 1 and item.grouped_pass is None) or adapter_rank in (m, n, k):
+    if adapter_rank in (m, n, k):
         return (item,)
     # Of a grouped product the matrices of all experts, and rows as wide as either side.
     operands = batch * (m * (n if item.grouped_pass == "input_gradient" else k) + k * n)

@@ -193,7 +193,13 @@ def _last_stage(
 
 
 def _is_gate(item: Operation | Loop) -> TypeGuard[Loop]:
-    return isinstance(item, Loop) and item.name.partition("#")[0] in GATES
+    return isinstance(item, Loop) and gate_of(item) is not None
+
+
+def gate_of(loop: Loop) -> str | None:
+    """The one of `GATES` that a loop of a compiled step is, in a bubble too; None for others."""
+    name = loop.name.removesuffix(BUBBLE).partition("#")[0]
+    return name if name in GATES else None
 
 
 def _passes(
@@ -206,7 +212,7 @@ def _passes(
         if not isinstance(item, Loop):
             made.append(item)
             continue
-        share = shares.get(item.name.partition("#")[0], 1.0)
+        share = shares.get(gate_of(item) or "", 1.0)
         if share:
             body = _passes(item.body, first, last)
             made.append(replace(item, body=with_share(body, share) if share < 1 else body))

@@ -491,7 +491,7 @@ class MtpConfig:
 
     loss_weight: float = 0.3
     """Factor on its loss, which is added to that of the next token (DeepSeek-V3: 0.3, and 0.1 for
-    the last 4.8e12 of 14.8e12 tokens; section 4.2)."""
+    the last 4.8e12 of 14.8e12 tokens; section 4.2). Records have it apart, as "mtp_loss"."""
 
     def __post_init__(self) -> None:
         require_above("model.mtp.loss_weight", self.loss_weight, 0)

@@ -147,7 +147,7 @@ class LossConfig:
 
     label_smoothing: float = 0.0
     """Share of a target that is spread evenly over all classes (Szegedy et al. 2015, section 7,
-    arXiv 1512.00567)."""
+    arXiv 1512.00567); of the targets of multi-token prediction too."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:

@@ -54,12 +54,6 @@ def sample_metrics(
     """
     if reads_features(setup.run.config):
         logits = with_features(network).classified(batch["inputs"])
-    elif is_training and (mtp := getattr(setup.run.config.model, "mtp", None)) is not None:
-        logits, second = cast(CausalNetwork, network).logits_of_two(
-            batch["inputs"], batch["targets"]
-        )
-        losses, hits = loss_and_accuracy(setup, logits, batch, is_training=is_training)
-        return losses + mtp.loss_weight * _second_loss(second, batch["targets"]), hits, logits
     else:
         inputs = normalised(batch["inputs"], setup.run.dataset)
         if "mix" in batch:
@@ -71,16 +65,22 @@ def sample_metrics(
     return *loss_and_accuracy(setup, logits, batch, is_training=is_training), logits
 
 
-def _second_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss of each sample of the token after the next, float32 of shape (samples,).
+def _metrics_of_two(
+    setup: TrainSetup, network: CausalNetwork, batch: Batch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss and accuracy of each sample, and its mean loss of the token after the next, float32 of
+    shape (samples,), in training.
 
-    The last token of a sample has none: it counts 0, and the mean is over the others (DeepSeek-V3,
-    arXiv 2412.19437, equation 24).
+    The last token of a sample has no token after the next: it counts 0, and the mean is over the
+    others (DeepSeek-V3, arXiv 2412.19437, equation 24).
     """
-    tokens = targets.shape[1]
-    losses = _cross_entropy(logits, jnp.roll(targets, -1, axis=1), 0.0)
+    targets = batch["targets"]
+    logits, second = network.logits_of_two(batch["inputs"], targets)
+    smoothing, tokens = setup.run.config.loss.label_smoothing, targets.shape[1]
+    losses = _cross_entropy(second, jnp.roll(targets, -1, axis=1), smoothing)
     is_counted = jnp.arange(tokens) < tokens - 1
-    return jnp.where(is_counted[None], losses, 0).sum(axis=1) / max(tokens - 1, 1)
+    seconds = jnp.where(is_counted[None], losses, 0).sum(axis=1) / max(tokens - 1, 1)
+    return *loss_and_accuracy(setup, logits, batch, is_training=True), seconds
 
 
 def loss_and_accuracy(
@@ -144,20 +144,30 @@ def mean_loss(
     """Mean loss of the batch, times `scale` if given; and metrics and the running statistics after
     it.
 
-    The loss that is differentiated has the losses of routers besides, the one among the metrics
-    has not. They are of all tokens, whatever the weights.
+    The loss that is differentiated has the losses of routers and of multi-token prediction besides,
+    the one among the metrics has not: it is comparable to that of evaluation. Those of routers are
+    of all tokens, whatever the weights.
 
     Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
     over the samples that count.
     """
     network = network_with(setup, bn, params, model_state)
-    losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
+    model, seconds = setup.run.config.model, None
+    mtp = model.mtp if isinstance(model, LlamaConfig) else None
+    if mtp is None:
+        losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
+    else:
+        losses, hits, seconds = _metrics_of_two(setup, cast(CausalNetwork, network), batch)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     if "weights" in batch:
         losses, hits = losses * batch["weights"], hits * batch["weights"]
     loss = losses.mean() if scale is None else losses.mean() * scale
     metrics = {"loss": loss, "accuracy": hits.mean()}
-    model = setup.run.config.model
+    if mtp is not None and seconds is not None:
+        seconds = seconds * batch["weights"] if "weights" in batch else seconds
+        metrics["mtp_loss"] = seconds.mean()
+        added = mtp.loss_weight * metrics["mtp_loss"]
+        loss += added if scale is None else added * scale
     if isinstance(model, LlamaConfig) and model.moe is not None:
         added, of_routers = router_losses(network, model.moe)
         loss += added if scale is None else added * scale

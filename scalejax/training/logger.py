@@ -88,6 +88,7 @@ def train_measurement(
         skipped_updates=None if skipped is None else int(skipped),
         gradient_norm=finite(values.get("gradient_norm", math.nan)),
         noise_scale=scale if scale > 0 else None,
+        mtp_loss=finite(values.get("mtp_loss", math.nan)),
         **{name: values[name] for name in ROUTER_METRICS if name in values},  # type: ignore[arg-type]
     )
 

@@ -38,7 +38,8 @@ class TrainMeasurement:
     epoch: float
     """Passes over the data made."""
     loss: float | None
-    """Mean loss of the global batch before the update; None if it was not finite."""
+    """Mean loss of the global batch before the update; None if it was not finite. Those of routers
+    and of multi-token prediction are not in it."""
     accuracy: float
     """Fraction of the global batch classified correctly before the update, 0..1."""
     learning_rate: float
@@ -65,6 +66,9 @@ class TrainMeasurement:
     noise_scale: float | None = None
     """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
     not measured, or the updates are too few for an estimate."""
+    mtp_loss: float | None = None
+    """Mean loss of the token after the next without its weight; None if it was not finite, or
+    without multi-token prediction."""
     auxiliary_loss: float | None = None
     """Auxiliary loss of a layer's router without its weight, mean over layers: 1 where experts have
     equal loads; None for networks without experts, as the next three."""

@@ -29,7 +29,6 @@ import numpy as np
 from flax import nnx
 from flax.typing import Initializer
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.model import LlamaConfig, ModelConfig, Remat
@@ -51,9 +50,6 @@ PARTITION_RULES: PartitionRules = (
     (r"shared/down/kernel$", P(PIPELINE, *SHARED_DOWN)),
 )
 """Partition rules of its stacked parameters; the router is replicated."""
-
-_GATHERED = "gathered"
-"""Mark of what is gathered for a layer: gathered again in the backward pass, not kept."""
 
 
 class Routing(NamedTuple):
@@ -197,9 +193,6 @@ class MoeFeedForward(nnx.Module):
         manual = frozenset(mesh.manual_axes) if is_split else frozenset()
         axes = _Axes(frozenset(sizes), frozenset(sizes) - manual, is_zigzag())
         layer = partial(self._of_device, specs, axes)
-        if self.remat in ("none", "selective"):
-            policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-            layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
         arguments = (x_BSD, self.router[...], bias_E, matrices)
         if not sizes:
             return layer(*arguments)
@@ -234,29 +227,33 @@ class MoeFeedForward(nnx.Module):
             bias_E: of the experts, where they are balanced by it.
             matrices: shards of the matrices in the compute type.
         """
-        matrices = {
+        parts = {
             name: tuple(
-                own.gathered(matrix, FSDP, _dimension(spec, FSDP))
+                _Sharded(matrix, _Whole(own, _dimension(spec, FSDP)))
                 for matrix, spec in zip(pair, specs[name], strict=True)
             )
             for name, pair in matrices.items()
         }
+        # A block that is computed again gathers them again with it.
+        is_again = self.remat in ("selective_op", "full")
+        if is_again:
+            parts = {name: tuple(map(_gathered, pair)) for name, pair in parts.items()}
         is_sequence_parallel = bool(_sequence_axes()) and TENSOR in own.used
         if is_sequence_parallel:
             x_BSD = own.gathered(x_BSD, TENSOR, 1)
         routing = routed(x_BSD, router_DE, bias_E, self.moe)
         loads_BE = _loads(routing.experts_BSK, self.moe.experts)
         if self.moe.capacity_factor is None:
-            made_BSD = _dropless(own, x_BSD, routing, *matrices["experts"])
+            made_BSD = _dropless(own, x_BSD, routing, *parts["experts"], is_kept=not is_again)
             kept = jnp.ones((), jnp.float32)
         else:
             made_BSD, kept = _within_capacity(
-                own, self.moe, x_BSD, routing, loads_BE, *matrices["experts"]
+                own, self.moe, x_BSD, routing, loads_BE, *parts["experts"]
             )
-        if "shared" in matrices:
-            gated_DNF, down_FD = matrices["shared"]
-            hidden_BSNF = jnp.einsum("bsd,dnf->bsnf", x_BSD, gated_DNF)
-            made_BSD += jnp.einsum("bsf,fd->bsd", _swiglu(hidden_BSNF), down_FD)
+        if "shared" in parts:
+            gated_DNF, down_FD = parts["shared"]
+            hidden_BSNF = _multiplied("bsd,dnf->bsnf", x_BSD, gated_DNF)
+            made_BSD += _multiplied("bsf,fd->bsd", _swiglu(hidden_BSNF), down_FD)
         if is_sequence_parallel:
             made_BSD = lax.psum_scatter(made_BSD, TENSOR, scatter_dimension=1, tiled=True)
         elif TENSOR in own.used:
@@ -310,11 +307,11 @@ class _Axes(NamedTuple):
     """Whether each device along context has two chunks of a sample (`zigzag_chunks`)."""
 
     def gathered(self, array: jax.Array, axis: str, dimension: int | None) -> jax.Array:
-        """`array` gathered along a dimension that is sharded over `axis`; in the backward pass it
-        is gathered again, and its gradient reduce-scattered."""
+        """`array` gathered along a dimension that is sharded over `axis`; in the backward pass its
+        gradient is reduce-scattered."""
         if axis not in self.used or dimension is None:
             return array
-        return checkpoint_name(lax.all_gather(array, axis, axis=dimension, tiled=True), _GATHERED)
+        return lax.all_gather(array, axis, axis=dimension, tiled=True)
 
     def summed(self, array: jax.Array) -> jax.Array:
         """The sum of `array` over the devices that have other tokens."""
@@ -325,6 +322,73 @@ class _Axes(NamedTuple):
         """The mean of a value over the devices along `inner` axes that have other tokens."""
         axes = tuple(axis for axis in (*BATCH_AXES, CONTEXT) if axis in self.inner)
         return lax.pmean(value, axes) if axes else value
+
+
+class _Whole(NamedTuple):
+    """How the shard of a matrix is gathered over fsdp."""
+
+    own: _Axes
+    """The axes."""
+    dimension: int | None
+    """The dimension that is sharded over fsdp; None if there is none."""
+
+    def __call__(self, shard: jax.Array) -> jax.Array:
+        return self.own.gathered(shard, FSDP, self.dimension)
+
+
+class _Sharded(NamedTuple):
+    """A matrix, as a device holds it.
+
+    What multiplies it gathers it in the forward pass and again in the backward pass, which keep
+    shards for each other: of a policy of `jax.checkpoint` that gathers again, a loop over blocks
+    would keep nothing (jax 0.10.2).
+    """
+
+    shard: jax.Array
+    """Its part on the device."""
+    whole: _Whole
+    """How it is gathered."""
+
+
+def _gathered(matrix: _Sharded) -> _Sharded:
+    """`matrix`, gathered once: what multiplies it keeps all of it."""
+    return _Sharded(matrix.whole(matrix.shard), matrix.whole._replace(dimension=None))
+
+
+def _multiplied(equation: str, x: jax.Array, matrix: _Sharded) -> jax.Array:
+    return _product(equation, matrix.whole, x, matrix.shard)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, whole: _Whole, x: jax.Array, shard: jax.Array) -> jax.Array:
+    """The einsum of `x` and a matrix that is gathered in each pass."""
+    return jnp.einsum(equation, x, whole(shard))
+
+
+def _product_forward(
+    equation: str, whole: _Whole, x: jax.Array, shard: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(equation, whole, x, shard), (x, shard)
+
+
+def _product_backward(
+    equation: str, whole: _Whole, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, shard = saved
+    matrix = whole(shard)
+    # A product is linear in either operand; `jax.vjp` would trace it once more for its value.
+    (of_x,) = jax.linear_transpose(lambda x: jnp.einsum(equation, x, matrix), x)(gradient)
+    to_matrix = jax.linear_transpose(lambda matrix: jnp.einsum(equation, x, matrix), matrix)
+    return of_x, _scattered(whole, shard, *to_matrix(gradient))
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _scattered(whole: _Whole, shard: jax.Array, of_matrix: jax.Array) -> jax.Array:
+    """The gradient of a shard of that of the matrix: summed over fsdp."""
+    (of_shard,) = jax.linear_transpose(whole, shard)(of_matrix)
+    return of_shard
 
 
 @jax.custom_vjp
@@ -394,15 +458,18 @@ def _dropless(
     own: _Axes,
     x_BSD: jax.Array,
     routing: Routing,
-    gated_EDNF: jax.Array,
-    down_EFD: jax.Array,
+    gated_EDNF: _Sharded,
+    down_EFD: _Sharded,
+    *,
+    is_kept: bool,
 ) -> jax.Array:
-    """Every token through its experts; partial sums over tensor, [B, S, D]."""
+    """Every token through its experts; partial sums over tensor, [B, S, D]. With `is_kept` the
+    backward pass may read products of the forward pass, which it does not run again."""
     width, per_token = x_BSD.shape[-1], routing.experts_BSK.shape[-1]
     x_TD = own.gathered(x_BSD.reshape(-1, width), EXPERT, 0)
     weights_TK = own.gathered(routing.weights_BSK.reshape(-1, per_token), EXPERT, 0)
     experts_TK = own.gathered(routing.experts_BSK.reshape(-1, per_token), EXPERT, 0)
-    here = gated_EDNF.shape[0]
+    here = gated_EDNF.shard.shape[0]
     is_split = EXPERT in own.used
     places_TK = experts_TK - (here * lax.axis_index(EXPERT) if is_split else 0)
     is_here_TK = (places_TK >= 0) & (places_TK < here)
@@ -413,15 +480,17 @@ def _dropless(
     sizes_E = jnp.zeros((here + 1,), jnp.int32).at[places_A].add(1)[:here]
     parts = lax.axis_size(EXPERT) if is_split else 1
     mean = places_A.size / parts / here
-    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=most, is_kept=not is_split)
+    is_kept = is_kept and not is_split
+    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=most, is_kept=is_kept)
     made_TD: Any = _grouped(
         blocks,
+        (gated_EDNF.whole, down_EFD.whole),
         x_TD,
         order_A // per_token,
         weights_TK.reshape(-1)[order_A],
         sizes_E,
-        gated_EDNF,
-        down_EFD,
+        gated_EDNF.shard,
+        down_EFD.shard,
     )
     if is_split:
         made_TD = lax.psum_scatter(made_TD, EXPERT, scatter_dimension=0, tiled=True)
@@ -446,8 +515,8 @@ class _Blocks(NamedTuple):
     """Most assignments that a device can have."""
     is_kept: bool
     """Whether the products before the activation function are kept for the backward pass; else it
-    computes them again. They take the room of all assignments that a device can have, which only
-    without an expert axis is about what it has."""
+    computes them again, as it does where the block is computed again. They take the room of all
+    assignments that a device can have, which only without an expert axis is about what it has."""
 
     def count(self, experts: int) -> int:
         """Most blocks of a device."""
@@ -498,15 +567,16 @@ def _over_blocks(
         return lax.fori_loop(0, table.blocks_E[-1], body, start)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped(
     blocks: _Blocks,
+    wholes: tuple[_Whole, _Whole],
     x_TD: jax.Array,
     tokens_A: jax.Array,
     weights_A: jax.Array,
     sizes_E: jax.Array,
-    gated_EDNF: jax.Array,
-    down_EFD: jax.Array,
+    gated_shard: jax.Array,
+    down_shard: jax.Array,
 ) -> jax.Array:
     """The weighted sum of the experts' results for each token, [T, D], in the type of tokens.
 
@@ -516,25 +586,31 @@ def _grouped(
 
     Args:
         blocks: how assignments are cut.
+        wholes: how both matrices are gathered, in each pass.
         x_TD: tokens.
         tokens_A: token of each assignment, sorted by expert.
         weights_A: weight of each.
         sizes_E: assignments of each expert; those after their sum are of no expert here.
-        gated_EDNF: gate and up projections.
-        down_EFD: down projections.
+        gated_shard: gate and up projections, [E, D, 2, F] when gathered.
+        down_shard: down projections, [E, F, D] when gathered.
     """
-    return _grouped_forward(blocks, x_TD, tokens_A, weights_A, sizes_E, gated_EDNF, down_EFD)[0]
+    made_TD, _ = _grouped_forward(
+        blocks, wholes, x_TD, tokens_A, weights_A, sizes_E, gated_shard, down_shard
+    )
+    return made_TD
 
 
 def _grouped_forward(
     blocks: _Blocks,
+    wholes: tuple[_Whole, _Whole],
     x_TD: jax.Array,
     tokens_A: jax.Array,
     weights_A: jax.Array,
     sizes_E: jax.Array,
-    gated_EDNF: jax.Array,
-    down_EFD: jax.Array,
+    gated_shard: jax.Array,
+    down_shard: jax.Array,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
+    gated_EDNF, down_EFD = wholes[0](gated_shard), wholes[1](down_shard)
     table = _table(blocks, sizes_E)
 
     def body(index: jax.Array, carry: Any) -> Any:
@@ -550,14 +626,18 @@ def _grouped_forward(
     kept = jnp.zeros(shape, x_TD.dtype) if blocks.is_kept else None
     zeros_TD = jnp.zeros(x_TD.shape, jnp.float32)
     made_TD, kept = _over_blocks(blocks, table, body, (zeros_TD, kept))
-    saved = (x_TD, tokens_A, weights_A, sizes_E, gated_EDNF, down_EFD, kept)
+    saved = (x_TD, tokens_A, weights_A, sizes_E, gated_shard, down_shard, kept)
     return made_TD.astype(x_TD.dtype), saved
 
 
 def _grouped_backward(
-    blocks: _Blocks, saved: tuple[Any, ...], gradient_TD: jax.Array
+    blocks: _Blocks,
+    wholes: tuple[_Whole, _Whole],
+    saved: tuple[Any, ...],
+    gradient_TD: jax.Array,
 ) -> tuple[Any, ...]:
-    x_TD, tokens_A, weights_A, sizes_E, gated_EDNF, down_EFD, kept = saved
+    x_TD, tokens_A, weights_A, sizes_E, gated_shard, down_shard, kept = saved
+    gated_EDNF, down_EFD = wholes[0](gated_shard), wholes[1](down_shard)
     table = _table(blocks, sizes_E)
 
     def body(index: jax.Array, carry: Any) -> Any:
@@ -588,8 +668,9 @@ def _grouped_backward(
         jnp.zeros(like.shape, jnp.float32) for like in (x_TD, weights_A, gated_EDNF, down_EFD)
     )
     of_x, of_weights, of_gated, of_down = _over_blocks(blocks, table, body, zeros)
-    of_matrices = of_gated.astype(gated_EDNF.dtype), of_down.astype(down_EFD.dtype)
-    return of_x.astype(x_TD.dtype), None, of_weights, None, *of_matrices
+    of_gated = _scattered(wholes[0], gated_shard, of_gated.astype(gated_shard.dtype))
+    of_down = _scattered(wholes[1], down_shard, of_down.astype(down_shard.dtype))
+    return of_x.astype(x_TD.dtype), None, of_weights, None, of_gated, of_down
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
@@ -608,7 +689,16 @@ def _expanded(
 
 
 def _float32(equation: str, *factors: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, *factors, preferred_element_type=jnp.float32)
+    """The product in float32; of factors in 16 bits, which XLA multiplies to it on GPUs, and on CPU
+    only once they are cast ("Unsupported element type for DotThunk", jax 0.10.2)."""
+
+    def cast(*factors: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, *(each.astype(jnp.float32) for each in factors))
+
+    product = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    if factors[0].dtype == jnp.float32:
+        return product(*factors)
+    return lax.platform_dependent(*factors, cpu=cast, default=product)
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a loop or a scan already prevents it
@@ -626,8 +716,8 @@ def _within_capacity(
     x_BSD: jax.Array,
     routing: Routing,
     loads_BE: jax.Array,
-    gated_EDNF: jax.Array,
-    down_EFD: jax.Array,
+    gated_EDNF: _Sharded,
+    down_EFD: _Sharded,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens through their experts, the first of each sample up to the capacity; partial sums over
     tensor, [B, S, D]; and the share of assignments kept.
@@ -663,8 +753,8 @@ def _within_capacity(
     sent_ECD = sent_ECD.reshape(moe.experts, batch * room, width)
     if is_split := EXPERT in own.used:
         sent_ECD = lax.all_to_all(sent_ECD, EXPERT, split_axis=0, concat_axis=1, tiled=True)
-    hidden_ECNF = jnp.einsum("ecd,ednf->ecnf", sent_ECD, gated_EDNF)
-    made_ECD = jnp.einsum("ecf,efd->ecd", _swiglu(hidden_ECNF), down_EFD)
+    hidden_ECNF = _multiplied("ecd,ednf->ecnf", sent_ECD, gated_EDNF)
+    made_ECD = _multiplied("ecf,efd->ecd", _swiglu(hidden_ECNF), down_EFD)
     if is_split:
         made_ECD = lax.all_to_all(made_ECD, EXPERT, split_axis=1, concat_axis=0, tiled=True)
     made_BCD = jnp.moveaxis(made_ECD.reshape(moe.experts, batch, room, width), 1, 0)

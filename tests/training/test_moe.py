@@ -18,8 +18,10 @@ from scalejax.config.moe import MoeConfig, RouterConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.serialization import build
 from scalejax.models.moe import MoeFeedForward, routed
+from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state
+from scalejax.xla.compiled import read_step
 
 RTOL = 1e-5
 UPDATES, GLOBAL_BATCH = 3, 32
@@ -236,6 +238,42 @@ def test_a_bias_evens_the_loads():
     assert np.mean(loads[15:]) < 1.35
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     assert 2 < np.abs(steps).max() <= 25
+
+
+def test_matrices_of_experts_are_gathered_again_and_no_loop_over_them_is_run_again():
+    """In bfloat16 without recompute: a loop over blocks and a gather of each matrix in the forward
+    pass, and the same in the backward pass. It compiles a step."""
+    changed = {"model.compute_dtype": "bfloat16"}
+    run = resolve(with_fields(run_of("dropless", {"fsdp": 2}).config, changed))
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    compiled = step.function.lower(step.state, step.batch).compile()
+
+    # XLA gathers in float32 on CPU: [8, 32, 2, 16] and [8, 16, 32] elements of 4 bytes.
+    def found(items: Any, layer: str = "") -> list[tuple[str, str]]:
+        each: list[tuple[str, str]] = []
+        for item in items:
+            if isinstance(item, Loop) and item.expert_blocks is not None:
+                operations = [one for one in item.body if isinstance(one, Operation)]
+                products = sum(one.kind == "matmul" for one in operations)
+                each.append((layer, f"blocks, products {products}"))
+            elif isinstance(item, Loop):
+                each += found(item.body, item.name)
+            elif item.collective is not None and (size := item.collective.payload_bytes) > 16_000:
+                each.append((layer, f"{item.collective.name} of {size}"))
+        return each
+
+    of_layers = found(read_step(compiled, mesh, run).operations)
+    with_experts = [layer for layer, what in of_layers if what.startswith("blocks")]
+    forward, backward = (
+        sorted(what for where, what in of_layers if where == layer) for layer in with_experts
+    )
+    assert forward == ["all_gather of 16384", "all_gather of 32768", "blocks, products 2"]
+    sums = ["reduce_scatter of 16384", "reduce_scatter of 32768"]
+    assert backward == [*forward[:2], "blocks, products 4", *sums]
+
+    metrics, _ = train(run, initial_state("dropless"), 2)
+    assert metrics[1]["loss"] == pytest.approx(np.log(32), rel=0.01)
 
 
 def test_state_of_dense_parameters_is_in_parts_over_data_and_expert():

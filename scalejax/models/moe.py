@@ -498,10 +498,9 @@ def _dropless(
 
 
 def _block_rows(mean: float) -> int:
-    """Rows of a block: a quarter of an expert's mean load, rounded up to a multiple of 8, or of 64
-    from 512 on: on average an eighth of an expert's work is padding, and at even loads little."""
-    multiple = 64 if mean >= 2048 else 8
-    return max(1, -int(-mean / 4 // multiple)) * multiple
+    """Rows of a block: a quarter of an expert's mean load, rounded up to a multiple of 8: an eighth
+    of an expert's work is padding on average, and at even loads fewer than 32 of its rows."""
+    return max(1, -int(-mean / 4 // 8)) * 8
 
 
 class _Blocks(NamedTuple):

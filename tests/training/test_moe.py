@@ -17,7 +17,7 @@ from scalejax.config.model import LlamaConfig
 from scalejax.config.moe import MoeConfig, RouterConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.serialization import build
-from scalejax.models.moe import MoeFeedForward, routed
+from scalejax.models.moe import MoeFeedForward, _block_rows, _Blocks, routed
 from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state
@@ -223,6 +223,14 @@ def test_gradients_of_the_router_are_those_of_finite_differences(fields):
 
     # Of float32, and of the square of the width: both about a thousandth.
     assert float(jax.grad(loss)(0.0)) == pytest.approx(float(difference), rel=5e-3)
+
+
+@pytest.mark.parametrize("mean", [1, 9, 1000.5, 2048, 2049, 8193])
+def test_blocks_at_even_load_hold_few_rows_more_than_there_are(mean):
+    """Fewer than 32, whatever the load."""
+    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=8 * 2**14, is_kept=False)
+
+    assert 0 <= blocks.at_even_load(1) * blocks.rows - mean < 32
 
 
 def test_a_bias_evens_the_loads():

@@ -27,7 +27,7 @@ class Preset:
     tokens: int | None = None
     """Context length in tokens, as published; None for networks that read images."""
     parameters: int
-    """Parameters, as published; with 1000 classes for images."""
+    """Parameters, as published; with 1000 classes for images. The input embedding counts."""
     rounded_to: int = 1
     """Unit that `parameters` is rounded to; 1 if it is exact."""
     surplus: int = 0
@@ -36,6 +36,9 @@ class Preset:
     active_parameters: int | None = None
     """Parameters that a token goes through, as published, of a mixture of experts; None for others,
     or if not published."""
+    counts_embedding: bool = True
+    """Whether `active_parameters` have the input embedding, of which a token reads one row;
+    `parameters` always have it."""
     active_rounded_to: int = 1
     """Unit that `active_parameters` is rounded to."""
     source: str
@@ -97,7 +100,8 @@ def _qwen25(
             "kv_heads": kv_heads,
             "ffn_hidden": ffn_hidden,
             "rope_theta": 1e6,
-            "norm_epsilon": 1e-6,
+            # of the base models' config.json
+            "norm_epsilon": 1e-5 if hidden >= 5120 else 1e-6,
             "tied_embeddings": is_small,
             "block": {"qkv_bias": True},
         },
@@ -142,6 +146,9 @@ def _gemma3(
     head_size: int = 256,
     window: int = 1024,
 ) -> Preset:
+    """A Gemma 3 as pretrained with 32,768 tokens: afterwards the positions of global layers are
+    divided by 8 from 4b on, here not. Scores are scaled by the root of the head size, which at 27b
+    is 168 there (hidden / heads), and here 128."""
     block: JsonValue = {
         "head_size": head_size,
         "qk_norm": "head",
@@ -212,11 +219,15 @@ def _mixture(
     rounded_to: int = 1,
     active: int | None,
     active_rounded_to: int = 10**8,
+    counts_embedding: bool = True,
     source: str,
     surplus: int = 0,
     **sizes: JsonValue,
 ) -> Preset:
-    """A mixture of experts; `ffn_hidden` is that of its dense layers, and unused without any."""
+    """A mixture of experts; `ffn_hidden` is that of its dense layers, and unused without any.
+
+    Weights of router losses are the network's defaults where none are given.
+    """
     usual: dict[str, JsonValue] = {"kv_heads": heads, "ffn_hidden": moe["expert_hidden"]}
     return Preset(
         network="llama",
@@ -228,8 +239,19 @@ def _mixture(
         surplus=surplus,
         active_parameters=active,
         active_rounded_to=active_rounded_to,
+        counts_embedding=counts_embedding,
         source=source,
     )
+
+
+def _auxiliary_loss(weight: float, layers: int, experts_per_token: int) -> dict[str, JsonValue]:
+    """A router with the weight of a config.json (`router_aux_loss_coef`), for the sum over layers.
+
+    It is that of transformers' `load_balancing_loss_func`: a mean over layers, with shares of
+    experts that sum to the experts per token. What Mistral and Qwen pretrained with is not
+    published.
+    """
+    return {"auxiliary_loss_weight": weight * experts_per_token / layers}
 
 
 def _experts(
@@ -322,7 +344,7 @@ PRESETS: dict[str, Preset] = {
         32,
         4096,
         32,
-        _experts(8, 2, 14_336),
+        _experts(8, 2, 14_336, router=_auxiliary_loss(0.02, 32, 2)),
         kv_heads=8,
         rope_theta=1e6,
         vocabulary=32_000,
@@ -335,7 +357,7 @@ PRESETS: dict[str, Preset] = {
         56,
         6144,
         48,
-        _experts(8, 2, 16_384),
+        _experts(8, 2, 16_384, router=_auxiliary_loss(0.001, 56, 2)),
         kv_heads=8,
         rope_theta=1e6,
         vocabulary=32_000,
@@ -345,6 +367,8 @@ PRESETS: dict[str, Preset] = {
         active_rounded_to=10**9,
         source="Mistral AI, 17 April 2024, mixtral-8x22b; parameters of the checkpoint",
     ),
+    # norms are LayerNorms without bias there, here RMSNorms; queries, keys and values are clipped
+    # to 8 there, here not
     "dbrx": _mixture(
         40,
         6144,
@@ -360,12 +384,23 @@ PRESETS: dict[str, Preset] = {
         active_rounded_to=10**9,
         source="Databricks, 27 March 2024, introducing DBRX; sizes of the checkpoint",
     ),
-    # the router keeps the scores of a softmax over all experts
+    # the router keeps the scores of a softmax over all experts; its losses (section 2: 0.01 and
+    # 0.001) are means over the 16 layers in its code (MegaBlocks), and the z-loss over the 8
+    # experts of a token too
     "olmoe-7b-1b": _mixture(
         16,
         2048,
         16,
-        _experts(64, 8, 1024, router={"normalise_weights": False}),
+        _experts(
+            64,
+            8,
+            1024,
+            router={
+                "normalise_weights": False,
+                "auxiliary_loss_weight": 0.01 / 16,
+                "z_loss_weight": 0.001 / 16 / 8,
+            },
+        ),
         block={"qk_norm": "all_heads"},
         rope_theta=1e4,
         vocabulary=50_304,
@@ -378,7 +413,7 @@ PRESETS: dict[str, Preset] = {
         48,
         2048,
         32,
-        _experts(128, 8, 768),
+        _experts(128, 8, 768, router=_auxiliary_loss(0.001, 48, 8)),
         kv_heads=4,
         block=_QWEN3_BLOCK,
         rope_theta=1e6,
@@ -393,7 +428,7 @@ PRESETS: dict[str, Preset] = {
         94,
         4096,
         64,
-        _experts(128, 8, 1536),
+        _experts(128, 8, 1536, router=_auxiliary_loss(0.001, 94, 8)),
         kv_heads=4,
         block=_QWEN3_BLOCK,
         rope_theta=1e6,
@@ -420,6 +455,7 @@ PRESETS: dict[str, Preset] = {
         tokens=32_768,
         parameters=15_706_484_224,
         active=2_400_000_000,
+        counts_embedding=False,
         source="DeepSeek-AI 2024, arXiv 2405.04434, appendix B; parameters of the checkpoint",
     ),
     # without multi-token prediction; the bias of experts is no parameter here, but a statistic
@@ -444,6 +480,7 @@ PRESETS: dict[str, Preset] = {
         parameters=671_026_419_200,
         surplus=-58 * 256,
         active=37_000_000_000,
+        counts_embedding=False,
         active_rounded_to=10**9,
         source="DeepSeek-AI 2024, arXiv 2412.19437, section 4.2; parameters of the checkpoint",
     ),
@@ -468,11 +505,13 @@ PRESETS: dict[str, Preset] = {
         parameters=1_026_408_232_448,
         surplus=-60 * 384,
         active=32_000_000_000,
+        counts_embedding=False,
         active_rounded_to=10**9,
         source="Kimi Team 2025, arXiv 2507.20534, table 2, which says 1.04e12 and 32.6e9; "
         "parameters of the checkpoint, and active ones of its card",
     ),
-    # without the biases of projection, router and experts: 0.04 %
+    # without the biases of projection, router and experts: 0.04 %; gated by SiLU, there by a
+    # clamped one with one added to the other half; positions are not scaled (YaRN) here
     "gpt-oss-20b": _mixture(
         24,
         2880,
@@ -486,6 +525,7 @@ PRESETS: dict[str, Preset] = {
         parameters=20_910_000_000,
         rounded_to=10**7,
         active=3_610_000_000,
+        counts_embedding=False,
         active_rounded_to=10**7,
         source="OpenAI 2025, arXiv 2508.10925, table 1",
     ),
@@ -502,10 +542,13 @@ PRESETS: dict[str, Preset] = {
         parameters=116_830_000_000,
         rounded_to=10**7,
         active=5_130_000_000,
+        counts_embedding=False,
         active_rounded_to=10**7,
         source="OpenAI 2025, arXiv 2508.10925, table 1",
     ),
-    # the text model, without 0.87e9 that see; rotated in every layer, and not attending in chunks
+    # the text model, without 0.87e9 that see; rotated in every layer, not attending in chunks, and
+    # without the norm of queries and keys, which has no parameters; a score multiplies the output
+    # of an expert, there its input
     "llama4-scout": _mixture(
         48,
         5120,
@@ -521,10 +564,12 @@ PRESETS: dict[str, Preset] = {
         rounded_to=10**9,
         surplus=-870_000_000,
         active=17_000_000_000,
+        counts_embedding=False,
         active_rounded_to=10**9,
         source="Meta, 5 April 2025, The Llama 4 herd; sizes of the checkpoint",
     ),
-    # experts are gated by GELU there; active parameters were published as a share alone, a quarter
+    # experts are gated by GELU there, scores are capped at 30 by a tanh, and logits are multiplied
+    # by 0.577, here not; active parameters were published as a share alone, a quarter
     "grok-1": _mixture(
         64,
         6144,

@@ -536,8 +536,8 @@ class LlamaConfig(DecoderConfig):
     the device has it."""
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8, float8_blockwise and mxfp8: linear layers in fp8, with a
-    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4: costed
-    only."""
+    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4, and these
+    three with `moe` or `mtp`: costed only."""
     scaled_embeddings: bool = False
     """Whether embedded tokens are multiplied by the root of `hidden` (Gemma 3)."""
     block: BlockConfig = BlockConfig()
@@ -571,9 +571,12 @@ class LlamaConfig(DecoderConfig):
 
     def _require_experts(self, moe: MoeConfig) -> None:
         """Refuse what layers of experts do not have."""
-        if self.compute_dtype == "float8":
-            accepted = 'products of experts are not costed in float8; use "bfloat16"'
-            raise ConfigError(refusal("model.compute_dtype", self.compute_dtype, accepted))
+        if self.compute_dtype in NARROW_TYPES and moe.capacity_factor is not None:
+            accepted = (
+                f"in {self.compute_dtype} experts are costed where no token is dropped; leave it "
+                'out, or use model.compute_dtype="bfloat16"'
+            )
+            raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
         if moe.dense_layers >= self.layers:
             accepted = f"below model.layers={self.layers}, as some layer has experts"
             raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))

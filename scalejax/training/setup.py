@@ -112,6 +112,13 @@ def _require_trained_type(model: ModelConfig) -> None:
             'cost, and nothing trains in them; use "bfloat16" or "mxfp8"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    for name in ("moe", "mtp"):
+        if float8_type(model) is not None and getattr(model, name, None) is not None:
+            accepted = (
+                f"with model.{name} it is for costing only: the products of its layers would train "
+                f'in bfloat16; use "bfloat16", or leave model.{name} out'
+            )
+            raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
 def reads_features(config: RunConfig) -> bool:

@@ -16,10 +16,12 @@ from flax import nnx
 from scalejax.config.model import LlamaConfig
 from scalejax.config.moe import MoeConfig, RouterConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.models.moe import MoeFeedForward, _block_rows, _Blocks, routed
 from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
+from scalejax.training.setup import train_setup
 from scalejax.training.step import build_step, init_state
 from scalejax.xla.compiled import read_step
 
@@ -231,6 +233,18 @@ def test_blocks_at_even_load_hold_few_rows_more_than_there_are(mean):
     blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=8 * 2**14, is_kept=False)
 
     assert 0 <= blocks.at_even_load(1) * blocks.rows - mean < 32
+
+
+def test_experts_in_8_bits_are_costed_and_not_trained():
+    """Nor are they where capacities make their products others than the cast knows."""
+    run = resolve(with_fields(run_of("bias", {}).config, {"model.compute_dtype": "mxfp8"}))
+    with pytest.raises(ConfigError, match=r"'mxfp8' is refused: with model\.moe .* costing only"):
+        train_setup(run)
+    without = resolve(with_fields(run.config, {"model.moe": None}))
+    with pytest.raises(ConfigError, match=r"'mxfp8' is refused: with model\.mtp .* costing only"):
+        train_setup(without)
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 is refused: in mxfp8"):
+        with_fields(run.config, {"model.moe.capacity_factor": 1.0})
 
 
 def test_a_bias_evens_the_loads():

@@ -49,8 +49,9 @@ def in_float8(
     Linear layers are the products of single matrices in its loops over blocks: in loops that hold
     such products in no other loop, be there loops over blocks of keys in them, and in the passes
     of a pipeline's timetable besides its first and last part. Operations outside of them, such as
-    the output layer, are unchanged. Products of experts are linear layers too, grouped or in a
-    loop over blocks.
+    the output layer, are unchanged, and so is a block by itself, which the compiler takes out of
+    its loop (that of `model.mtp`, a single dense layer before experts). Products of experts are
+    linear layers too, grouped or in a loop over blocks.
 
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.

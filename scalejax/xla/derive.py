@@ -13,6 +13,7 @@ from scalejax.config.model import (
     CostedType,
     DecoderConfig,
     GptConfig,
+    LlamaConfig,
     ModelConfig,
     narrow_type,
 )
@@ -75,7 +76,7 @@ class Derivation:
         if program is None:
             return None
         program = self.job.framework.applied(program, self.run, larger_vocabularies)
-        program = restored(program, self.job.run)
+        program = restored(program, self.job.run, self.run)
         if self.run.layout.pipeline == self.job.run.layout.pipeline:
             return program
         whole = pipelined(program, _pipeline(self.job.run, self.run))
@@ -239,10 +240,68 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
-def restored(program: Program, run: ResolvedRun) -> Program:
-    """Program of `run`, derived from `program`, that of its substitute by `for_chip`."""
-    kind, tuning = narrow_type(run.config.model.compute_dtype), run.config.fine_tuning
-    if kind is None:
+def restored(program: Program, run: ResolvedRun, compiled: ResolvedRun | None = None) -> Program:
+    """Program of `run`, derived from `program`, that of its substitute by `for_chip`.
+
+    Args:
+        program: the substitute's, of all stages of a pipeline or of one.
+        run: what is requested.
+        compiled: the run that `program` is of; if None, of all stages.
+
+    Raises:
+        ConfigError: if its linear layers cannot be told from other products.
+    """
+    model, tuning = run.config.model, run.config.fine_tuning
+    kind = narrow_type(model.compute_dtype)
+    if kind is None or not isinstance(model, DecoderConfig):
         return program
+    stage = run if compiled is None else compiled
+    stack = stage.config.model
+    assert isinstance(stack, DecoderConfig)  # noqa: S101  as the model of the run
+    alone = _layers_in_no_loop(stack, stage.layout.pipeline)
+    if alone >= stack.layers:
+        accepted = (
+            f"costs in {kind} need blocks in a loop, two periods of layers of a stage; use more, "
+            'or "bfloat16"'
+        )
+        raise ConfigError(refusal("model.layers", model.layers, accepted))
     lora = None if tuning is None else tuning.lora
-    return in_float8(program, kind, None if lora is None else lora.rank)
+    if lora is not None and lora.rank in _sides(model, run):
+        accepted = (
+            f"costs in {kind} tell adapters by their rank, which must not be a width of a layer, "
+            'or the tokens, of a device; use another, or "bfloat16"'
+        )
+        raise ConfigError(refusal("fine_tuning.lora.rank", lora.rank, accepted))
+    program = in_float8(program, kind, None if lora is None else lora.rank)
+    if not alone:
+        return program
+    note = f"{counted(alone, 'layer')} outside of the loop over blocks costed in bf16"
+    return replace(program, notes=(*program.notes, note))
+
+
+def _layers_in_no_loop(model: DecoderConfig, stages: int) -> int:
+    """Layers that are compiled outside of loops: beyond the last whole period, in a stack of one,
+    and for the token after the next. A stage of a pipeline has loops in any case."""
+    moe = model.moe if isinstance(model, LlamaConfig) else None
+    dense = 0 if moe is None else moe.dense_layers
+    alone = 1 if isinstance(model, LlamaConfig) and model.mtp is not None else 0
+    for layers in (dense, model.layers - dense) if stages == 1 else ():
+        periods = layers // model.period
+        alone += layers - (periods * model.period if periods > 1 else 0)
+    return alone
+
+
+def _sides(model: DecoderConfig, run: ResolvedRun) -> set[int]:
+    """Sides of the products of linear layers, of a device or of all."""
+    keys, values = model.head_size, model.value_head_size
+    heads, own = model.heads, model.head_counts.get("kv_heads", model.heads)
+    widths = [model.hidden, heads * values, model.inner_width, 2 * model.inner_width]
+    widths += [heads * keys, own * keys, own * values, heads * keys + own * (keys + values)]
+    if isinstance(model, LlamaConfig) and (mla := model.mla) is not None:
+        latent = mla.kv_lora_rank + mla.rope_head_size
+        widths += [mla.q_lora_rank or latent, mla.kv_lora_rank, latent, mla.rope_head_size]
+        widths.append(heads * (mla.nope_head_size + values))
+    rows = run.split.microbatch * run.dataset.input_shape[0]
+    tensor = run.layout.tensor
+    tokens = {rows, rows // run.layout.context, rows // run.layout.context // tensor}
+    return tokens | {side for width in widths for side in (width, width // tensor)}

@@ -9,7 +9,7 @@ from program_cases import kept_jobs, program_of
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError
-from scalejax.core.serialization import build
+from scalejax.core.serialization import JsonValue, build
 from scalejax.hardware import load_cluster
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
@@ -18,6 +18,7 @@ from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transformer import Strategy, transformer_program
 from scalejax.simulator.transforms.float8 import in_float8, with_float8_products
 from scalejax.xla import ProfileJob, profile_many
+from scalejax.xla.derive import restored
 
 LINEAR = Operation(
     name="up",
@@ -130,10 +131,13 @@ def test_chip_without_fp8_gains_nothing():
     assert after.step_seconds > before.step_seconds
 
 
-def run_in(compute_dtype: str, layers: int = 4) -> ResolvedRun:
-    """A small llama on eight devices."""
-    model = {"name": "llama", "layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4}
-    tables = {
+def run_in(
+    compute_dtype: str, layers: int = 4, rank: int | None = None, **words: JsonValue
+) -> ResolvedRun:
+    """A small llama on eight devices, with adapters of that rank."""
+    model = {"name": "llama", "layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4, **words}
+    tables: dict[str, JsonValue] = {
+        **({} if rank is None else {"fine_tuning": {"lora": {"rank": rank}}}),
         "model": {**model, "ffn_hidden": 1536, "compute_dtype": compute_dtype},
         "data": {"name": "synthetic_tokens", "tokens": 256, "vocabulary": 512},
         "batch": {"global_batch": 16},
@@ -191,3 +195,18 @@ def test_float8_is_refused_where_it_means_nothing():
         run_in("float8", layers=1)
     with pytest.raises(ConfigError, match=r"model\.compute_dtype='float8' is refused"):
         build(RunConfig, {"model": {"name": "mlp", "compute_dtype": "float8"}})
+
+
+def test_what_no_shape_tells_apart_is_refused_or_said():
+    """Adapters as narrow as a layer (keys are 256 wide); one period of layers, which is no loop;
+    a layer beyond the last period is costed in bf16, and a note says so."""
+    program = program_of(loop("blocks", LINEAR))
+    windows: JsonValue = {"sliding_window": 64, "global_every": 2}
+
+    assert restored(program, run_in("float8", rank=8)).notes == in_float8(program).notes
+    with pytest.raises(ConfigError, match=r"fine_tuning\.lora\.rank=256 is refused"):
+        restored(program, run_in("float8", rank=256))
+    with pytest.raises(ConfigError, match=r"model\.layers=2 is refused"):
+        restored(program, run_in("float8", layers=2, block=windows))
+    *_, note = restored(program, run_in("float8", layers=5, block=windows)).notes
+    assert note == "1 layer outside of the loop over blocks costed in bf16"

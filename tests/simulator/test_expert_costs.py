@@ -336,6 +336,76 @@ def test_blocks_of_experts_become_grouped_products_by_hand():
     assert sent.collective.tokens == tokens
 
 
+def block_product(name: str, *shape: int) -> Operation:
+    """A product of a block of 64 rows."""
+    return Operation(
+        name=name, kind="matmul", dtype="bf16", shape=(1, *shape), flop=2 * math.prod(shape)
+    )
+
+
+GATED, DOWN = block_product("gated", 64, 96, 32), block_product("down", 64, 32, 48)
+BACKWARD = (
+    block_product("of inner", 48, 64, 32),  # transposed
+    block_product("of x", 64, 32, 96),
+    block_product("of gated", 32, 96, 64),
+    block_product("of down", 48, 32, 64),
+)
+
+
+@pytest.mark.parametrize("again", ["nothing", "in the loop", "in a loop of its own"])
+def test_products_of_experts_are_two_in_each_pass_whatever_xla_computes_again(again: str):
+    """Without and with an expert axis, and with checkpoints; full recompute adds two, of the same
+    FLOP. Which product is computed again is told by order alone: "gated" before "of x"."""
+
+    def blocks(name: str, *body: Operation) -> Loop:
+        return Loop(
+            name=name, trip_count=6, body=body, expert_blocks=ExpertBlocks(experts=2, rows=64)
+        )
+
+    other = replace(GATED, name="gated again")
+    backward = [blocks("back", *((other,) if again == "in the loop" else ()), *BACKWARD)]
+    if again == "in a loop of its own":
+        backward.insert(0, blocks("again", other))
+    layers = (
+        Loop(name="forward", trip_count=3, body=(blocks("blocks", GATED, DOWN),)),
+        Loop(name="backward", trip_count=3, body=tuple(backward)),
+    )
+    program = replace(step_in_blocks(), operations=layers)
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+
+    for recomputed in (0, 1, 2):
+        grouped = with_grouped_experts(program, tokens, 64, recomputed_products=recomputed)
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for item, _ in grouped.walk():
+            found.setdefault(item.grouped_pass or "none", []).append(item.shape)
+        both = [(2, 192, 96, 32), (2, 192, 32, 48)]
+        assert found == {
+            "forward": both + both[:recomputed],
+            "input_gradient": both[::-1],
+            "weight_gradient": [(2, 192, 32, 96), (2, 192, 48, 32)],
+        }
+
+
+def test_a_residual_stream_in_float32_is_no_copy_of_gathered_tokens():
+    """With two devices along the axis it has as many bytes; copies lie between the collectives."""
+    program = step_in_blocks()
+    (layers,) = program.operations
+    assert isinstance(layers, Loop)
+    gather, attention, copy, *rest = layers.body
+    assert isinstance(gather, Operation)
+    assert isinstance(copy, Operation)
+    stream = replace(copy, name="stream", dtype="f32")
+    early, clear = replace(copy, name="early"), replace(copy, name="clear", read_bytes=0)
+    body = (early, clear, gather, attention, copy, stream, *rest)
+    program = replace(program, operations=(replace(layers, body=body),))
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+
+    kept = {item.name for item, _ in with_grouped_experts(program, tokens, 64).walk()}
+
+    assert {"stream", "early"} <= kept
+    assert not kept & {"copy of all", "clear"}
+
+
 def routed_run(**moe: JsonValue) -> ResolvedRun:
     """Llama with 8 experts, 4 per token, on 4 devices along the expert axis; tokens of 64 bytes."""
     return resolve(

@@ -143,13 +143,25 @@ def _tokens(run: ResolvedRun) -> int:
     return run.split.microbatch * run.dataset.input_shape[0] // run.layout.context
 
 
+_RECOMPUTED_PRODUCTS = {"full": 2, "selective_op": 1}
+"""Products of experts that run again before the backward pass: with "selective_op", which keeps
+every second product of a block and none of experts, all but the last, whose result nothing needs.
+Source: pytorch/torchtitan, distributed/activation_checkpoint.py: the list of operations kept."""
+
+
 def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
     del larger
     tokens, model = routed_tokens(run), run.config.model
     if tokens is None or tokens.has_capacity or not isinstance(model, DecoderConfig):
         return program
     width = ELEMENT_BYTES[model.compute_dtype]
-    return with_grouped_experts(program, tokens, model.hidden * width)
+    return with_grouped_experts(
+        program,
+        tokens,
+        model.hidden * width,
+        element_bytes=width,
+        recomputed_products=_RECOMPUTED_PRODUCTS.get(model.remat, 0),
+    )
 
 
 def _eager_loss(

@@ -10,6 +10,8 @@ its experts and back (--moe-token-dispatcher-type alltoall). Knows nothing of ha
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from scalejax.config.parallelism import EXPERT
 from scalejax.simulator.program import (
@@ -23,48 +25,94 @@ from scalejax.simulator.program import (
 )
 
 _Items = tuple[Operation | Loop, ...]
+_WIDE_BYTES = 4  # of an element of float32
 
 
-def with_grouped_experts(program: Program, tokens: RoutedTokens, token_bytes: int) -> Program:
+def with_grouped_experts(
+    program: Program,
+    tokens: RoutedTokens,
+    token_bytes: int,
+    *,
+    element_bytes: int = 2,
+    recomputed_products: int = 0,
+) -> Program:
     """`program` with grouped products in place of loops over blocks, and tokens that are sent.
 
-    Work on the rows besides products (gathers, the activation, sums by token) keeps its bytes and
-    is launched once in place of once a block; copies of a matrix for each block, and sums of its
-    gradient by block, are gone, as a grouped kernel reads and writes each matrix once. Gathers of
-    tokens over the expert axis become all-to-alls of a copy for each expert, and so do sums;
-    copies and conversions of all gathered tokens are gone. Memory is left as compiled.
+    Products are two forward, and two of each gradient, whichever the compiled step computes again
+    for its backward pass, and those that the framework recomputes. Work on the rows besides
+    products (gathers, the activation, sums by token) keeps its bytes and is launched once in place
+    of once a block; copies of a matrix for each block, and sums of its gradient by block, are gone,
+    as a grouped kernel reads and writes each matrix once. Gathers of tokens over the expert axis
+    become all-to-alls of a copy for each expert, and so do sums; copies and conversions of all
+    gathered tokens are gone. Memory is left as compiled.
 
     Args:
         program: a compiled step.
         tokens: the tokens of a microbatch on a device, and their routing.
         token_bytes: bytes of one token between layers.
+        element_bytes: bytes of an element of a token.
+        recomputed_products: products that run again before the backward pass: 0; 1, gate and up; or
+            2, all of them.
     """
     devices = dict(program.mesh_axes).get(EXPERT, 1)
     gathered = tokens.tokens * token_bytes * devices if devices > 1 else 0
-    return replace(program, operations=_grouped(program.operations, tokens, gathered))
+    way = _Way(tokens, gathered, element_bytes, recomputed_products)
+    return replace(program, operations=_grouped(program.operations, way))
 
 
-def _grouped(items: Iterable[Operation | Loop], tokens: RoutedTokens, gathered: int) -> _Items:
-    """`items` with experts grouped; `gathered` are the bytes of all tokens of the expert axis."""
+class _Way(NamedTuple):
+    """How experts are grouped."""
+
+    tokens: RoutedTokens
+    """Tokens of a device."""
+    gathered: int
+    """Bytes of the tokens of all devices of the expert axis; 0 without one."""
+    element_bytes: int
+    """Bytes of an element of a token."""
+    recomputed: int
+    """Products that run again."""
+
+
+def _grouped(items: Iterable[Operation | Loop], way: _Way) -> _Items:
+    """`items` with experts grouped."""
     made: list[Operation | Loop] = []
     items = tuple(items)
-    is_of_experts = any(isinstance(item, Loop) and item.expert_blocks for item in items)
-    for item in items:
+    of_experts = [index for index, item in enumerate(items) if _is_of_experts(item)]
+    has_backward = any(_is_backward(item) for item in items if isinstance(item, Loop))
+    for index, item in enumerate(items):
         if isinstance(item, Loop) and item.expert_blocks is not None:
-            made.extend(_at_once(item, item.expert_blocks))
+            made.extend(_at_once(item, item.expert_blocks, way.recomputed, has_backward))
         elif isinstance(item, Loop):
-            made.append(replace(item, body=_grouped(item.body, tokens, gathered)))
+            made.append(replace(item, body=_grouped(item.body, way)))
         elif item.collective is not None:
-            made.append(replace(item, collective=_sent(item.collective, tokens, gathered)))
-        elif not (is_of_experts and _is_of_all(item, gathered)):
-            made.append(item)
+            sent = _sent(item.collective, way.tokens, way.gathered)
+            made.append(replace(item, collective=sent))
+        else:
+            is_between = bool(of_experts) and of_experts[0] < index < of_experts[-1]
+            if not (of_experts and _is_of_all(item, way, is_between)):
+                made.append(item)
     return tuple(made)
 
 
-def _is_of_all(item: Operation, gathered: int) -> bool:
-    """Whether an operation of a layer copies, converts or clears all gathered tokens."""
-    sizes = (gathered, 2 * gathered)  # in the compute type, and in one twice as wide
-    return not item.flop and gathered > 0 and item.write_bytes in sizes
+def _is_of_experts(item: Operation | Loop) -> bool:
+    """Whether it is a loop over blocks of experts, or a collective over their axis."""
+    if isinstance(item, Loop):
+        return item.expert_blocks is not None
+    return item.collective is not None and item.collective.group.axes == (EXPERT,)
+
+
+def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
+    """Whether an operation of a layer copies, converts or clears all gathered tokens: clears write
+    only, and others come between the collectives over the expert axis. Their types tell them from
+    what a device has of its own, of which as many bytes may be a wider type."""
+    if item.flop or not way.gathered or not (is_between or not item.read_bytes):
+        return False
+    is_float32 = item.dtype == "f32"
+    if item.write_bytes == way.gathered:
+        return is_float32 == (way.element_bytes == _WIDE_BYTES)
+    # Sums are of float32.
+    is_wider = way.element_bytes < _WIDE_BYTES and is_float32
+    return is_wider and item.write_bytes == 2 * way.gathered
 
 
 def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collective:
@@ -82,21 +130,43 @@ def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collec
     return replace(collective, name="all_to_all", payload_bytes=sent, tokens=tokens)
 
 
-def _at_once(loop: Loop, blocks: ExpertBlocks) -> list[Operation]:
-    """The operations of a loop over blocks, each once for the rows of all blocks."""
+def _at_once(
+    loop: Loop, blocks: ExpertBlocks, recomputed: int, has_backward: bool
+) -> list[Operation]:
+    """The operations of a loop over blocks, each once for the rows of all blocks.
+
+    A backward loop may compute a forward product again, and so may a loop beside one
+    (`has_backward`), as XLA keeps no rows: these products are left out, and `recomputed` of them,
+    the widest first, put before the backward pass.
+    """
     body = [item for item in loop.body if isinstance(item, Operation)]
-    products = [item for item in body if _is_product(item)]
-    passes: dict[str, GroupedPass] = {item.name: _pass(item, blocks.rows) for item in products}
-    is_backward = "weight_gradient" in passes.values()
-    matrices = {_matrix(item, blocks.rows) for item in products}
-    matrix_bytes = {width * size for size in matrices for width in (2, 4)}
+    of_matrix = _products_by_matrix(loop, blocks)
+    matrix_bytes = {width * size for size in of_matrix for width in (2, 4)}
+    is_backward = _is_backward(loop)
+    is_again = has_backward and not is_backward and len(of_matrix) == 1
+    if is_again and not recomputed:
+        return []
+    passes: dict[str, GroupedPass] = {}
+    for products in of_matrix.values() if not is_again else ():
+        if not is_backward:
+            passes |= dict.fromkeys((item.name for item in products), "forward")
+            continue
+        sums = [item for item in products if _sums_over_rows(item, blocks.rows)] or products[-1:]
+        # That of the input depends on what is computed again, so that it comes after it.
+        others = [item for item in products if item not in sums][-1:]
+        passes |= dict.fromkeys((item.name for item in others), "input_gradient")
+        passes |= dict.fromkeys((item.name for item in sums[:1]), "weight_gradient")
+    grouped = partial(_grouped_product, blocks_at_once=loop.trip_count, blocks=blocks)
     made: list[Operation] = []
+    for size in sorted(of_matrix, reverse=True)[:recomputed] if is_backward else ():
+        for item in of_matrix[size]:
+            if passes.get(item.name) == "input_gradient":
+                again = replace(grouped(item, which="input_gradient"), grouped_pass="forward")
+                made.append(replace(again, name=f"{item.name}.again"))
     for item in body:
         if _is_product(item):
-            which = passes[item.name]
-            if is_backward and which == "forward":
-                which = "input_gradient"
-            made.append(_grouped_product(item, loop.trip_count, blocks, which))
+            if which := passes.get(item.name):
+                made.append(grouped(item, which=which))
         elif item.write_bytes not in matrix_bytes:
             made.append(
                 replace(
@@ -109,14 +179,32 @@ def _at_once(loop: Loop, blocks: ExpertBlocks) -> list[Operation]:
     return made
 
 
+def _products_by_matrix(loop: Loop, blocks: ExpertBlocks) -> dict[int, list[Operation]]:
+    """The products of a loop over blocks, by the elements of an expert's matrix that they are with,
+    or the gradient of: gate and up, and down, of half as many."""
+    made: dict[int, list[Operation]] = {}
+    for item in loop.body:
+        if isinstance(item, Operation) and _is_product(item):
+            made.setdefault(_matrix(item, blocks.rows), []).append(item)
+    return made
+
+
+def _is_backward(loop: Loop) -> bool:
+    """Whether a loop over blocks has gradients: two products or more with a matrix."""
+    blocks = loop.expert_blocks
+    if blocks is None:
+        return False
+    return any(len(products) > 1 for products in _products_by_matrix(loop, blocks).values())
+
+
 def _is_product(item: Operation) -> bool:
     return item.kind == "matmul" and len(item.shape) == 4 and item.shape[0] == 1
 
 
-def _pass(item: Operation, rows: int) -> GroupedPass:
-    """Whether a product of a block sums over its rows; else it is forward, or of the input."""
+def _sums_over_rows(item: Operation, rows: int) -> bool:
+    """Whether a product of a block is the gradient of a matrix, as far as its shape says."""
     _, m, n, k = item.shape
-    return "weight_gradient" if k == rows and rows not in (m, n) else "forward"
+    return k == rows and rows not in (m, n)
 
 
 def _sides(item: Operation, rows: int) -> tuple[int, int]:

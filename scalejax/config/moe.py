@@ -33,11 +33,14 @@ class BlocksAtEvenLoad:
     """Experts on the device."""
     rows: int
     """Rows of a block, all of one expert."""
+    experts_per_token: int
+    """Experts that each token goes through, distinct ones: no expert has more than all tokens."""
 
     @property
     def scope(self) -> str:
         """Name scope of the loop, by which it is known again in the compiled step."""
-        return f"{AT_EVEN_LOAD}{self.blocks}_experts_{self.experts}_rows_{self.rows}"
+        words = f"{self.blocks}_experts_{self.experts}_rows_{self.rows}"
+        return f"{AT_EVEN_LOAD}{words}_per_token_{self.experts_per_token}"
 
 
 def blocks_at_even_load(scope: str) -> BlocksAtEvenLoad | None:
@@ -45,14 +48,16 @@ def blocks_at_even_load(scope: str) -> BlocksAtEvenLoad | None:
 
     Example:
         >>> from scalejax.config.moe import blocks_at_even_load
-        >>> blocks_at_even_load("jvp()/blocks_at_even_load_16_experts_4_rows_64/while")
-        BlocksAtEvenLoad(blocks=16, experts=4, rows=64)
+        >>> scope = "blocks_at_even_load_16_experts_4_rows_64_per_token_2"
+        >>> blocks_at_even_load(f"jvp()/{scope}/while")
+        BlocksAtEvenLoad(blocks=16, experts=4, rows=64, experts_per_token=2)
     """
-    found = re.search(rf"{AT_EVEN_LOAD}(\d+)_experts_(\d+)_rows_(\d+)(?:/while)?$", scope)
+    words = rf"{AT_EVEN_LOAD}(\d+)_experts_(\d+)_rows_(\d+)_per_token_(\d+)"
+    found = re.search(rf"{words}(?:/while)?$", scope)
     if found is None:
         return None
-    blocks, experts, rows = map(int, found.groups())
-    return BlocksAtEvenLoad(blocks=blocks, experts=experts, rows=rows)
+    blocks, experts, rows, per_token = map(int, found.groups())
+    return BlocksAtEvenLoad(blocks=blocks, experts=experts, rows=rows, experts_per_token=per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -481,7 +481,9 @@ def _dropless(
     parts = lax.axis_size(EXPERT) if is_split else 1
     mean = places_A.size / parts / here
     is_kept = is_kept and not is_split
-    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=most, is_kept=is_kept)
+    blocks = _Blocks(
+        rows=_block_rows(mean), mean=mean, most=most, per_token=per_token, is_kept=is_kept
+    )
     made_TD: Any = _grouped(
         blocks,
         (gated_EDNF.whole, down_EFD.whole),
@@ -512,6 +514,8 @@ class _Blocks(NamedTuple):
     """Mean assignments of an expert."""
     most: int
     """Most assignments that a device can have."""
+    per_token: int
+    """Experts that each token goes through."""
     is_kept: bool
     """Whether the products before the activation function are kept for the backward pass; else it
     computes them again, as it does where the block is computed again. They take the room of all
@@ -561,7 +565,12 @@ def _over_blocks(
     """`body` for each block. The name says how many there are at even loads, by which the compiled
     loop is costed (`scalejax.xla.reader`)."""
     experts = table.sizes_E.size
-    even = BlocksAtEvenLoad(blocks=blocks.at_even_load(experts), experts=experts, rows=blocks.rows)
+    even = BlocksAtEvenLoad(
+        blocks=blocks.at_even_load(experts),
+        experts=experts,
+        rows=blocks.rows,
+        experts_per_token=blocks.per_token,
+    )
     with jax.named_scope(even.scope):
         return lax.fori_loop(0, table.blocks_E[-1], body, start)
 

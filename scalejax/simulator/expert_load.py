@@ -22,6 +22,8 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 from scalejax.hardware import Site
 from scalejax.simulator.program import Loop, Operation, Program, each_changed
 
+EVEN_LOADS = "each expert has as many tokens as any other; room is for all that may come"
+"""Note on the step of a network of experts that drops no tokens."""
 _MOST_OVER_LEAST = 0.8 * 4096
 """Load of the fullest expert over that of the emptiest, in the population that loads are drawn
 from. Source: NVIDIA AIConfigurator, collector/helper.py, sample_power_law: loads from 1 to 0.8 of
@@ -109,9 +111,9 @@ def with_expert_load(program: Program, exponent: float) -> Program:
         for item, _ in program.walk()
         if item.collective is not None and item.collective.tokens is not None
     ]
-    per_token = max((tokens.experts_per_token for tokens in routed), default=1)
+    grouped_per_token = max((tokens.experts_per_token for tokens in routed), default=1)
 
-    def factor(experts: int) -> float:
+    def factor(experts: int, per_token: int) -> float:
         return device_load_factor(
             exponent,
             experts=experts,
@@ -121,11 +123,11 @@ def with_expert_load(program: Program, exponent: float) -> Program:
 
     def loaded(item: Operation) -> Operation:
         if item.grouped_pass is not None and item.shape:
-            return _with_rows(item, factor(item.shape[0] * devices))
+            return _with_rows(item, factor(item.shape[0] * devices, grouped_per_token))
         collective = item.collective
         if collective is None or collective.tokens is None or collective.tokens.has_capacity:
             return item
-        times = factor(collective.tokens.experts)
+        times = factor(collective.tokens.experts, collective.tokens.experts_per_token)
         return replace(
             item,
             collective=replace(
@@ -136,19 +138,16 @@ def with_expert_load(program: Program, exponent: float) -> Program:
         )
 
     def of_blocks(items: Iterable[Operation | Loop]) -> tuple[Operation | Loop, ...]:
-        return tuple(
-            item
-            if not isinstance(item, Loop)
-            else replace(item, body=of_blocks(item.body))
-            if item.expert_blocks is None
-            else replace(
-                item,
-                trip_count=math.ceil(
-                    item.trip_count * factor(item.expert_blocks.experts * devices)
-                ),
-            )
-            for item in items
-        )
+        made: list[Operation | Loop] = []
+        for item in items:
+            if not isinstance(item, Loop):
+                made.append(item)
+            elif (blocks := item.expert_blocks) is None:
+                made.append(replace(item, body=of_blocks(item.body)))
+            else:
+                times = factor(blocks.experts * devices, blocks.experts_per_token)
+                made.append(replace(item, trip_count=math.ceil(item.trip_count * times)))
+        return tuple(made)
 
     operations = of_blocks(each_changed(program.operations, loaded))
     if operations == program.operations:
@@ -157,7 +156,10 @@ def with_expert_load(program: Program, exponent: float) -> Program:
         f"tokens choose experts by a power law of exponent {exponent:g}: the step is that of the "
         "fullest device"
     )
-    return replace(program, operations=operations, notes=(*program.notes, note))
+    kept = tuple(each for each in program.notes if each != EVEN_LOADS)
+    if kept != program.notes:
+        note += "; room is for all that may come"
+    return replace(program, operations=operations, notes=(*kept, note))
 
 
 def _with_rows(item: Operation, times: float) -> Operation:

@@ -148,6 +148,8 @@ class ExpertBlocks:
     """Experts on the device."""
     rows: int
     """Rows of a block, the last of an expert padded."""
+    experts_per_token: int
+    """Experts that each token goes to: no expert has more than one in so many of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.pipeline_schedule import EXCHANGE, PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
+from scalejax.simulator.expert_load import EVEN_LOADS
 from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import with_bubble
 from scalejax.simulator.transforms.routed_tokens import with_routed_tokens
@@ -60,7 +61,7 @@ def read_step(
     program = with_routed_tokens(program, run)
     moe = run.config.model.moe if isinstance(run.config.model, LlamaConfig) else None
     if moe is not None and moe.capacity_factor is None:
-        program = replace(program, notes=(*program.notes, _EVEN_LOADS))
+        program = replace(program, notes=(*program.notes, EVEN_LOADS))
     layout, stages = run.config.layout, run.layout.pipeline
     if stages > 1:
         ticks = PipelineTicks(
@@ -72,10 +73,6 @@ def read_step(
         typed = partial(_with_product_type, compute_type=compute_type)
         return replace(program, operations=each_changed(program.operations, typed))
     return program
-
-
-_EVEN_LOADS = "each expert has as many tokens as any other; room is for all that may come"
-"""Note on networks of experts that drop no tokens."""
 
 
 def _model_flop(run: ResolvedRun) -> int:

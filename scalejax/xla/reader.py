@@ -117,7 +117,11 @@ class _Reader:
                 name=self._unique(instruction.name),
                 trip_count=even.blocks,
                 body=tuple(self.schedule(instruction.called("body")[0])),
-                expert_blocks=ExpertBlocks(experts=even.experts, rows=even.rows),
+                expert_blocks=ExpertBlocks(
+                    experts=even.experts,
+                    rows=even.rows,
+                    experts_per_token=even.experts_per_token,
+                ),
             )
         count = _trip_count(self._module, computation, instruction)
         body = tuple(self.schedule(instruction.called("body")[0]))

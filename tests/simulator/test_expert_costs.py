@@ -28,7 +28,7 @@ from scalejax.simulator.collectives import find_route
 from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds, expected_reach
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.comparison import compare
-from scalejax.simulator.expert_load import device_load_factor, with_expert_load
+from scalejax.simulator.expert_load import EVEN_LOADS, device_load_factor, with_expert_load
 from scalejax.simulator.explain import explain
 from scalejax.simulator.frameworks import FRAMEWORKS
 from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
@@ -288,13 +288,13 @@ def step_in_blocks() -> Program:
     loop = Loop(
         name="blocks",
         trip_count=6,
-        expert_blocks=ExpertBlocks(experts=2, rows=64),
+        expert_blocks=ExpertBlocks(experts=2, rows=64, experts_per_token=4),
         body=(
             moved("rows", 64 * 32 * 2 + 2),
             moved("matrix of the block", 32 * 48 * 2),
             product("up", 64, 48, 32),
             product("of weights", 32, 48, 64),
-            moved("sum of gradients", 32 * 48 * 4),
+            replace(moved("sum of gradients", 32 * 48 * 4), dtype="f32"),
         ),
     )
     memory = MemoryUse(argument_bytes=1, output_bytes=1, alias_bytes=0, temporary_bytes=0)
@@ -359,7 +359,10 @@ def test_products_of_experts_are_two_in_each_pass_whatever_xla_computes_again(ag
 
     def blocks(name: str, *body: Operation) -> Loop:
         return Loop(
-            name=name, trip_count=6, body=body, expert_blocks=ExpertBlocks(experts=2, rows=64)
+            name=name,
+            trip_count=6,
+            body=body,
+            expert_blocks=ExpertBlocks(experts=2, rows=64, experts_per_token=4),
         )
 
     other = replace(GATED, name="gated again")
@@ -471,10 +474,13 @@ def test_experts_are_linear_layers_in_fp8():
 
 
 def test_a_loop_over_blocks_is_as_long_as_on_the_fullest_device():
-    """Its trip count is that of even loads; the gather of all tokens does not grow."""
-    program = step_in_blocks()
+    """Its trip count is that of even loads; the gather of all tokens does not grow. No expert has
+    more than a quarter of the assignments, as a token has 4; nothing says that loads are even."""
+    program = replace(step_in_blocks(), notes=(EVEN_LOADS,))
     loaded = with_expert_load(program, 1.2)
-    factor = device_load_factor(1.2, experts=8, devices=4)
+    factor = device_load_factor(1.2, experts=8, devices=4, experts_per_token=4)
+    (note,) = loaded.notes
+    assert "power law" in note
     before, after = ({item.name: n for item, n in each.walk()} for each in (program, loaded))
 
     assert after["up"] == 2 * math.ceil(6 * factor) > before["up"] == 12

@@ -230,7 +230,7 @@ def test_gradients_of_the_router_are_those_of_finite_differences(fields):
 @pytest.mark.parametrize("mean", [1, 9, 1000.5, 2048, 2049, 8193])
 def test_blocks_at_even_load_hold_few_rows_more_than_there_are(mean):
     """Fewer than 32, whatever the load."""
-    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=8 * 2**14, is_kept=False)
+    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=8 * 2**14, per_token=2, is_kept=False)
 
     assert 0 <= blocks.at_even_load(1) * blocks.rows - mean < 32
 

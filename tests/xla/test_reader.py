@@ -218,7 +218,7 @@ ENTRY %main (a: (s32[])) -> (s32[]) {
 
 def test_a_loop_over_blocks_of_experts_is_as_long_as_at_even_loads():
     """Its length follows the loads; its name scope says what it is where they are even."""
-    scope = BlocksAtEvenLoad(blocks=6, experts=2, rows=64).scope
+    scope = BlocksAtEvenLoad(blocks=6, experts=2, rows=64, experts_per_token=3).scope
     text = f"""HloModule m
 %body (p: (s32[])) -> (s32[]) {{
   ROOT %p = (s32[]) parameter(0)
@@ -231,7 +231,8 @@ ENTRY %main (a: (s32[])) -> (s32[]) {{
     (loop,) = read_program(text, ())
 
     assert isinstance(loop, Loop)
-    assert (loop.trip_count, loop.expert_blocks) == (6, ExpertBlocks(experts=2, rows=64))
+    blocks = ExpertBlocks(experts=2, rows=64, experts_per_token=3)
+    assert (loop.trip_count, loop.expert_blocks) == (6, blocks)
 
 
 def test_the_costlier_branch_of_a_conditional_is_taken():

@@ -103,11 +103,14 @@ def _is_of_experts(item: Operation | Loop) -> bool:
 
 def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
     """Whether an operation of a layer copies, converts or clears all gathered tokens: clears write
-    only, and others come between the collectives over the expert axis. Their types tell them from
-    what a device has of its own, of which as many bytes may be a wider type."""
+    only, and others come between the collectives over the expert axis and read no more than they
+    write, or twice as much in float32. Their types tell them from what a device has of its own, of
+    which as many bytes may be a wider type."""
     if item.flop or not way.gathered or not (is_between or not item.read_bytes):
         return False
     is_float32 = item.dtype == "f32"
+    if item.read_bytes > (1 if is_float32 else 2) * item.write_bytes:
+        return False
     if item.write_bytes == way.gathered:
         return is_float32 == (way.element_bytes == _WIDE_BYTES)
     # Sums are of float32.
@@ -141,7 +144,6 @@ def _at_once(
     """
     body = [item for item in loop.body if isinstance(item, Operation)]
     of_matrix = _products_by_matrix(loop, blocks)
-    matrix_bytes = {width * size for size in of_matrix for width in (2, 4)}
     is_backward = _is_backward(loop)
     is_again = has_backward and not is_backward and len(of_matrix) == 1
     if is_again and not recomputed:
@@ -167,7 +169,7 @@ def _at_once(
         if _is_product(item):
             if which := passes.get(item.name):
                 made.append(grouped(item, which=which))
-        elif item.write_bytes not in matrix_bytes:
+        elif item.write_bytes not in {_element_bytes(item) * size for size in of_matrix}:
             made.append(
                 replace(
                     item,
@@ -177,6 +179,10 @@ def _at_once(
                 )
             )
     return made
+
+
+def _element_bytes(item: Operation) -> int:
+    return _WIDE_BYTES if item.dtype == "f32" else 2
 
 
 def _products_by_matrix(loop: Loop, blocks: ExpertBlocks) -> dict[int, list[Operation]]:

@@ -21,7 +21,13 @@ from scalejax.config.training import (
     LayoutConfig,
     TrainConfig,
 )
-from scalejax.core.errors import ConfigError, nearest_multiples, refusal, require_multiple
+from scalejax.core.errors import (
+    ConfigError,
+    nearest_multiples,
+    refusal,
+    require_multiple,
+    unknown_name,
+)
 
 # Model, data and layout.
 
@@ -291,7 +297,7 @@ def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: Inpu
 
 
 def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelConfig) -> None:
-    """Refuse adapters of networks that have none, and of one half of a matrix."""
+    """Refuse adapters of networks or layers that have none, and of one half of a matrix."""
     if fine_tuning is None or fine_tuning.lora is None:
         return
     targets = fine_tuning.lora.targets
@@ -304,6 +310,10 @@ def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelCo
     if model.is_gated and ("up_proj" in targets) != ("gate_proj" in targets):
         accepted = "gate and up are one matrix here: name both gate_proj and up_proj"
         raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
+    for target, layers in fine_tuning.lora.layers.items():
+        if layers and not set(layers).intersection(model.linear_layers):
+            names = model.linear_layers
+            raise ConfigError(unknown_name("fine_tuning.lora.targets", target, names))
 
 
 def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:

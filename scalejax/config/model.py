@@ -311,6 +311,16 @@ class DecoderConfig(ModelConfig):
         """Whether the softmax of attention has a learned score beside those of tokens."""
         return False
 
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Names of the linear layers of its dense blocks."""
+        return (*self.attention_layers, "gated" if self.is_gated else "up", "down")
+
+    @property
+    def attention_layers(self) -> tuple[str, ...]:
+        """Those of its attention."""
+        return ("qkv", "projection")
+
     def lacks_for_context(self, strategy: str) -> str | None:
         """What of its attention cannot go over the context axis by `strategy` ("ring", whose blocks
         have no window; "all_to_all", which parts the heads); None if it can."""
@@ -515,9 +525,10 @@ class LlamaConfig(DecoderConfig):
     hidden: int = 128
     """Width of the residual stream."""
     heads: int = 4
-    """Query heads; `hidden / heads` must be an even whole number."""
+    """Query heads; `hidden / heads`, their size, must be an even whole number, unless
+    `block.head_size` or `mla` says another."""
     kv_heads: int = 2
-    """Key and value heads, each shared by `heads / kv_heads` query heads."""
+    """Key and value heads, each shared by `heads / kv_heads` query heads; unused with `mla`."""
     ffn_hidden: int = 352
     """Width of the feed-forward layer (SwiGLU: two projections up, one down)."""
     rope_theta: float = 500_000.0
@@ -635,6 +646,14 @@ class LlamaConfig(DecoderConfig):
     def value_head_size(self) -> int:
         """Width of a head of values."""
         return self.head_size if self.mla is None else self.mla.value_head_size
+
+    @property
+    def attention_layers(self) -> tuple[str, ...]:
+        """Names of the linear layers of its attention."""
+        if self.mla is None:
+            return ("qkv", "projection")
+        queries = ("q",) if self.mla.q_lora_rank is None else ("q_down", "q_up")
+        return (*queries, "kv_down", "kv_up", "projection")
 
     @property
     def has_attention_sinks(self) -> bool:

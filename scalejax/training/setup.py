@@ -55,9 +55,18 @@ def train_setup(
     """The train setup of `run` for the devices of `mesh`; if None, with plain JAX operations only.
 
     `schedule`, if given, replaces the learning rate of the config.
+
+    Raises:
+        ConfigError: if fused attention is required, and neither devices nor JAX have it.
     """
     _require_trained_type(run.config.model)
-    device = None if mesh is None or lacks_fused_blocks(run) else mesh.devices.flat[0]
+    device = None if mesh is None else mesh.devices.flat[0]
+    if device is not None and lacks_fused_blocks(run):
+        # Other reasons are refused with the layout: this one is no matter of the run.
+        if getattr(run.config.model, "attention", None) == "fused":
+            accepted = 'this JAX has no fused kernel of a block of keys; use "auto" or "unfused"'
+            raise ConfigError(refusal("model.attention", "fused", accepted))
+        device = None
     model = attention.with_resolved_attention(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)

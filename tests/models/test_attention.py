@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from scalejax.config.model import AttentionKind, ComputeType, GptConfig, LlamaConfig, MlpConfig
+from scalejax.config.run import RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import JsonValue, build
 from scalejax.models.attention import causal_attention, with_resolved_attention
+from scalejax.training import setup
+from scalejax.training.mesh import build_mesh
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
@@ -100,3 +104,24 @@ def test_fused_by_name_is_refused_where_there_is_none():
         with_resolved_attention(gpt("fused", dtype="float32"), H100)
     with pytest.raises(ConfigError, match="multiple of 8 and at most 128, not 192"):
         with_resolved_attention(gpt("fused", hidden=4 * 192), A100)
+
+
+def test_fused_by_name_over_context_is_refused_without_the_kernels_of_this_jax(monkeypatch):
+    """They are private; "auto" goes without."""
+    tables: dict[str, JsonValue] = {
+        "model": {"name": "gpt", "layers": 1, "hidden": 32, "heads": 2},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 8},
+        "batch": {"global_batch": 2},
+        "optimizer": {"name": "sgd"},
+        "schedule": {"base_learning_rate": 0.1},
+        "layout": {"data": 1, "context": 2},
+    }
+    run = resolve(build(RunConfig, tables))
+    fused = resolve(with_fields(run.config, {"model.attention": "fused"}))
+    monkeypatch.setattr(setup, "has_fused_blocks", lambda: False)
+
+    model = setup.train_setup(run, build_mesh(run.layout)).run.config.model
+    assert isinstance(model, GptConfig)
+    assert model.attention == "unfused"
+    with pytest.raises(ConfigError, match=r"attention='fused' .* this JAX has no fused kernel"):
+        setup.train_setup(fused, build_mesh(run.layout))

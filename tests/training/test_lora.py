@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalejax.config.checks import require_adaptable_model
-from scalejax.config.model import MlpConfig
+from scalejax.config.model import DecoderConfig, MlpConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.config.training import FineTuningConfig, LoraConfig
 from scalejax.core.errors import ConfigError
@@ -26,6 +26,8 @@ RANK, ALPHA = 4, 8.0
 MODELS = {
     "gpt": {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4},
     "llama": {"name": "llama", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4},
+    "latent": {"name": "llama", "layers": 1, "hidden": 16, "heads": 2}
+    | {"mla": {"kv_lora_rank": 8, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 4}},
 }
 LORA = {"rank": RANK, "alpha": ALPHA}
 
@@ -202,6 +204,22 @@ def test_what_cannot_be_adapted_is_refused(tuning, model, says):
     """With what would be accepted."""
     with pytest.raises(ConfigError, match=says):
         abstract_state(train_setup(run_of(model, tuning)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_config_knows_the_linear_layers_of_its_blocks(model):
+    """Targets that its network lacks are refused before it is built."""
+    run = run_of(model)
+    params = abstract_state(train_setup(run)).params
+    parts = [parameter_path(path).split("/") for path, _ in jax.tree.leaves_with_path(params)]
+    names = {each[-2] for each in parts if each[0] == "blocks" and each[-1] == "kernel"}
+
+    assert isinstance(run.config.model, DecoderConfig)
+    assert names == set(run.config.model.linear_layers)
+    if model == "latent":
+        for target in ("linear_qkv", "q_down"):
+            with pytest.raises(ConfigError, match=f"targets='{target}'.*kv_down, kv_up.*q"):
+                run_of(model, {"lora": {"targets": [target]}})
 
 
 def test_a_network_without_adapters_is_refused():

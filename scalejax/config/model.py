@@ -395,6 +395,24 @@ class GptConfig(DecoderConfig):
         self.require_stack()
 
 
+def window_scope(window: int, keys: int) -> str:
+    """Name scope of products over `keys` tokens, of which a token attends to `window`."""
+    return f"window_{window}_of_{keys}"
+
+
+def seen_share(scope: str) -> tuple[int, int]:
+    """(Tokens that a token attends to, tokens that are computed), as a name scope says; (1, 1) if
+    it says nothing.
+
+    Example:
+        >>> from scalejax.config.model import seen_share, window_scope
+        >>> seen_share(f"jvp({window_scope(1024, 4097)})")
+        (1024, 4097)
+    """
+    found = re.search(r"window_(\d+)_of_(\d+)", scope)
+    return (1, 1) if found is None else (int(found[1]), int(found[2]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """What a block of `llama` has that Llama's own does not; the defaults are Llama's.

@@ -17,7 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # tried with jax 0.10.2, 0.12.0
 
-from scalejax.config.model import AttentionKind, DecoderConfig, ModelConfig, Remat
+from scalejax.config.model import (
+    AttentionKind,
+    DecoderConfig,
+    ModelConfig,
+    Remat,
+    window_scope,
+)
 from scalejax.config.parallelism import CONTEXT, ContextStrategy
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models.context_attention import (
@@ -142,8 +148,11 @@ def _unfused(
     tokens = q_BSHK.shape[1]
     if window is not None and tokens % window == 0 and axis_size(CONTEXT) == 1:
         attend = partial(_in_parts, window=window, sinks_H=sinks_H)
+        attend = jax.named_scope(window_scope(window, 2 * window))(attend)
     elif window is not None or sinks_H is not None:
         attend = partial(_masked, window=window, sinks_H=sinks_H)
+        if window is not None:  # by which the FLOP that the model needs are counted
+            attend = jax.named_scope(window_scope(window, k_BSGK.shape[1]))(attend)
     else:
         attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
     if remat in ("selective", "selective_op"):

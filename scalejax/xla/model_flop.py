@@ -4,7 +4,8 @@ Counts matrix products and convolutions only; loops by their trip count, those o
 of an expert as often as at even loads (with padding of fewer than 32 rows, 3 % of 1000 tokens of an
 expert), the costliest branch of a conditional, any other `while` of unknown length once. Ignores
 element-wise arithmetic and table look-ups (under 1 % of a transformer of width >= 512), counts
-causal attention unmasked, as it is computed, and products with the padding of a convolution.
+causal attention unmasked, as it is computed, over a sliding window that of each token with as many
+as the window has, however it is computed, and products with the padding of a convolution.
 """
 
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from scalejax.config.model import seen_share
 from scalejax.config.moe import blocks_at_even_load
 
 
@@ -22,19 +24,24 @@ def forward_flop(function: Callable[..., Any], *arguments: Any) -> int:
     return _flop(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
-def _flop(jaxpr: Any) -> int:
-    return sum(_equation_flop(equation) for equation in jaxpr.eqns)
+def _flop(jaxpr: Any, in_window: bool = False) -> int:
+    return sum(_equation_flop(equation, in_window) for equation in jaxpr.eqns)
 
 
-def _equation_flop(equation: Any) -> int:
+def _equation_flop(equation: Any, in_window: bool) -> int:
+    """FLOP of an equation; `in_window` if an equation around it has been counted by its window."""
+    if not in_window:
+        seen, computed = seen_share(f"{equation.source_info.name_stack}")
+        if computed > 1:
+            return _equation_flop(equation, in_window=True) * seen // computed
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _product_flop(equation)
     if name == "conv_general_dilated":
         return _convolution_flop(equation)
     if name == "cond":
-        return max(map(_flop, _inner(params)))
-    inner = sum(map(_flop, _inner(params)))
+        return max(_flop(inner, in_window) for inner in _inner(params))
+    inner = sum(_flop(inner, in_window) for inner in _inner(params))
     if name == "scan":
         return inner * params["length"]
     if name == "while" and (even := blocks_at_even_load(f"{equation.source_info.name_stack}")):

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from scalejax.config.run import RunConfig, resolve
-from scalejax.core.serialization import build
+from scalejax.core.serialization import JsonValue, build
 from scalejax.xla.compiled import _model_flop
 from scalejax.xla.model_flop import forward_flop
 
@@ -125,3 +125,33 @@ def test_slots_of_experts_that_stay_empty_do_not_count():
         return _model_flop(resolve(build(RunConfig, tables), 1))
 
     assert counted(capacity_factor=4.0) == counted()
+
+
+def test_a_window_that_does_not_divide_the_tokens_needs_no_more():
+    """Each token attends to 8: computed in parts of 16 for 16 tokens, over all 17 for 17. So do
+    both gradients, and what is computed again does not count."""
+
+    def counted(tokens, window=8, remat="none", **words: JsonValue):
+        tables = {
+            "model": {
+                "name": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2,
+                "ffn_hidden": 16, "remat": remat, "block": {"sliding_window": window},
+            },
+            "data": {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": 16},
+            "batch": {"global_batch": 1},
+            "optimizer": {"name": "adamw"},
+            "schedule": {"base_learning_rate": 0.1},
+            **words,
+        }  # fmt: skip
+        return _model_flop(resolve(build(RunConfig, tables), 1))
+
+    a_token = 3 * 2 * (4 * 16 * 16 + 3 * 16 * 16 + 16 * 16)  # layers, and the output layer
+    scores = 3 * 2 * 2 * 16  # with one token, and what it mixes
+
+    assert counted(16) == 16 * (a_token + 8 * scores)
+    assert counted(17) == counted(17, remat="selective") == 17 * (a_token + 8 * scores)
+    assert counted(17, window=17) == 17 * (a_token + 17 * scores)
+    local, whole = (
+        counted(17, window=window, fine_tuning={"trainable": ["blocks"]}) for window in (8, 17)
+    )
+    assert local - whole == 17 * (8 - 17) * scores

@@ -129,17 +129,14 @@ def _reduced_once_per_step(
     def per_shard(
         params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
     ) -> PyTree:
+        # Weighted in the loss: losses of routers are of all tokens, whatever rows count.
         rows = device_rows(batch)
-
-        def reduced(gradient: PyTree) -> PyTree:
-            return scattered(rows.weighted(gradient))
-
-        reduce = reduced if zero_stage == 2 else None
+        reduce = scattered if zero_stage == 2 else None
         gradient, model_state, metrics = gradients(
-            setup, bn, params, model_state, batch, scale, reduce
+            setup, bn, params, model_state, batch, scale, reduce, rows
         )
-        gradient = gradient if zero_stage == 2 else reduced(gradient)
-        return gradient, model_state, lax.pmean(rows.weighted(metrics), DATA)
+        gradient = gradient if zero_stage == 2 else scattered(gradient)
+        return gradient, model_state, lax.pmean(metrics, DATA)
 
     gradient, model_state, metrics = jax.shard_map(
         per_shard,

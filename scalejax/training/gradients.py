@@ -23,7 +23,7 @@ from scalejax.models.decoder import CausalNetwork
 from scalejax.models.moe import router_losses
 from scalejax.models.pipeline import dealt_to_stages
 from scalejax.models.sharding import in_token_order, is_partly_manual
-from scalejax.training.gradient_sync.device_rows import PyTree
+from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
 from scalejax.training.optimizers.fine_tuning import trainable, updated
 from scalejax.training.pipeline import Network, Parameters, scheduled_gradients
 from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
@@ -183,6 +183,7 @@ def gradients(
     batch: Batch,
     scale: jax.Array | None,
     reduce: Callable[[PyTree], PyTree] | None = None,
+    rows: DeviceRows | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Mean gradient over the rows that count, running statistics after the last microbatch, and
     mean metrics.
@@ -191,12 +192,14 @@ def gradients(
     `gradient_sync.device_rows` then gives. Without a row that counts, gradient and metrics are 0.
     The gradient of a frozen parameter is None. Gradient and loss are multiplied by `scale`, if
     given. `reduce`, if given, is applied to the gradient of each microbatch before accumulation.
-    For the noise scale, the metrics hold the squared norm of the gradients before accumulation.
+    With `rows`, those of one device, it is the gradient and the metrics whose mean over the devices
+    is that over all rows that count. For the noise scale, the metrics hold the squared norm of the
+    gradients before accumulation.
     """
     is_pipelined = setup.run.layout.pipeline > 1  # its stages split the microbatches themselves
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
     learning = trainable(setup.run.config.fine_tuning, params)
-    batch = _of_mean_1(batch)
+    batch = _of_mean_1(batch, rows)
 
     def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
         return mean_loss(setup, bn, updated(params, learning), model_state, batch, scale)
@@ -309,16 +312,17 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def _of_mean_1(batch: Batch) -> Batch:
-    """`batch` with the weights of its rows, if it has any, scaled to mean 1 over them; 0 if no row
-    counts.
+def _of_mean_1(batch: Batch, rows: DeviceRows | None) -> Batch:
+    """`batch` with the weights of its rows, if it has any, scaled to mean 1 over them, or with
+    `rows` over those of all devices; 0 if no row counts.
 
     Before rows are split into microbatches, which may hold different numbers of those that count.
     """
     if "weights" not in batch:
         return batch
     weights = batch["weights"]
-    return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}
+    counted = jnp.maximum(weights.sum(), 1) if rows is None else rows.mean
+    return {**batch, "weights": weights * (weights.size / counted)}
 
 
 def _zeros_like(params: PyTree) -> PyTree:

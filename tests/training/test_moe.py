@@ -4,6 +4,7 @@ Tolerances as in `test_conformance`. Scores of two experts of a token that are e
 could be chosen differently by two layouts; with 32 x 8 tokens of random weights none are.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from flax import nnx
 
 from scalejax.config.model import LlamaConfig
 from scalejax.config.moe import MoeConfig, RouterConfig
+from scalejax.config.optimizer import SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -113,17 +115,22 @@ def initial_state(kind: str) -> Any:
     return jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout, jax.local_devices())))
 
 
-def train(run: ResolvedRun, initial: Any, updates: int = UPDATES) -> tuple[list[Any], Any]:
-    """Metrics of the updates, and the state after them."""
+def train(
+    run: ResolvedRun, initial: Any, updates: int = UPDATES, counted: int = GLOBAL_BATCH
+) -> tuple[list[Any], Any]:
+    """Metrics of the updates, and the state after them, of batches whose first rows count."""
     step = build_step(run, build_mesh(run.layout))
     state = jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), initial, step.state
     )
     generator, metrics = np.random.default_rng(0), []
+    counts = (np.arange(GLOBAL_BATCH) < counted).astype(np.float32)
     for _ in range(updates):
         rows = generator.integers(0, 32, (2, GLOBAL_BATCH, 16)).astype(np.int32)
-        batch = dict(zip(("inputs", "targets"), rows, strict=True))
-        placed = {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
+        batch = {"inputs": rows[0], "targets": rows[1], "weights": counts}
+        placed = {
+            name: jax.device_put(batch[name], step.batch[name].sharding) for name in step.batch
+        }
         state, found = step.function(state, placed)
         metrics.append({name: float(value) for name, value in found.items()})
     return metrics, state
@@ -148,6 +155,29 @@ def test_experts_train_over_every_axis_what_one_device_trains(title):
     for ours, theirs in zip(*map(jax.tree.leaves, (state, reference)), strict=True):
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=RTOL * max(scale, 1e-2))
+
+
+def test_losses_of_routers_are_of_all_tokens_whatever_rows_count():
+    """On two devices, of which one has no row that counts, as on one. It compiles two steps."""
+    fields = {
+        "model.layers": 1, "model.hidden": 8, "model.heads": 2, "model.moe.dense_layers": 0,
+        "model.moe.shared_experts": 0, "input.remainder": "pad",
+        "data.train_examples": GLOBAL_BATCH * 5 - 7,
+    }  # fmt: skip
+    found = []
+    for layout in ({}, {"data": 2, "zero_stage": 1}):
+        config = replace(run_of("dropless", layout, 2).config, optimizer=SgdConfig())
+        run = resolve(with_fields(config, fields))
+        initial = jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout)))
+        metrics, state = train(run, initial, 1, counted=12)
+        before, after = (
+            each.params["blocks"]["feed_forward"]["router"] for each in (initial, state)
+        )
+        found.append((metrics[0], after - before))
+    (expected, of_one), (metrics, of_two) = found
+
+    assert metrics == pytest.approx(expected, rel=RTOL)
+    np.testing.assert_allclose(of_two, of_one, rtol=0, atol=1e-4 * np.abs(of_one).max())
 
 
 def layer(**fields: Any) -> MoeConfig:

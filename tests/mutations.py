@@ -122,7 +122,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- the step ---
     Mutation(
         path="scalejax/training/gradients.py",
-        old='return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}',
+        old='return {**batch, "weights": weights * (weights.size / counted)}',
         new='return {**batch, "weights": weights}',
         mistake="the loss is divided by all rows, not by those that count",
         first_tests=("tests/training/test_example_weights.py",),

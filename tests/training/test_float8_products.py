@@ -134,7 +134,9 @@ def losses_of(run: ResolvedRun) -> list[float]:
     ("recipe", "layout", "microbatches", "remat"),
     [
         ("float8", {"data": 1, "fsdp": 2, "tensor": 2}, 1, "none"),
-        ("float8", {"data": 2, "tensor": 2, "pipeline": 2}, 4, "selective_op"),
+        # not tensor=2 too: XLA's CPU compiler aborts on bfloat16 over tensor where data is manual
+        # ("Invalid binary instruction opcode copy", in AllReducePromotion, jax 0.10.2)
+        ("float8", {"data": 2, "pipeline": 2}, 4, "selective_op"),
         ("float8_blockwise", {"data": 2, "tensor": 2}, 1, "full"),
         ("mxfp8", {"data": 1, "fsdp": 4}, 1, "none"),
     ],

@@ -81,9 +81,11 @@ class RouterConfig:
     2.1.2)."""
     balance: Balance = "auxiliary_loss"
     """auxiliary_loss: experts x sum of (share of assignments x mean score) over experts is added to
-    the loss (Fedus et al. 2021, arXiv 2101.03961, equation 4). bias: added to the scores when
-    experts are chosen, and after each step raised where an expert had fewer tokens than the mean
-    and lowered where it had more, with no gradient (DeepSeek-V3, section 2.1.2). none: neither."""
+    the loss (Fedus et al. 2021, arXiv 2101.03961, equation 4), of the tokens of each microbatch by
+    itself on all devices, so that more microbatches balance fewer tokens at a time. bias: added to
+    the scores when experts are chosen, and after each step raised where an expert had fewer tokens
+    of the global batch than the mean and lowered where it had more, with no gradient (DeepSeek-V3,
+    section 2.1.2). none: neither."""
     auxiliary_loss_weight: float = 0.01
     """Weight of the auxiliary loss of each layer (Fedus et al. 2021, section 2.2: 0.01)."""
     bias_update_rate: float = 0.001
@@ -103,6 +105,18 @@ class RouterConfig:
             )
         for name in ("auxiliary_loss_weight", "bias_update_rate", "z_loss_weight"):
             require_at_least(f"model.moe.router.{name}", getattr(self, name), 0)
+        usual = type(self).__dataclass_fields__
+        for name, read_by in (
+            ("auxiliary_loss_weight", "auxiliary_loss"),
+            ("bias_update_rate", "bias"),
+        ):
+            default = usual[name].default
+            if self.balance != read_by and (value := getattr(self, name)) != default:
+                accepted = (
+                    f'balance="{self.balance}" does not read it, "{read_by}" does; leave it at '
+                    f"its default, {default}"
+                )
+                raise ConfigError(refusal(f"model.moe.router.{name}", value, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +128,14 @@ class MoeConfig:
     experts_per_token: int = 2
     """Experts that each token goes through."""
     expert_hidden: int
-    """Width of each expert (SwiGLU: two projections up, one down)."""
+    """Width of each expert (SwiGLU: two projections up, one down); Megatron's and transformers'
+    moe_ffn_hidden_size and moe_intermediate_size, MaxText's base_moe_mlp_dim."""
     shared_experts: int = 0
     """Experts of the same width that every token goes through besides (DeepSeekMoE, arXiv
     2401.06066, section 3.2): one feed-forward layer as wide as all of them."""
     dense_layers: int = 0
-    """First layers that are dense, with `model.ffn_hidden`."""
+    """First layers that are dense, with `model.ffn_hidden`; transformers' first_k_dense_replace,
+    MaxText's first_num_dense_layers."""
     capacity_factor: float | None = None
     """Tokens that an expert takes of each sample, over the mean of all experts, rounded up; later
     ones pass it by (Fedus et al. 2021, section 2.2). If absent, none is dropped."""

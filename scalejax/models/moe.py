@@ -66,7 +66,9 @@ class Routing(NamedTuple):
 
 
 class RouterReport(NamedTuple):
-    """What a layer tells of its routing; means and sums over the tokens of the global batch."""
+    """What a layer tells of its routing; means and sums over the tokens of a forward pass on all
+    devices: of each microbatch by itself, as in Megatron-LM, not of all that make a global batch.
+    """
 
     auxiliary_loss: jax.Array
     """experts x sum of (share of assignments x mean score); 1 where loads are even."""

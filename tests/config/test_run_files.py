@@ -231,6 +231,12 @@ def test_the_example_is_toml():
 
 
 MOE = {"model.name": "llama", "model.moe": {"experts": 8, "expert_hidden": 16}}
+
+
+def _experts_with(**router: str | float) -> dict[str, object]:
+    return {"experts": 8, "expert_hidden": 16, "router": router}
+
+
 GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
 
 
@@ -251,6 +257,14 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ({**MOE, "layout.pipeline": 2}, r"layout\.pipeline=2 is refused: a stage"),
         ({**MOE, "model.moe.dense_layers": 4}, r"dense_layers=4 .* some layer has experts"),
         ({**MOE, "model.moe.experts_per_token": 9}, "at most the 8 experts"),
+        (
+            {**MOE, "model.moe": _experts_with(balance="none", auxiliary_loss_weight=0.5)},
+            r'auxiliary_loss_weight=0\.5 .*"none" does not read it',
+        ),
+        (
+            {**MOE, "model.moe": _experts_with(bias_update_rate=0.2)},
+            r'bias_update_rate=0\.2 .*"auxiliary_loss" does not read it',
+        ),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.pipeline_schedule": "1f1b"}, r"needs layout\.pipeline above 1"),
         (

@@ -23,6 +23,7 @@ from scalejax.core.serialization import build
 from scalejax.models.moe import MoeFeedForward, _block_rows, _Blocks, routed
 from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
+from scalejax.training.optimizers import _weights
 from scalejax.training.setup import train_setup
 from scalejax.training.step import build_step, init_state
 from scalejax.xla.compiled import read_step
@@ -275,6 +276,14 @@ def test_experts_in_8_bits_are_costed_and_not_trained():
         train_setup(without)
     with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 is refused: in mxfp8"):
         with_fields(run.config, {"model.moe.capacity_factor": 1.0})
+
+
+def test_routers_decay_as_other_matrices_do():
+    """All that a layer with experts learns are matrices."""
+    params = nnx.state(build_layer(layer(shared_experts=1), hidden=4), nnx.Param)
+
+    assert all(jax.tree.leaves(_weights(nnx.to_pure_dict(params))))
+    assert set(params) == {"router", "experts", "shared"}
 
 
 def test_a_bias_evens_the_loads():

@@ -28,7 +28,7 @@ from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
 
-DECAYED = ("kernel", "embedding", *ADAPTERS)
+DECAYED = ("kernel", "embedding", "router", *ADAPTERS)
 """Last parts of the paths of weights; all other parameters are biases and normalisation."""
 
 Mask = Callable[[Any], Any]

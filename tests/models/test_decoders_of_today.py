@@ -278,7 +278,7 @@ def test_parts_of_a_sequence_are_the_masked_whole():
 
 
 def test_model_flop_count_windows_and_latents():
-    """Two windows of keys for each token of a local layer; latents down, and up to all heads."""
+    """A window of keys for each token of a local layer; latents down, and up to all heads."""
 
     def counted(config: LlamaConfig) -> int:
         structure, params = nnx.split(nnx.eval_shape(lambda: built(config)), nnx.Param)
@@ -286,7 +286,7 @@ def test_model_flop_count_windows_and_latents():
         return forward_flop(forward, params, INPUTS)
 
     head, window = 12, 4  # of GEMMA, whose third layer begins a period
-    scores = 2 * HEADS * head * (2 * 2 * window + TOKENS)
+    scores = 2 * HEADS * head * (2 * window + TOKENS)
     products = 3 * (2 * HEADS + 2 * 2) * head * HIDDEN + 3 * 3 * HIDDEN * FFN
     of_gemma = scores + products + HIDDEN * VOCABULARY
     assert counted(GEMMA) == 2 * INPUTS.size * of_gemma

@@ -200,22 +200,16 @@ def _product_backward(
 ) -> tuple[jax.Array, jax.Array | None]:
     activations, kernel = saved
     whole = _brought(kernel, kept)
-    # A product is linear in either operand; `jax.vjp` would trace it once more for its value.
-    shape = _operand_shape(equation, gradient, kernel)
-    to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), shape)
-    (of_activations,) = to_activations(gradient)
     if activations is None:  # the matrix is frozen
-        return of_activations, None
+        operands, result = equation.split("->")
+        rows, matrix = operands.split(",")
+        return jnp.einsum(f"{result},{matrix}->{rows}", gradient, whole), None
+    # A product is linear in either operand; `jax.vjp` would trace it once more for its value.
+    to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), activations)
+    (of_activations,) = to_activations(gradient)
     to_kernel = jax.linear_transpose(lambda w: jnp.einsum(equation, activations, w), whole)
     (of_kernel,) = to_kernel(gradient)
     return of_activations, constrained(of_kernel, kept)
-
-
-def _operand_shape(equation: str, result: jax.Array, kernel: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and type of the activations of an einsum, from its result and its matrix."""
-    (rows, matrix), after = _letters(equation)
-    sizes = dict(zip(after + matrix, (*result.shape, *kernel.shape), strict=True))
-    return jax.ShapeDtypeStruct([sizes[letter] for letter in rows], kernel.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)

@@ -67,7 +67,7 @@ class Site:
         >>> from importlib.resources import files
         >>> from scalejax import RunConditions, Site, predict
         >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
-        >>> site = Site(conditions=RunConditions(step_cv=0.02))
+        >>> site = Site(conditions=RunConditions(input_samples_per_second=100))
         >>> slower = predict(path, "dgx-h100", 2, site=site)
         >>> slower.step_seconds > predict(path, "dgx-h100", 2).step_seconds
         True

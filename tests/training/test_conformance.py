@@ -532,6 +532,9 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="XLA for CPUs aborts on these steps (jax 0.12.0.1)"
+)
 @pytest.mark.parametrize(
     ("schedule", "layout"),
     pairs(

@@ -242,8 +242,7 @@ class Calibrate(PlainCommand):
             if value is not None:
                 raise ConfigError(refusal(name, value, "it is for --from RUN RUN ..."))
         count = self.cpu_devices
-        if count is not None:
-            require_at_least("cpu_devices", count, 1)
+        require_at_least("cpu_devices", count, 1)
         choose_platform()
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             choose_platform(max(2, os.cpu_count() or 1) if count is None else count)

@@ -70,8 +70,7 @@ class Search(CostCommand):
         serialization.require_writable_folder("output", self.output)
         require_at_least("top", self.top, 1)
         require_at_least("confirm", self.confirm, 0)
-        if self.price_per_device_hour is not None:
-            require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
+        require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         framework = framework_named(self.framework)
         cluster, site, overrides = take_conditions(self.cluster, overrides)
         for name in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):

@@ -90,8 +90,7 @@ class Sweep(RunFileCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Plan, train the runs that are not finished, write and print the results."""
-        if self.processes is not None:
-            require_at_least("processes", self.processes, 1)
+        require_at_least("processes", self.processes, 1)
         for name in ("gpus_per_node", "partition", "time", "slurm"):
             if self.through != "slurm" and (value := getattr(self, name)):
                 raise ConfigError(refusal(name, value, "it is for --through slurm"))

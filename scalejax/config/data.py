@@ -45,8 +45,7 @@ class PetastormConfig:
     """Petastorm's `shuffle_row_groups`: whether row groups are shuffled by the seed."""
 
     def __post_init__(self) -> None:
-        if self.shard_count is not None:
-            require_at_least("data.reading.petastorm.shard_count", self.shard_count, 1)
+        require_at_least("data.reading.petastorm.shard_count", self.shard_count, 1)
         if self.seed is not None and not 0 <= self.seed < 2**32:
             accepted = "it must be from 0 to 4294967295"
             raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
@@ -418,8 +417,7 @@ class NumpyConfig(DataConfig):
 
     def __post_init__(self) -> None:
         require_at_least("data.memory_bytes", self.memory_bytes, 1)
-        if self.classes is not None:
-            require_at_least("data.classes", self.classes, 1)
+        require_at_least("data.classes", self.classes, 1)
         if (self.inputs is None) != (self.targets is None):
             given = "inputs" if self.targets is None else "targets"
             accepted = "data.inputs and data.targets are named both or neither"

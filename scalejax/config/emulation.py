@@ -8,7 +8,13 @@ from typing import ClassVar, Literal
 
 from scalejax.config.all_reduce_spec import ReduceRange, parse_all_reduce_spec
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdRounds
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from scalejax.core.serialization import Family
 
 # The algorithms.
@@ -211,11 +217,7 @@ class EasgdConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         require_at_least("emulation.algorithm.period_steps", self.period_steps, 1)
-        if not 0 < self.moving_rate <= 1:
-            accepted = "it must be above 0, and at most 1"
-            raise ConfigError(
-                refusal("emulation.algorithm.moving_rate", self.moving_rate, accepted)
-            )
+        require_fraction("emulation.algorithm.moving_rate", self.moving_rate)
 
     def steps_per_update(self, workers: int) -> int:
         """Every worker has an optimizer, for its share of all steps."""
@@ -356,8 +358,7 @@ class VariableUpdateConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         mode, at = self.variable_update, "emulation.algorithm"
-        if self.host_bytes_per_second is not None:
-            require_above(f"{at}.host_bytes_per_second", self.host_bytes_per_second, 0)
+        require_above(f"{at}.host_bytes_per_second", self.host_bytes_per_second, 0)
         if mode != "parameter_server":
             accepted = 'only variable_update="parameter_server" has it'
             if self.staged_vars:
@@ -437,9 +438,7 @@ class KvStoreConfig(AlgorithmConfig):
     """Bandwidth between the workers of one host; if absent, that of the cluster."""
 
     def __post_init__(self) -> None:
-        if self.host_bytes_per_second is not None:
-            field = "emulation.algorithm.host_bytes_per_second"
-            require_above(field, self.host_bytes_per_second, 0)
+        require_above("emulation.algorithm.host_bytes_per_second", self.host_bytes_per_second, 0)
 
     @property
     def all_reduce_ranges(self) -> tuple[ReduceRange, ...]:
@@ -486,18 +485,12 @@ class TimingConfig:
     """Workers that share the bandwidth of a host."""
 
     def __post_init__(self) -> None:
-        if self.gradient_seconds is not None:
-            require_above("emulation.timing.gradient_seconds", self.gradient_seconds, 0)
+        require_above("emulation.timing.gradient_seconds", self.gradient_seconds, 0)
         for name in ("collective_seconds", "update_seconds", "latency_seconds"):
-            value = getattr(self, name)
-            if value is not None:
-                require_at_least(f"emulation.timing.{name}", value, 0)
+            require_at_least(f"emulation.timing.{name}", getattr(self, name), 0)
         for name in ("worker_bytes_per_second", "server_bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None:
-                require_above(f"emulation.timing.{name}", value, 0)
-        if self.workers_per_host is not None:
-            require_at_least("emulation.timing.workers_per_host", self.workers_per_host, 1)
+            require_above(f"emulation.timing.{name}", getattr(self, name), 0)
+        require_at_least("emulation.timing.workers_per_host", self.workers_per_host, 1)
 
 
 Distribution = Literal["normal", "lognormal", "exponential"]
@@ -546,13 +539,9 @@ class FailuresConfig:
 
     def __post_init__(self) -> None:
         for name in ("worker_mtbf_seconds", "server_mtbf_seconds"):
-            value = getattr(self, name)
-            if value is not None:
-                require_above(f"emulation.failures.{name}", value, 0)
+            require_above(f"emulation.failures.{name}", getattr(self, name), 0)
         for name in ("worker_restart_seconds", "server_restart_seconds"):
-            value = getattr(self, name)
-            if value is not None:
-                require_at_least(f"emulation.failures.{name}", value, 0)
+            require_at_least(f"emulation.failures.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from scalejax.config.optimizer import OptimizerConfig
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from scalejax.core.serialization import Family
 
 AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
@@ -131,10 +137,7 @@ class TopKConfig(GradientSyncConfig):
     """Whether each device adds the entries that were not sent to its next gradient."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(
-                refusal("gradient_sync.fraction", self.fraction, "it must be above 0, to 1")
-            )
+        require_fraction("gradient_sync.fraction", self.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: beside those of the base of a family

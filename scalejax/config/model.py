@@ -14,6 +14,7 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
+    require_fraction,
     require_multiple,
 )
 from scalejax.core.serialization import Family
@@ -455,8 +456,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         for name in ("head_size", "sliding_window", "global_every"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(f"model.block.{name}", value, 1)
+            require_at_least(f"model.block.{name}", getattr(self, name), 1)
         if self.head_size is not None:
             # Rotary embeddings rotate pairs of entries of a head.
             require_multiple("model.block.head_size", self.head_size, 2, "the pairs of a head")
@@ -464,11 +464,8 @@ class BlockConfig:
             if getattr(self, name) is not None and self.sliding_window is None:
                 accepted = "it is of local layers: model.block.sliding_window is missing"
                 raise ConfigError(refusal(f"model.block.{name}", getattr(self, name), accepted))
-        if self.local_rope_theta is not None:
-            require_above("model.block.local_rope_theta", self.local_rope_theta, 0)
-        if not 0 < self.rope_fraction <= 1:
-            accepted = "it must be above 0 and at most 1"
-            raise ConfigError(refusal("model.block.rope_fraction", self.rope_fraction, accepted))
+        require_above("model.block.local_rope_theta", self.local_rope_theta, 0)
+        require_fraction("model.block.rope_fraction", self.rope_fraction)
 
     @property
     def period(self) -> int:
@@ -504,8 +501,7 @@ class MlaConfig:
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "nope_head_size", "rope_head_size", "value_head_size"):
             require_at_least(f"model.mla.{name}", getattr(self, name), 1)
-        if self.q_lora_rank is not None:
-            require_at_least("model.mla.q_lora_rank", self.q_lora_rank, 1)
+        require_at_least("model.mla.q_lora_rank", self.q_lora_rank, 1)
         require_multiple("model.mla.rope_head_size", self.rope_head_size, 2, "the pairs of a head")
 
 

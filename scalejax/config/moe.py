@@ -148,8 +148,7 @@ class MoeConfig:
             require_at_least(f"model.moe.{name}", getattr(self, name), 1)
         for name in ("shared_experts", "dense_layers"):
             require_at_least(f"model.moe.{name}", getattr(self, name), 0)
-        if self.capacity_factor is not None:
-            require_above("model.moe.capacity_factor", self.capacity_factor, 0)
+        require_above("model.moe.capacity_factor", self.capacity_factor, 0)
         router = self.router
         require_multiple("model.moe.experts", self.experts, router.groups, "router.groups")
         choice = self.experts // router.groups * router.groups_per_token

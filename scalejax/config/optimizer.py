@@ -249,8 +249,7 @@ class LambConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         _require_moments(self)
         require_above("optimizer.weight_norm_bound", self.weight_norm_bound, 0)
-        if self.trust_clip is not None:
-            require_above("optimizer.trust_clip", self.trust_clip, 0)
+        require_above("optimizer.trust_clip", self.trust_clip, 0)
 
     @property
     def moments(self) -> Literal[2]:

@@ -11,7 +11,13 @@ from typing import Literal
 
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from scalejax.core.metrics import steps_per_epoch
 from scalejax.core.serialization import Family
 
@@ -194,8 +200,7 @@ def _require_possible_decay(config: ScheduleConfig) -> None:
     if not config.depends_on_length:
         accepted = f"decay={config.decay!r} has no end to count from; use a smooth one"
         raise ConfigError(refusal("schedule.decay_share", share, accepted))
-    if not 0 < share <= 1:
-        raise ConfigError(refusal("schedule.decay_share", share, "it must be above 0, at most 1"))
+    require_fraction("schedule.decay_share", share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

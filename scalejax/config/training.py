@@ -38,9 +38,7 @@ class BatchConfig:
                 "exactly one of the two must be given; leave the other out."
             )
         for name in ("global_batch", "per_device_batch", "microbatches"):
-            value = getattr(self, name)
-            if value is not None:
-                require_at_least(f"batch.{name}", value, 1)
+            require_at_least(f"batch.{name}", getattr(self, name), 1)
         require_at_least("batch.ramp_factor", self.ramp_factor, 2)
         if list(self.ramp_epochs) != sorted(set(self.ramp_epochs)) or any(
             epoch < 1 for epoch in self.ramp_epochs
@@ -104,9 +102,7 @@ class LayoutConfig:
 
     def __post_init__(self) -> None:
         for name in ("data", *MODEL_AXES, "pipeline_chunks", "bn_group_size"):
-            value = getattr(self, name)
-            if value is not None:
-                require_at_least(f"layout.{name}", value, 1)
+            require_at_least(f"layout.{name}", getattr(self, name), 1)
         for name in MODEL_AXES:
             size = getattr(self, name)
             if self.mode != "jit" and size > 1:
@@ -386,8 +382,7 @@ class DivergenceConfig:
     """Consecutive log lines with such a norm after which the run ends."""
 
     def __post_init__(self) -> None:
-        if self.max_gradient_growth is not None:
-            require_above("train.divergence.max_gradient_growth", self.max_gradient_growth, 1)
+        require_above("train.divergence.max_gradient_growth", self.max_gradient_growth, 1)
         require_at_least("train.divergence.patience", self.patience, 1)
 
 

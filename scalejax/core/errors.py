@@ -132,21 +132,31 @@ def require_multiple(field: str, value: int, divisor: int, divisor_name: str) ->
         raise ConfigError(refusal(field, value, accepted))
 
 
-def require_at_least(field: str, value: float, minimum: float) -> None:
-    """Refuse `value` below `minimum`, infinite or NaN.
+def require_at_least(field: str, value: float | None, minimum: float) -> None:
+    """Refuse `value` below `minimum`, infinite or NaN; None, of what is not given, is accepted.
 
     Raises:
         ConfigError: naming the field and the minimum.
     """
-    if not minimum <= value < math.inf:  # refuses NaN too
+    if value is not None and not minimum <= value < math.inf:  # refuses NaN too
         raise ConfigError(refusal(field, value, f"it must be at least {minimum}, and finite"))
 
 
-def require_above(field: str, value: float, bound: float) -> None:
-    """Refuse `value` at or below `bound`, infinite or NaN.
+def require_above(field: str, value: float | None, bound: float) -> None:
+    """Refuse `value` at or below `bound`, infinite or NaN; None, of what is not given, is accepted.
 
     Raises:
         ConfigError: naming the field and the bound.
     """
-    if not bound < value < math.inf:
+    if value is not None and not bound < value < math.inf:
         raise ConfigError(refusal(field, value, f"it must be above {bound}, and finite"))
+
+
+def require_fraction(field: str, value: float | None) -> None:
+    """Refuse `value` at or below 0, above 1 or NaN; None, of what is not given, is accepted.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if value is not None and not 0 < value <= 1:
+        raise ConfigError(refusal(field, value, "it must be above 0 and at most 1"))

@@ -35,11 +35,6 @@ from scalejax.hardware.cluster import (
     Network,
     SharedChip,
 )
-from scalejax.hardware.grouped_matmul_rates import (
-    GroupedMatmulRates,
-    grouped_matmul_names,
-    load_grouped_matmul_rates,
-)
 from scalejax.hardware.host import (
     CopyRates,
     FileWork,
@@ -50,14 +45,19 @@ from scalejax.hardware.host import (
     Speedups,
     TakeRates,
 )
-from scalejax.hardware.matmul_table import (
+from scalejax.hardware.measured import MeasuredRates
+from scalejax.hardware.site import NO_SITE, CalibratedRange, RunConditions, Site
+from scalejax.hardware.tables import (
+    GroupedMatmulRates,
     MatmulForm,
     MatmulTable,
+    MeasuredTimes,
+    grouped_matmul_names,
+    load_grouped_matmul_rates,
     load_matmul_table,
+    load_measured_times,
     matmul_table_names,
 )
-from scalejax.hardware.measured import MeasuredRates, MeasuredTimes, load_measured_times
-from scalejax.hardware.site import NO_SITE, CalibratedRange, RunConditions, Site
 
 __all__ = [
     "NO_SITE",

@@ -7,6 +7,7 @@ tables in place; see `clusters/dgx-h100.toml` for one to copy.
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from scalejax.core.errors import ConfigError, UnknownHardware, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, load_toml, plain, save_toml
@@ -16,10 +17,12 @@ from scalejax.hardware.site import RunConditions, Site
 
 CATALOGUE = Path(__file__).parent
 
+Entry = TypeVar("Entry")
+
 
 def chip_names() -> tuple[str, ...]:
     """Names of the chips in the catalogue, sorted."""
-    return _names("chips")
+    return names_in("chips")
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -30,7 +33,7 @@ def cluster_names() -> tuple[str, ...]:
         >>> "dgx-h100" in cluster_names()
         True
     """
-    return _names("clusters")
+    return names_in("clusters")
 
 
 def load_chip(name_or_path: str) -> Chip:
@@ -49,10 +52,7 @@ def load_library(name: str) -> CommunicationLibrary:
     Raises:
         UnknownHardware: if there is none; names the closest that is.
     """
-    if name not in _names("libraries"):
-        raise UnknownHardware(unknown_name("library", name, _names("libraries")))
-    tables = load_toml(CATALOGUE / "libraries" / f"{name}.toml")
-    return build(CommunicationLibrary, tables, where="library")
+    return catalogued(CommunicationLibrary, "library", "libraries", name)
 
 
 def load_dispatch(name: str) -> DispatchLibrary:
@@ -61,10 +61,7 @@ def load_dispatch(name: str) -> DispatchLibrary:
     Raises:
         UnknownHardware: if there is none; names the closest that is.
     """
-    if name not in _names("dispatch"):
-        raise UnknownHardware(unknown_name("dispatch", name, _names("dispatch")))
-    tables = load_toml(CATALOGUE / "dispatch" / f"{name}.toml")
-    return build(DispatchLibrary, tables, where="dispatch")
+    return catalogued(DispatchLibrary, "dispatch", "dispatch", name)
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -196,20 +193,34 @@ def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path)
         return
     if named.endswith(".toml"):
         tables[part] = _own_file(part, beside / named)
-        return
-    if named not in _names(folder):
-        raise UnknownHardware(unknown_name(part, named, _names(folder)))
-    tables[part] = load_toml(CATALOGUE / folder / f"{named}.toml")
+    else:
+        tables[part] = _named_tables(part, folder, named)
 
 
-def _names(folder: str) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in (CATALOGUE / folder).glob("*.toml")))
+def names_in(folder: str, suffix: str = "toml") -> tuple[str, ...]:
+    """Names of the entries in a folder of the catalogue, sorted."""
+    return tuple(sorted(path.stem for path in (CATALOGUE / folder).glob(f"*.{suffix}")))
+
+
+def catalogued(type_: type[Entry], kind: str, folder: str, name: str) -> Entry:
+    """The entry of that name in a folder of the catalogue.
+
+    Raises:
+        UnknownHardware: if there is none of that `kind`; names the closest that is.
+    """
+    return build(type_, _named_tables(kind, folder, name), where=kind)
+
+
+def _named_tables(kind: str, folder: str, name: str) -> dict[str, JsonValue]:
+    if name not in (names := names_in(folder)):
+        raise UnknownHardware(unknown_name(kind, name, names))
+    return load_toml(CATALOGUE / folder / f"{name}.toml")
 
 
 def _tables(kind: str, name_or_path: str) -> dict[str, JsonValue]:
-    names = _names(f"{kind}s")
+    names = names_in(f"{kind}s")
     if name_or_path in names:
-        return load_toml(CATALOGUE / f"{kind}s" / f"{name_or_path}.toml")
+        return _named_tables(kind, f"{kind}s", name_or_path)
     if name_or_path.endswith(".toml"):
         return _own_file(kind, Path(name_or_path))
     raise UnknownHardware(

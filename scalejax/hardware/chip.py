@@ -3,10 +3,16 @@
 Knows no other device and no program.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from scalejax.hardware.measured import MeasuredRates
 
 RateType = Literal["fp4", "fp8", "bf16", "f16", "tf32", "f32"]
@@ -126,28 +132,11 @@ class Attainable:
     """Time of a step outside its operations: host work that devices wait for."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "matmul_fraction",
-            "convolution_fraction",
-            "convolution_f32_fraction",
-            "input_gradient_share",
-            "filter_gradient_share",
-            "depthwise_fraction",
-            "sustained_fraction",
-            "unaligned_fraction",
-            "attention_fraction",
-            "memory_fraction",
-        ):
-            fraction = getattr(self, name)
-            if fraction is not None and not 0 < fraction <= 1:
-                raise ConfigError(refusal(name, fraction, "it must be above 0 and at most 1"))
-        require_at_least("matmul_ramp_seconds", self.matmul_ramp_seconds, 0)
-        require_at_least("memory_ramp_seconds", self.memory_ramp_seconds, 0)
-        require_at_least("launch_seconds", self.launch_seconds, 0)
-        require_at_least("dispatch_seconds", self.dispatch_seconds, 0)
-        require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
-        require_at_least("step_dispersion_seconds", self.step_dispersion_seconds, 0)
-        require_at_least("dispersed_from_seconds", self.dispersed_from_seconds, 0)
+        for name in (each.name for each in fields(self)):
+            if name.endswith("_seconds"):
+                require_at_least(name, getattr(self, name), 0)
+            elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
+                require_fraction(name, getattr(self, name))
         if self.step_cv is None and self.step_dispersion_seconds > 0:
             accepted = "it adds to step_cv, which is missing; 0 says that it is all there is"
             raise ConfigError(
@@ -179,8 +168,8 @@ class Residuals:
     """Residual of whole steps that the other three do not explain."""
 
     def __post_init__(self) -> None:
-        for name in ("compute", "memory", "launch", "step"):
-            require_at_least(f"residuals.{name}", getattr(self, name), 0)
+        for each in fields(self):
+            require_at_least(f"residuals.{each.name}", getattr(self, each.name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

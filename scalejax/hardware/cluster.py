@@ -8,7 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    DoesNotFit,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+)
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.site import CalibratedRange
 
@@ -57,15 +64,13 @@ class Link:
 
     def __post_init__(self) -> None:
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
-        _require_fraction("link.attainable_fraction", self.attainable_fraction)
-        if self.host_bytes_per_second is not None:
-            require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
+        require_fraction("link.attainable_fraction", self.attainable_fraction)
+        require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
             require_at_least(f"link.{name}", getattr(self, name), 0)
         if self.wires is not None:
             _require_links(self.wires)
-        if self.in_switch_fraction is not None:
-            _require_fraction("link.in_switch_fraction", self.in_switch_fraction)
+        require_fraction("link.in_switch_fraction", self.in_switch_fraction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +96,14 @@ class Network:
 
     def __post_init__(self) -> None:
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
-        _require_fraction("network.attainable_fraction", self.attainable_fraction)
-        if self.partial_group_bytes_per_second is not None:
-            name = "network.partial_group_bytes_per_second"
-            require_above(name, self.partial_group_bytes_per_second, 0)
+        require_fraction("network.attainable_fraction", self.attainable_fraction)
+        require_above(
+            "network.partial_group_bytes_per_second", self.partial_group_bytes_per_second, 0
+        )
         require_at_least("network.message_seconds", self.message_seconds, 0)
         require_at_least("network.ramp_seconds", self.ramp_seconds, 0)
         require_at_least("network.oversubscription", self.oversubscription, 1)
-        if self.nodes_per_switch is not None:
-            require_at_least("network.nodes_per_switch", self.nodes_per_switch, 1)
+        require_at_least("network.nodes_per_switch", self.nodes_per_switch, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +126,8 @@ class CollectiveMethod:
     """Parameter servers, each on a host of its own; None: one on every node of the workers."""
 
     def __post_init__(self) -> None:
-        if self.servers is not None:
-            require_at_least("method.servers", self.servers, 1)
-        _require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
+        require_at_least("method.servers", self.servers, 1)
+        require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
         for name in ("base_seconds", "link_hop_seconds", "network_hop_seconds"):
             require_at_least(f"method.{name}", getattr(self, name), 0)
 
@@ -200,7 +203,7 @@ class DispatchLibrary:
     """Where each number above comes from, by its dotted name."""
 
     def __post_init__(self) -> None:
-        _require_fraction("dispatch.network_fraction", self.network_fraction)
+        require_fraction("dispatch.network_fraction", self.network_fraction)
         require_at_least("dispatch.network_seconds", self.network_seconds, 0)
 
     def rates_on(self, chip: str) -> DispatchRates:
@@ -267,8 +270,7 @@ class Cluster:
         if self.link.wires is not None and len(self.link.wires) < self.devices_per_node:
             accepted = f"it must have a row for each of devices_per_node={self.devices_per_node}"
             raise ConfigError(refusal("link.wires", f"{len(self.link.wires)} rows", accepted))
-        if self.max_device_count is not None:
-            require_at_least("max_device_count", self.max_device_count, 1)
+        require_at_least("max_device_count", self.max_device_count, 1)
 
     @property
     def most_devices(self) -> float:
@@ -289,11 +291,6 @@ class Cluster:
         """
         if count > (most := self.most_devices):
             raise DoesNotFit(f"{field}={count} is refused: {self.name} has at most {most}.")
-
-
-def _require_fraction(field_name: str, fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ConfigError(refusal(field_name, fraction, "it must be above 0 and at most 1"))
 
 
 def _require_links(wires: tuple[tuple[int, ...], ...]) -> None:

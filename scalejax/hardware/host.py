@@ -27,8 +27,7 @@ class ReadRates:
     def __post_init__(self) -> None:
         for name in ("seconds_per_row_group", "seconds_per_byte"):
             require_at_least(f"input.read.{name}", getattr(self, name), 0)
-        if self.storage_bytes_per_second is not None:
-            require_above("input.read.storage_bytes_per_second", self.storage_bytes_per_second, 0)
+        require_above("input.read.storage_bytes_per_second", self.storage_bytes_per_second, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +104,9 @@ class InputRates:
         if counts != sorted(set(counts)) or self.worker_speedups[:1] != ((1, 1.0),):
             accepted = "it must be pairs of a count and a speedup by rising count, from (1, 1)"
             raise ConfigError(refusal("input.worker_speedups", self.worker_speedups, accepted))
-        if self.shared_storage_bytes_per_second is not None:
-            name = "input.shared_storage_bytes_per_second"
-            require_above(name, self.shared_storage_bytes_per_second, 0)
+        require_above(
+            "input.shared_storage_bytes_per_second", self.shared_storage_bytes_per_second, 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

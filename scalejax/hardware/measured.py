@@ -1,25 +1,15 @@
-"""Measured rates of a chip, operation by operation, and published times of collectives in a node.
+"""Measured rates of a chip, operation by operation.
 
 Where a chip has measured rates they replace the fractions of `Attainable`. `scalejax calibrate`
 writes them; they are those of a device while all the others are busy too. Knows no program.
 """
 
-import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
-from scalejax.core.errors import (
-    ConfigError,
-    UnknownHardware,
-    refusal,
-    require_above,
-    require_at_least,
-    unknown_name,
-)
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 
 _NEIGHBOURS = 4  # measured points that an unmeasured shape is interpolated from
 _SAME = 1e-9  # distance, in powers of two, below which a shape is a measured one
@@ -122,57 +112,3 @@ def _interpolated(points: Sequence[tuple[int, float]], x: float) -> float:
             share = math.log(x / low) / math.log(high / low)
             return math.exp(math.log(before) * (1 - share) + math.log(after) * share)
     return points[-1][1]
-
-
-# Published measurements of collectives within a node, by operation and group size.
-
-TABLES = Path(__file__).parent / "collective_times"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTimes:
-    """Measured times of collectives over one kind of link."""
-
-    name: str
-    """Name of the table: "h100-nvswitch"."""
-    cluster: str
-    """The catalogue's cluster on which they were measured, with its library."""
-    source: str
-    """Authors, publication and licence."""
-    curves: Mapping[str, Mapping[int, tuple[tuple[int, float], ...]]]
-    """(payload bytes, seconds) in ascending bytes, by operation ("all_reduce") and group size."""
-
-
-@cache
-def load_measured_times(name: str) -> MeasuredTimes:
-    """The table of that name.
-
-    Raises:
-        UnknownHardware: if there is none; names the closest that is.
-        ConfigError: if its head lacks the cluster or the source.
-    """
-    path = TABLES / f"{name}.csv"
-    if not path.is_file():
-        names = sorted(path.stem for path in TABLES.glob("*.csv"))
-        raise UnknownHardware(unknown_name("link.measured", name, names))
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments = [line.removeprefix("# ") for line in lines if line.startswith("#")]
-    head = dict(comment.split(": ", 1) for comment in comments)
-    if not {"cluster", "source"} <= set(head):
-        accepted = "the head of the file must name the cluster and the source"
-        raise ConfigError(refusal("link.measured", name, accepted))
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    curves: dict[str, dict[int, list[tuple[int, float]]]] = {}
-    for row in rows:
-        sizes = curves.setdefault(row["operation"], {})
-        point = (int(row["payload_bytes"]), float(row["seconds"]))
-        sizes.setdefault(int(row["device_count"]), []).append(point)
-    return MeasuredTimes(
-        name=name,
-        cluster=head["cluster"],
-        source=head["source"],
-        curves={
-            operation: {devices: tuple(sorted(points)) for devices, points in sizes.items()}
-            for operation, sizes in curves.items()
-        },
-    )

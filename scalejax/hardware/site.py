@@ -43,13 +43,9 @@ class RunConditions:
     get equally many."""
 
     def __post_init__(self) -> None:
-        for name in ("step_cv", "restart_seconds"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(f"conditions.{name}", value, 0)
-        others = {field.name for field in fields(self)} - {"step_cv", "restart_seconds"}
-        for name in sorted(others):
-            if getattr(self, name) is not None:
-                require_above(f"conditions.{name}", getattr(self, name), 0)
+        for name in sorted(each.name for each in fields(self)):
+            require = require_at_least if name in ("step_cv", "restart_seconds") else require_above
+            require(f"conditions.{name}", getattr(self, name), 0)
         if self.step_cv is not None and self.step_cv >= 1:
             accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"
             raise ConfigError(refusal("conditions.step_cv", self.step_cv, accepted))

@@ -77,8 +77,7 @@ class Launch:
     def __post_init__(self) -> None:
         require_at_least("processes", self.processes, 1)
         require_at_least("max_restarts", self.most_restarts, 0)
-        if self.least_processes is not None:
-            require_at_least("least_processes", self.least_processes, 1)
+        require_at_least("least_processes", self.least_processes, 1)
 
 
 def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = None) -> int:

@@ -70,8 +70,7 @@ class SlurmRun:
     def __post_init__(self) -> None:
         require_at_least("np", self.processes, 1)
         for name in ("nodes", "gpus_per_node"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(name, value, 1)
+            require_at_least(name, getattr(self, name), 1)
         if self.processes % self.node_count:
             accepted = f"it must be a multiple of the {self.node_count} nodes"
             raise ConfigError(refusal("np", self.processes, accepted))

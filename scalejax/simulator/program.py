@@ -71,8 +71,7 @@ class RoutedTokens:
         if self.experts_per_token > self.experts:
             accepted = f"a token goes to distinct ones of experts={self.experts}"
             raise ConfigError(refusal("tokens.experts_per_token", self.experts_per_token, accepted))
-        if self.most_nodes is not None:
-            require_at_least("tokens.most_nodes", self.most_nodes, 1)
+        require_at_least("tokens.most_nodes", self.most_nodes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,7 @@ def run_sweep(
         ConfigError: if another process is using `folder`.
         KeyboardInterrupt: on SIGINT or SIGTERM, after the workers have saved checkpoints.
     """
-    if processes is not None:
-        require_at_least("processes", processes, 1)
+    require_at_least("processes", processes, 1)
     refused = f"another process is at work on the sweep in {str(folder.path)!r}: "
     refused += "wait for it, or stop it."
     with (

@@ -68,8 +68,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         for name in ("files", "row_group_rows", "image_size"):
-            if (value := getattr(self, name)) is not None:
-                require_at_least(name, value, 1)
+            require_at_least(name, getattr(self, name), 1)
         if not 1 <= self.jpeg_quality <= 95:
             raise ConfigError(refusal("jpeg_quality", self.jpeg_quality, "it is from 1 to 95"))
 
@@ -169,8 +168,7 @@ def convert(
             something else.
     """
     options, wanted = options or RowsOptions(), wanted or ConvertOptions()
-    if workers is not None:
-        require_at_least("workers", workers, 1)
+    require_at_least("workers", workers, 1)
     rows = open_rows(source, options)
     is_file = destination.suffix == ".parquet"
     if is_file:

@@ -34,8 +34,7 @@ class Point:
         require_at_least("points.global_batch", self.global_batch, 1)
         require_above("points.samples", self.samples, 0)
         require_at_least("points.run_count", self.run_count, 1)
-        if self.run_deviation is not None:
-            require_at_least("points.run_deviation", self.run_deviation, 0)
+        require_at_least("points.run_deviation", self.run_deviation, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +71,7 @@ class ConvergenceData:
             raise ConfigError(refusal("convergence.points", [], accepted))
         for batch in self.failed_batches:
             require_at_least("convergence.failed_batches", batch, 1)
-        if self.noise_scale is not None:
-            require_above("convergence.noise_scale", self.noise_scale, 0)
+        require_above("convergence.noise_scale", self.noise_scale, 0)
 
     @property
     def recipes(self) -> tuple[str, ...]:

@@ -59,8 +59,7 @@ class ClusterOption:
     """Price of a device-hour, in any currency; None if unknown."""
 
     def __post_init__(self) -> None:
-        if self.price_per_device_hour is not None:
-            require_at_least("price", self.price_per_device_hour, 0)
+        require_at_least("price", self.price_per_device_hour, 0)
 
 
 def find_convergence(
@@ -233,8 +232,7 @@ def _require_choice(
     if len(set(names)) < len(names):
         raise ConfigError(refusal("clusters", names, "each needs a name of its own"))
     for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
-        if limit is not None:
-            require_above(name, limit, 0)
+        require_above(name, limit, 0)
 
 
 def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> None:

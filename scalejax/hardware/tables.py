@@ -1,0 +1,188 @@
+"""Measured tables of the catalogue: matrix products, those of experts, and collectives in a node.
+
+Know no program: `simulator.operations` and `simulator.collectives.measured` interpolate between
+what was measured.
+"""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from scalejax.core.errors import (
+    ConfigError,
+    UnknownHardware,
+    refusal,
+    require_above,
+    require_at_least,
+    require_fraction,
+    unknown_name,
+)
+from scalejax.hardware.catalogue import CATALOGUE, catalogued, names_in
+from scalejax.hardware.chip import RateType
+
+_MATMUL, _GROUPED, _COLLECTIVES = "matmul_rates", "grouped_matmul_rates", "collective_times"
+"""Folders of the catalogue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulForm:
+    """Roofline that the measurements of a table are interpolated against.
+
+    seconds = fixed + max(FLOP / (peak matmul_fraction), bytes / (bandwidth memory_fraction))
+    """
+
+    name: str
+    """Name of the table, and of its file of rates: "h100"."""
+    source: str
+    """Source of the rates."""
+    peak_flop_per_second: dict[RateType, float]
+    """Dense peak of the chip that was measured."""
+    memory_bytes_per_second: float
+    """Peak bandwidth of its memory."""
+    matmul_fraction: float
+    """Share of peak FLOP/s that large compute-bound products reached."""
+    memory_fraction: float
+    """Share of peak bandwidth that memory-bound products reached."""
+    fixed_seconds: float
+    """Least measured time of a product."""
+    aside_seconds: float
+    """Part of `fixed_seconds` that is overhead of the measurement, absent in running programs."""
+    sources: dict[str, str]
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes_per_second", "fixed_seconds"):
+            require_above(name, getattr(self, name), 0)
+        for name in ("matmul_fraction", "memory_fraction"):
+            require_fraction(name, getattr(self, name))
+        if not 0 <= self.aside_seconds <= self.fixed_seconds:
+            accepted = f"it must be at least 0 and at most fixed_seconds={self.fixed_seconds}"
+            raise ConfigError(refusal("aside_seconds", self.aside_seconds, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulTable:
+    """Rates of matrix products on one chip."""
+
+    form: MatmulForm
+    """Roofline that the rates are interpolated against."""
+    shapes: tuple[tuple[int, int, int, int], ...]
+    """(batch, m, n, k) of each product."""
+    flop_per_second: dict[RateType, tuple[float, ...]]
+    """FLOP/s of each product, by type of operands."""
+
+
+def matmul_table_names() -> tuple[str, ...]:
+    """Names of the tables of matrix products in the catalogue, sorted."""
+    return names_in(_MATMUL)
+
+
+@cache
+def load_matmul_table(name: str) -> MatmulTable:
+    """The table of that name in the catalogue.
+
+    Raises:
+        UnknownHardware: if there is none; names the closest that is.
+    """
+    form = catalogued(MatmulForm, "matmul_table", _MATMUL, name)
+    with (CATALOGUE / _MATMUL / f"{name}.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return MatmulTable(
+        form=form,
+        shapes=tuple(
+            (int(row["batch"]), int(row["m"]), int(row["n"]), int(row["k"])) for row in rows
+        ),
+        flop_per_second={
+            kind: tuple(float(row[kind]) for row in rows) for kind in form.peak_flop_per_second
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedMatmulRates:
+    """Attainable rates of grouped products on one chip, fitted to measured layers of experts."""
+
+    name: str
+    """Name of the rates, and of their file: "h100"."""
+    source: str
+    """What was measured, and under which licence it was published."""
+    tile_rows: int
+    """Rows of a tile: the rows of each group are rounded up to a multiple of it."""
+    matmul_fraction: dict[RateType, float]
+    """Share of peak FLOP/s that full tiles reach, by type of operands."""
+    memory_fraction: float
+    """Share of peak memory bandwidth that products of few rows reach."""
+    group_seconds: float
+    """Time of a product for each of its groups, beyond arithmetic and memory traffic."""
+    sources: dict[str, str]
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        require_at_least("tile_rows", self.tile_rows, 1)
+        require_at_least("group_seconds", self.group_seconds, 0)
+        require_fraction("memory_fraction", self.memory_fraction)
+        for kind, fraction in self.matmul_fraction.items():
+            require_fraction(f"matmul_fraction.{kind}", fraction)
+
+
+def grouped_matmul_names() -> tuple[str, ...]:
+    """Names of the rates of grouped products in the catalogue, sorted."""
+    return names_in(_GROUPED)
+
+
+@cache
+def load_grouped_matmul_rates(name: str) -> GroupedMatmulRates:
+    """The rates of that name in the catalogue.
+
+    Raises:
+        UnknownHardware: if there are none; names the closest that are.
+    """
+    return catalogued(GroupedMatmulRates, "grouped_matmul_rates", _GROUPED, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """Measured times of collectives over one kind of link."""
+
+    name: str
+    """Name of the table: "h100-nvswitch"."""
+    cluster: str
+    """The catalogue's cluster on which they were measured, with its library."""
+    source: str
+    """Authors, publication and licence."""
+    curves: Mapping[str, Mapping[int, tuple[tuple[int, float], ...]]]
+    """(payload bytes, seconds) in ascending bytes, by operation ("all_reduce") and group size."""
+
+
+@cache
+def load_measured_times(name: str) -> MeasuredTimes:
+    """The table of that name.
+
+    Raises:
+        UnknownHardware: if there is none; names the closest that is.
+        ConfigError: if its head lacks the cluster or the source.
+    """
+    if name not in (names := names_in(_COLLECTIVES, "csv")):
+        raise UnknownHardware(unknown_name("link.measured", name, names))
+    lines = (CATALOGUE / _COLLECTIVES / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    comments = [line.removeprefix("# ") for line in lines if line.startswith("#")]
+    head = dict(comment.split(": ", 1) for comment in comments)
+    if not {"cluster", "source"} <= set(head):
+        accepted = "the head of the file must name the cluster and the source"
+        raise ConfigError(refusal("link.measured", name, accepted))
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    curves: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for row in rows:
+        sizes = curves.setdefault(row["operation"], {})
+        point = (int(row["payload_bytes"]), float(row["seconds"]))
+        sizes.setdefault(int(row["device_count"]), []).append(point)
+    return MeasuredTimes(
+        name=name,
+        cluster=head["cluster"],
+        source=head["source"],
+        curves={
+            operation: {devices: tuple(sorted(points)) for devices, points in sizes.items()}
+            for operation, sizes in curves.items()
+        },
+    )

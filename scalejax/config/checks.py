@@ -325,6 +325,24 @@ def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfi
         raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
 
 
+def require_offloadable_state(
+    layout: LayoutConfig, optimizer: OptimizerConfig, gradient_sync: GradientSyncConfig | None
+) -> None:
+    """Refuse to offload optimizer state that there is not, that evaluation reads, or of which each
+    device has its own."""
+    if not layout.optimizer_memory_host_offload:
+        return
+    accepted = None
+    if not optimizer.moments:
+        accepted = f"optimizer.name={optimizer.name!r} without momentum has no state"
+    elif optimizer.averages_iterates:
+        accepted = f"evaluation reads the state of optimizer.name={optimizer.name!r}"
+    elif gradient_sync is not None and gradient_sync.averages_parameters:
+        accepted = "with local SGD each device has optimizer state of its own"
+    if accepted is not None:
+        raise ConfigError(refusal("layout.optimizer_memory_host_offload", True, accepted))
+
+
 def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:
     """Refuse the noise scale where rows of a batch may have weight 0: it compares gradients of
     parts with a known number of samples."""

@@ -27,6 +27,7 @@ from scalejax.config.checks import (
     require_local_sgd_within_run,
     require_mixup_pairs,
     require_noise_scale_parts,
+    require_offloadable_state,
     require_petastorm_batch,
     require_power_of_two_devices,
     require_ramp_within_run,
@@ -142,6 +143,7 @@ class RunConfig:
         require_batch_norm_statistics(model, self.optimizer, self.averaging)
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
+        require_offloadable_state(self.layout, self.optimizer, self.gradient_sync)
         require_cacheable_features(self.fine_tuning, self.input)
         require_adaptable_model(self.fine_tuning, model)
         if self.averaging is not None:

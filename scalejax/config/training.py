@@ -87,6 +87,10 @@ class LayoutConfig:
     al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole.
     Where there is an expert axis, what 1 shards is sharded over it too. The fsdp axis is stage
     3."""
+    optimizer_memory_host_offload: bool = False
+    """Whether optimizer state lies in the pinned memory of the host, and is copied to the devices
+    for each update and back (MaxText's name; the idea is of Ren et al. 2021, ZeRO-Offload, arXiv
+    2101.06840, whose update is on the host). The batch and layers take the freed memory."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""

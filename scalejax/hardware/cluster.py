@@ -107,6 +107,21 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Memory of the hosts, to which arrays are offloaded."""
+
+    bytes_per_second: float
+    """Attainable rate of each device of a node to it while all copy, one way."""
+    memory_bytes: int | None = None
+    """Memory of a node; None if unknown."""
+
+    def __post_init__(self) -> None:
+        require_above("host.bytes_per_second", self.bytes_per_second, 0)
+        if self.memory_bytes is not None:
+            require_above("host.memory_bytes", self.memory_bytes, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveMethod:
     """An algorithm and protocol by which a communication library can run a collective."""
 
@@ -251,6 +266,8 @@ class Cluster:
     """Communication library."""
     network: Network | None = None
     """Network between nodes; None if there is only one node."""
+    host: HostMemory | None = None
+    """Memory of the hosts; None if unknown: no program that offloads arrays to it is costed."""
     dispatch: DispatchLibrary | None = None
     """Library that sends tokens to experts and back; None for all-to-alls of `library`."""
     max_device_count: int | None = None
@@ -278,6 +295,12 @@ class Cluster:
         if self.max_device_count is not None:
             return self.max_device_count
         return math.inf if self.network is not None else self.devices_per_node
+
+    def host_memory_bytes(self, device_count: int) -> int | None:
+        """Memory of the host for each device of a run of so many; None if it is unknown."""
+        if self.host is None or self.host.memory_bytes is None:
+            return None
+        return self.host.memory_bytes // min(device_count, self.devices_per_node)
 
     def require_devices(self, count: int, *, field: str = "devices") -> None:
         """Refuse more devices than the cluster has.

@@ -88,7 +88,8 @@ def explain_run(
     if refused is not None:
         note = f"twice the batch is left out: {str(refused).rstrip('.')}"
         explanation = replace(explanation, notes=(*explanation.notes, note))
-    memory = memory_verdict(programs[0].memory, under_load(cluster, programs[0]).chip)
+    held = cluster.host_memory_bytes(programs[0].device_count)
+    memory = memory_verdict(programs[0].memory, under_load(cluster, programs[0]).chip, held)
     shortage = memory_notes(run, needed_bytes=memory.peak_bytes, memory_bytes=memory.memory_bytes)
     if shortage is not None:
         explanation = replace(explanation, notes=(shortage, *explanation.notes))

@@ -13,7 +13,7 @@ from scalejax.core.units import format_bytes
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.predict import Prediction, predict
-from scalejax.simulator.program import CollectiveName, Program
+from scalejax.simulator.program import HOST_MEMORY, CollectiveName, Program
 from scalejax.simulator.timeline.attribution import attributions
 
 OTHER = "other"
@@ -208,7 +208,7 @@ def _by_kind(program: Program, cluster: Cluster) -> dict[_Kind, _Runs]:
     found: dict[_Kind, _Runs] = {}
     for each in attributions(program, cluster):
         collective = each.operation.collective
-        if collective is None or collective.group.size == 1:
+        if collective is None or (collective.group.size == 1 and collective.group != HOST_MEMORY):
             continue
         axes = " x ".join(collective.group.axes) or OTHER
         total = found.setdefault((collective.name, axes, collective.payload_bytes), _Runs())

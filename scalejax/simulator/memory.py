@@ -15,15 +15,23 @@ class MemoryVerdict:
     own reserve."""
     memory_bytes: int
     """Memory of the chip."""
+    host_bytes: int = 0
+    """Memory of the host that a device needs for what the program offloads."""
+    host_memory_bytes: int | None = None
+    """Memory of the host that a device has; None if unknown."""
 
     @property
     def fits(self) -> bool:
-        """Whether the program can run at all."""
-        return self.peak_bytes <= self.memory_bytes
+        """Whether the program can run at all, as far as is known."""
+        fits_host = self.host_memory_bytes is None or self.host_bytes <= self.host_memory_bytes
+        return self.peak_bytes <= self.memory_bytes and fits_host
 
 
-def memory_verdict(memory: MemoryUse, chip: Chip) -> MemoryVerdict:
-    """Peak memory on `chip` of a program that uses `memory`, and the memory of the chip.
+def memory_verdict(
+    memory: MemoryUse, chip: Chip, host_memory_bytes: int | None = None
+) -> MemoryVerdict:
+    """Peak memory on `chip` of a program that uses `memory`, and the memory of the chip; beside it
+    what the program holds on the host, of which a device has `host_memory_bytes`.
 
     Left out: fragmentation of the allocator. PyTorch's reserved 5 to 17 % more than is predicted
     to be in use (experiments/published_memory).
@@ -34,4 +42,6 @@ def memory_verdict(memory: MemoryUse, chip: Chip) -> MemoryVerdict:
     return MemoryVerdict(
         peak_bytes=peak_bytes + chip.runtime_reserve_bytes,
         memory_bytes=chip.memory_bytes,
+        host_bytes=memory.host_bytes,
+        host_memory_bytes=host_memory_bytes,
     )

@@ -154,7 +154,13 @@ def _all_events(data: Any) -> Iterator[Any]:
 
 # A predicted step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-_PROCESSES: dict[StreamName, int] = {"compute": 1, "links": 2, "network": 3}
+_PROCESSES: dict[StreamName, int] = {
+    "compute": 1,
+    "links": 2,
+    "network": 3,
+    "to host": 4,
+    "from host": 5,
+}
 
 
 def write_trace(

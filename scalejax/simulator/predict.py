@@ -14,13 +14,13 @@ from scalejax.core import metrics
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.core.units import TFLOP
+from scalejax.core.units import TFLOP, format_bytes
 from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.input_notes import input_notes
-from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.memory import MemoryVerdict, memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.simulator.timeline.timeline import NOMINAL, Scales, Timeline, what_if
@@ -198,7 +198,8 @@ def predict(
         return times, terms, math.fsum((times.step_seconds, *added))
 
     times, conditions, step_seconds = step(NOMINAL)
-    memory = memory_verdict(program.memory, cluster.chip)
+    held = cluster.host_memory_bytes(program.device_count)
+    memory = memory_verdict(program.memory, cluster.chip, held)
     if not step_seconds > 0:
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
@@ -238,6 +239,7 @@ def predict(
         framework=program.framework,
         notes=(
             *input_notes(program, cluster, site, step_seconds - (conditions.input_seconds or 0.0)),
+            *_host_notes(memory),
             *_notes(program, cluster, matmul_type, has_band=spread is not None),
         ),
     )
@@ -426,6 +428,17 @@ def _notes(
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)
+
+
+def _host_notes(memory: MemoryVerdict) -> tuple[str, ...]:
+    """What a device holds in the memory of its host, if anything."""
+    if not memory.host_bytes:
+        return ()
+    note = f"each device holds {format_bytes(memory.host_bytes)} in the memory of its host"
+    if (has := memory.host_memory_bytes) is not None:
+        note += f", of which its share is {format_bytes(has)}"
+        note += ": too little" if memory.host_bytes > has else ""
+    return (note,)
 
 
 FAR_OFF = 3

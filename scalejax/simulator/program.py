@@ -17,7 +17,13 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import document
 
 CollectiveName = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+    "copy_to_host",
+    "copy_from_host",
 ]
 ConvolutionPass = Literal["forward", "input_gradient", "filter_gradient"]
 GroupedPass = Literal["forward", "input_gradient", "weight_gradient"]
@@ -49,6 +55,10 @@ class DeviceGroup:
         return size
 
 
+HOST_MEMORY = DeviceGroup(extents=((1, 1),), axes=("host memory",))
+"""The group of a copy to or from the memory of the host, in which a device is alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedTokens:
     """Tokens that an all-to-all sends to their experts, or brings back."""
@@ -76,10 +86,11 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective operation between the devices of a group."""
+    """One collective operation between the devices of a group, or a copy between a device and the
+    memory of its host, which is scheduled like one."""
 
     name: CollectiveName
-    """Kind of collective."""
+    """Kind of collective, or direction of the copy."""
     payload_bytes: int
     """Bytes of the full buffer: of the sum (all_reduce), of the gathered result (all_gather),
     of the input before scattering (reduce_scatter), of one device's input otherwise."""
@@ -181,6 +192,8 @@ class MemoryUse:
     kernel_bytes: int = 0
     """Workspace that kernels allocate while they run, beyond the compiler's account: on CPUs,
     padded copies for convolutions."""
+    host_bytes: int = 0
+    """Bytes of the memory of the host, of what the program offloads to it; not in `peak_bytes`."""
 
     @property
     def peak_bytes(self) -> int:

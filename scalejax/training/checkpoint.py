@@ -47,7 +47,8 @@ def checksums(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [checksum(array) for array in arrays]
+    # Where optimizer state is offloaded, its arithmetic is on the device too.
+    return [checksum(jax.device_put(array, jax.memory.Space.Device)) for array in arrays]
 
 
 def checksum(array: jax.Array) -> jax.Array:

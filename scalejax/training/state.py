@@ -187,7 +187,8 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
     With a ZeRO stage they are sharded over the data axis as well, as in Megatron-LM's distributed
     optimizer; the network reads gathered parameters (`gathered_params`). Frozen parameters have no
-    optimizer state and stay whole.
+    optimizer state and stay whole. Offloaded optimizer state is in the memory of the host
+    (`on_device`).
     """
     shapes = abstract_state(setup)
     whole = replicated(mesh)
@@ -197,6 +198,7 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
         params = updated(params, jax.tree.map(_over_data, *learning))
     model_state = jax.tree.map(lambda _: whole, shapes.model_state)
     is_local = setup.run.config.local_sgd is not None
+    is_offloaded = setup.run.config.layout.optimizer_memory_host_offload
     kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
     shardings = TrainState(
         step=whole,
@@ -204,7 +206,7 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
         model_state=model_state,
         opt_state=optax.tree.map_params(
             setup.optimizer,
-            lambda _, like: like,
+            lambda _, like: like.with_memory_kind("pinned_host") if is_offloaded else like,
             shapes.opt_state,
             learning_params(setup, params),
             transform_non_params=lambda _: whole,
@@ -217,6 +219,32 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         shardings,
+    )
+
+
+def on_device(setup: TrainSetup, opt_state: PyTree, gradient: PyTree) -> PyTree:
+    """`opt_state`, copied from the memory of the host if the run offloads it: of each parameter not
+    before its gradient is there, or the compiler would copy all of it when the step begins.
+
+    Only what is as large as parameters is offloaded. A CPU has one memory: there these copies are
+    within it, and the arithmetic is the same.
+    """
+    if not setup.run.config.layout.optimizer_memory_host_offload:
+        return opt_state
+
+    def brought(leaf: jax.Array, of_parameter: jax.Array) -> jax.Array:
+        leaf, _ = lax.optimization_barrier((leaf, of_parameter))
+        return jax.device_put(leaf, jax.memory.Space.Device)
+
+    return optax.tree.map_params(setup.optimizer, brought, opt_state, gradient)
+
+
+def off_device(setup: TrainSetup, opt_state: PyTree) -> PyTree:
+    """`opt_state`, copied to the memory of the host if the run offloads it."""
+    if not setup.run.config.layout.optimizer_memory_host_offload:
+        return opt_state
+    return optax.tree.map_params(
+        setup.optimizer, lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), opt_state
     )
 
 

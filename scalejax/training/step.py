@@ -40,6 +40,8 @@ from scalejax.training.state import (
     initial_network,
     initial_noise,
     learning_params,
+    off_device,
+    on_device,
     shardings_of,
     state_shapes,
     whole_shapes,
@@ -256,7 +258,9 @@ def _update(
     model_state = with_updated_bias(setup.run.config.model, model_state)
     noise, metrics = _gradient_metrics(setup, state, gradient, metrics, scale)
     learning = learning_params(setup, state.params)
-    updates, opt_state = setup.optimizer.update(gradient, state.opt_state, learning)
+    opt_state = on_device(setup, state.opt_state, gradient)
+    updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)
+    opt_state = off_device(setup, opt_state)
     step = state.step + 1
     params = updated(state.params, optax.apply_updates(learning, updates))
     weights = {"params": params, "model_state": model_state}

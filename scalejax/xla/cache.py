@@ -82,6 +82,7 @@ def case_key(job: RunJob) -> str:
         ("pipeline_schedule", "gpipe"),
         ("context_strategy", "all_gather"),
         ("bn_running", "mean"),
+        ("optimizer_memory_host_offload", False),
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value

@@ -135,7 +135,7 @@ def read_compiled(
     device = mesh.devices.flat[0]
     mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
     text = compiled.as_text() or ""
-    operations = read_program(text, mesh_axes, shares)
+    operations = read_program(text, mesh_axes, shares, has_host_memory=device.platform != "cpu")
     memory = _memory(compiled)
     if device.platform == "cpu" and " convolution(" in text:
         kernel_bytes = convolution_workspace_bytes(parse_module(text))
@@ -174,6 +174,10 @@ def _memory(compiled: "jax.stages.Compiled") -> MemoryUse:
         output_bytes=statistics.output_size_in_bytes,
         alias_bytes=statistics.alias_size_in_bytes,
         temporary_bytes=statistics.temp_size_in_bytes,
+        host_bytes=statistics.host_argument_size_in_bytes
+        + statistics.host_output_size_in_bytes
+        - statistics.host_alias_size_in_bytes
+        + statistics.host_temp_size_in_bytes,
     )
 
 

@@ -94,6 +94,9 @@ class Instruction:
     """Whether its result is that of the computation."""
     is_on_chip: bool = False
     """Whether any of its result lies in the memory on a TPU's chip (memory space 1)."""
+    on_host: tuple[bool, ...] = ()
+    """Whether each array of its result lies in the memory of the host (memory space 5); () if
+    none does."""
 
     @cached_property
     def attributes(self) -> dict[str, str]:
@@ -205,6 +208,7 @@ _NAMES = re.compile(r"%([\w.\-]+)")
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]|, ')
 _REORDERED = re.compile(r"\], device_ids=(\(.*?\)\)?) \{")
 _SHAPE_PARTS = re.compile(r"\(|\)|(\w+)\[([^\]]*)\]")
+_ARRAYS = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?")
 _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 _LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+).*? line=(\d+)")
 _FILE = re.compile(r'(\d+) "(.*)"$')
@@ -260,7 +264,15 @@ def _parse_instruction(line: str) -> Instruction:
         rest=line[operands_end:].removeprefix(", "),
         is_root=head[1] is not None,
         is_on_chip="S(1)" in line[start:shape_end],
+        on_host=_on_host(line[start:shape_end]),
     )
+
+
+def _on_host(shape: str) -> tuple[bool, ...]:
+    """Whether each array of a shape lies in the memory of the host; () if none does."""
+    if "S(5)" not in shape:
+        return ()
+    return tuple("S(5)" in array for array in _ARRAYS.findall(shape))
 
 
 @cache

@@ -17,6 +17,7 @@ from scalejax.config.moe import BlocksAtEvenLoad, blocks_at_even_load
 from scalejax.config.pipeline_schedule import GATES
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import (
+    HOST_MEMORY,
     Collective,
     CollectiveName,
     DeviceGroup,
@@ -57,7 +58,11 @@ _COPIES = {
 
 
 def read_program(
-    text: str, mesh_axes: MeshAxes, shares: Mapping[str, float] | None = None
+    text: str,
+    mesh_axes: MeshAxes,
+    shares: Mapping[str, float] | None = None,
+    *,
+    has_host_memory: bool = True,
 ) -> tuple[Operation | Loop, ...]:
     """The schedule in the text of a compiled program.
 
@@ -66,18 +71,28 @@ def read_program(
         mesh_axes: (name, size) of each axis of the mesh it was compiled for.
         shares: fraction of the runs in which the condition of a named scope holds, by scope name.
             Of other conditions, the costliest branch is counted.
+        has_host_memory: whether the memory of the host is another than the devices'.
 
     Raises:
         ProfileError: if the text cannot be read, or holds a loop of unknown length.
     """
     module = parse_module(text)
-    return tuple(_Reader(module, mesh_axes, shares or {}).schedule(module.entry))
+    reader = _Reader(module, mesh_axes, shares or {}, has_host_memory=has_host_memory)
+    return tuple(reader.schedule(module.entry))
 
 
 class _Reader:
     """Walks the computations of one module in order of execution."""
 
-    def __init__(self, module: Module, mesh_axes: MeshAxes, shares: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        mesh_axes: MeshAxes,
+        shares: Mapping[str, float],
+        *,
+        has_host_memory: bool,
+    ) -> None:
+        self._has_host_memory = has_host_memory
         self._module = module
         self._mesh_axes = mesh_axes
         self._shares = shares
@@ -101,6 +116,8 @@ class _Reader:
                 yield from self._started(computation, instruction, started)
             elif opcode.endswith(("-done", "-update")):
                 yield from self._finished(instruction, started)
+            elif (direction := self._host_copy(computation, instruction)) is not None:
+                yield self._copy(computation, instruction, direction, started)
             elif opcode.removesuffix("-start") in _COLLECTIVES:
                 yield from self._collective(computation, instruction, instruction, started)
             else:
@@ -221,6 +238,47 @@ class _Reader:
             waits_for=started[start],
         )
 
+    def _host_copy(
+        self, computation: Computation, instruction: Instruction
+    ) -> CollectiveName | None:
+        """The direction in which an instruction copies between a device and its host; None if it
+        does not, or for a CPU, whose devices are in the memory of the host."""
+        if not self._has_host_memory:
+            return None
+        if _result_is_on_host(instruction):  # an update in place reads its old value there too
+            return "copy_to_host"
+        operands = (computation.instructions[name] for name in instruction.operands)
+        return "copy_from_host" if any(any(each.on_host) for each in operands) else None
+
+    def _copy(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        direction: CollectiveName,
+        started: dict[str, str],
+    ) -> Operation:
+        """The copy that `instruction` makes or starts."""
+        operands = computation.operand_shapes(instruction)
+        if instruction.opcode == "copy-start":
+            payload = shape_bytes(operands[0])
+        else:
+            payload = moved_bytes(self._module, computation, instruction)[1]
+        is_async = instruction.opcode.endswith("-start")
+        operation = Operation(
+            name=self._unique(instruction.name),
+            kind="collective",
+            dtype=next(arrays(operands)).dtype,
+            read_bytes=payload,
+            write_bytes=payload,
+            collective=Collective(
+                name=direction, payload_bytes=payload, group=HOST_MEMORY, is_async=is_async
+            ),
+            source=self._source(instruction),
+        )
+        if is_async:
+            started[instruction.name] = operation.name
+        return operation
+
     def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
         read_bytes, write_bytes = moved_bytes(self._module, computation, instruction)
         products = list(self._products(computation, instruction))
@@ -262,6 +320,17 @@ class _Reader:
             called = self._module.computations[name]
             for inner in called.instructions.values():
                 yield from self._products(called, inner)
+
+
+def _result_is_on_host(instruction: Instruction) -> bool:
+    """Whether the result of an instruction, or of the operation that it starts, lies in the memory
+    of the host."""
+    flags = instruction.on_host
+    if not flags:
+        return False
+    if instruction.opcode == "copy-start":  # (result, operand, context)
+        return flags[0]
+    return flags[-2] if instruction.opcode.endswith("-start") else any(flags)
 
 
 def _is_bookkeeping(instruction: Instruction) -> bool:

@@ -44,7 +44,10 @@ def _compile(job: RunJob | FunctionJob) -> Program:
             run, notes = _with_unfused_attention(job.run)
         mesh = build_mesh(run.layout, devices)
         step = build_step(run, mesh)
-        program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+        lowered = step.function.lower(step.state, step.batch)
+        if job.target.backend != "cpu":
+            _place_arguments(lowered)
+        program = read_step(lowered.compile(), mesh, run)
         return replace(program, notes=(*notes, *program.notes))
 
     mesh = _mesh(job.mesh_axes, devices)
@@ -52,6 +55,34 @@ def _compile(job: RunJob | FunctionJob) -> Program:
     function, arguments = _built(build, job.builder, mesh)
     compiled = function.lower(*arguments).compile()
     return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
+
+
+def _place_arguments(lowered: Any) -> None:
+    """Place arguments that are donated to results in the memory of the host there too.
+
+    Devices that are only described have no memories, so that JAX drops the memory of a sharding and
+    writes it for results alone (tried with jax 0.10.2). Changes `lowered`, if any result is there.
+    """
+    from jax.extend.mlir import ir
+
+    module = lowered.compiler_ir()
+    functions = [each for each in module.body.operations if "sym_name" in each.attributes]
+    main = next(each for each in functions if each.attributes["sym_name"].value == "main")
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [{item.name: item.attr for item in each} for each in main.attributes[name]]
+
+    with module.context:
+        host, device = map(ir.StringAttr.get, ("pinned_host", "device"))
+        is_on_host = [host == each.get("mhlo.memory_kind", device) for each in read("res_attrs")]
+        if not any(is_on_host):
+            return
+        placed = []
+        for each in read("arg_attrs"):
+            alias = each.get("tf.aliasing_output")
+            goes = alias is not None and is_on_host[ir.IntegerAttr(alias).value]
+            placed.append(ir.DictAttr.get({**each, "mhlo.memory_kind": host if goes else device}))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(placed)
 
 
 def _describe_cudnn(target: Target) -> bool:

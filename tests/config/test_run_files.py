@@ -131,6 +131,10 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
             r"data\.masked=126 is refused: an example of 128 tokens has 125 words",
         ),
         ({"model": {"name": "custom", "path": "nonsense"}}, r"model\.path=\'nonsense\'.*module:"),
+        (
+            {"layout.optimizer_memory_host_offload": True, "optimizer.momentum": 0},
+            r"optimizer_memory_host_offload=True .*'sgd' without momentum has no state",
+        ),
         ({"seed": -1}, r"seed=-1 is refused"),
         ({"seed": 2**32}, r"seed=4294967296 is refused"),
     ],

@@ -112,12 +112,16 @@ def test_no_operation_beats_the_chip(operation: Operation, chip, factor: float):
 
 
 def test_memory_counts_the_runtime_s_own_share():
-    """9 GB of program and 1 GB of runtime fill a chip of 10 GB; one byte more does not fit."""
+    """9 GB of program and 1 GB of runtime fill a chip of 10 GB; one byte more does not fit, nor
+    one more than the host has."""
     use = replace(NO_MEMORY, argument_bytes=6 * 10**9, temporary_bytes=3 * 10**9)
 
     assert memory_verdict(use, CHIP).fits
     assert memory_verdict(use, CHIP).peak_bytes == 10**10
     assert not memory_verdict(replace(use, output_bytes=1), CHIP).fits
+    offloading = replace(use, host_bytes=10**9)
+    assert memory_verdict(offloading, CHIP, 10**9).fits
+    assert not memory_verdict(offloading, CHIP, 10**9 - 1).fits
 
 
 def test_a_library_that_runs_buffers_one_by_one_pays_latency_for_each():

@@ -8,11 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program_cases import PAPER, contended, fusion, gather, matmul, program_of, schedules, wait
 
-from scalejax.core.errors import ConfigError
-from scalejax.hardware import NO_SITE, Attainable, with_conditions
+from scalejax.core.errors import ConfigError, UnknownHardware
+from scalejax.hardware import NO_SITE, Attainable, HostMemory, with_conditions
 from scalejax.hardware.cluster import LaunchMode
 from scalejax.simulator.device_state import GRAPH_LAUNCH_SECONDS
-from scalejax.simulator.program import DeviceGroup, Loop, Operation
+from scalejax.simulator.program import (
+    HOST_MEMORY,
+    Collective,
+    CollectiveName,
+    DeviceGroup,
+    Loop,
+    Operation,
+)
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.timeline.trace import trace_step
 
@@ -66,6 +73,26 @@ def test_a_graph_is_not_set_off_one_by_one():
 def test_a_hidden_collective_costs_nothing():
     """3 ms of gathering behind 5 ms of work: 5 ms."""
     assert milliseconds(gather("g", 3), matmul("m", 5), wait("g")) == 5
+
+
+def test_copies_to_the_host_and_back_go_beside_work_and_each_other():
+    """4 ms out and 4 ms in behind 5 ms of work, which they do not slow down, cost nothing; a second
+    copy out waits for the first, 8 ms. Without a rate of the host nothing is said."""
+
+    def copy(name: str, way: CollectiveName) -> Operation:
+        made = Collective(name=way, payload_bytes=4 * 10**6, group=HOST_MEMORY, is_async=True)
+        return Operation(name=name, kind="collective", dtype="f32", collective=made)
+
+    cluster = replace(contended(0.5), host=HostMemory(bytes_per_second=1e9))
+    out, back = copy("out", "copy_to_host"), copy("back", "copy_from_host")
+    both = program_of(out, back, matmul("m", 5), wait("out"), wait("back"))
+    again = program_of(out, copy("more", "copy_to_host"), matmul("m", 5), wait("more"))
+
+    assert timeline(both, cluster).step_seconds == pytest.approx(5e-3)
+    assert timeline(again, cluster).step_seconds == pytest.approx(8e-3)
+    assert timeline(again, cluster).exposed == ((("host memory",), pytest.approx(3e-3)),)
+    with pytest.raises(UnknownHardware, match=r"host\.bytes_per_second"):
+        timeline(both, PAPER)
 
 
 def test_only_the_rest_of_a_collective_is_waited_for():

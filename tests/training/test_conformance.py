@@ -805,11 +805,12 @@ def test_gradients_of_microbatches_cross_the_data_axis_once():
     [
         ("mlp", {"data": 8}, 1),
         ("gpt", {"data": 4, "tensor": 2}, 2),
-        ("mlp", {"data": 2, "fsdp": 2, "tensor": 2}, 1),
+        ("mlp", {"data": 2, "fsdp": 2, "tensor": 2, "optimizer_memory_host_offload": True}, 1),
     ],
 )
 def test_an_optimizer_in_parts_trains_what_one_device_trains(model, layout, microbatches):
-    """ZeRO 1: every device keeps and updates its part, and gathers parameters to use them."""
+    """ZeRO 1: every device keeps and updates its part, and gathers parameters to use them; it may
+    keep it in the memory of the host."""
     run = run_of(model, "adamw", {**layout, "zero_stage": 1}, microbatches)
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))

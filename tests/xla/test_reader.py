@@ -86,6 +86,24 @@ def test_tensor_and_data_axes_of_collectives_are_told_apart(version):
     )
 
 
+def test_copies_to_the_host_and_back_have_their_direction_and_bytes():
+    """As XLA for GPUs writes an activation offloaded in a loop, of whose stack a slice is copied,
+    and optimizer state (its last copy made synchronous). A CPU's memory is that of the host."""
+    text = (GOLDEN / "offloaded.hlo").read_text()
+    program = read_program(text, ())
+    copies = collectives(program)
+    waits = [item for item in program if getattr(item, "waits_for", None)]
+
+    assert [(each.name, each.payload_bytes, each.is_async) for _, each in copies] == [
+        ("copy_to_host", 4 * 16, True),
+        ("copy_from_host", 4 * 16, True),
+        ("copy_from_host", 4 * 64, True),
+        ("copy_to_host", 4 * 64, False),
+    ]
+    assert len(waits) == 3
+    assert not collectives(read_program(text, (), has_host_memory=False))
+
+
 @both_generations
 def test_every_asynchronous_collective_has_its_wait_behind_it(version):
     """What overlaps is what stands between a start and its wait."""

@@ -5,11 +5,18 @@ Knows how mesh positions map to nodes; the formulas are those of the algorithms 
 
 from functools import cache
 
+from scalejax.core.errors import UnknownHardware
 from scalejax.hardware import Cluster
 from scalejax.simulator import collectives
 from scalejax.simulator.collectives import MODELS, Route
 from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds
-from scalejax.simulator.program import Collective
+from scalejax.simulator.program import HOST_MEMORY, Collective
+
+_COPIES = ("copy_to_host", "copy_from_host")
+"""Copies between a device and its host, which share no link: PCIe and NVLink-C2C are full
+duplex."""
+LINK_COUNT = 2 + len(_COPIES)
+"""Sets of links that do not slow each other down; see `links`."""
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
@@ -19,7 +26,8 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
     Raises:
         DoesNotFit: if the group spans nodes that no network joins.
-        UnknownHardware: if the cluster names a table of measured times that does not exist.
+        UnknownHardware: if the cluster names a table of measured times that does not exist, or
+            says nothing of its hosts' memory, to which the collective copies.
     """
     seconds = _seconds(collective, collective.payload_bytes, cluster)
     if collective.buffer_count > 1 and cluster.library.runs_buffers_one_by_one:
@@ -28,7 +36,10 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 
 def links(collective: Collective, cluster: Cluster) -> int:
-    """Index of the links that a collective uses: 0 within nodes, 1 across the network."""
+    """Index of the links that a collective uses: 0 within nodes, 1 across the network, 2 to the
+    memory of the host and 3 from there."""
+    if collective.group == HOST_MEMORY:
+        return 2 + _COPIES.index(collective.name)
     _, _, nodes = _seats(collective.group.extents, cluster.devices_per_node)
     return int(nodes > 1)
 
@@ -41,6 +52,8 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     collective within one node; except for an all-to-all, which sends less within the node. Tokens
     of experts go by the cluster's library for them, if it has one.
     """
+    if collective.group == HOST_MEMORY:
+        return payload / _host_rate(cluster)
     route = group_route(collective.group.extents, cluster)
     name = collective.name
     tokens = collective.tokens
@@ -52,6 +65,19 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     if route.nodes == 1 and inside is not None:
         return inside
     return max(inside or 0.0, MODELS[name](payload, route, cluster.library.methods))
+
+
+def _host_rate(cluster: Cluster) -> float:
+    """Bytes per second of one device to the memory of its host, or from there, while all devices of
+    its node copy too. Left out: the start of a copy, microseconds."""
+    if cluster.host is not None:
+        return cluster.host.bytes_per_second
+    if cluster.link.host_bytes_per_second is not None:
+        return cluster.link.host_bytes_per_second / cluster.devices_per_node
+    raise UnknownHardware(
+        f"{cluster.name} does not say how fast devices copy to the memory of their host, to which "
+        "the step offloads arrays; give host.bytes_per_second in a file of the cluster."
+    )
 
 
 def group_route(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Route:

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from scalejax.config.parallelism import AXES, CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR
-from scalejax.simulator.program import Collective, CollectiveName, Program
+from scalejax.simulator.program import HOST_MEMORY, Collective, CollectiveName, Program
 from scalejax.simulator.timeline.attribution import Attribution
 
 LEAST_SHARE = 1e-3
@@ -104,7 +104,7 @@ def _reason(
         scattered: axes along which the program scatters sums: it may gather there again.
     """
     known = {name for name, _ in program.mesh_axes} <= set(AXES)
-    if not known:
+    if not known or collective.group == HOST_MEMORY:
         return None
     axes = collective.group.axes
     stages = dict(program.mesh_axes).get(PIPELINE, 1)

@@ -11,13 +11,16 @@ XLA assigns asynchronous collectives to as many streams as may be in flight at o
 xla_gpu_experimental_parallel_collective_overlap_limit), and frameworks have a stream for each
 group. Collectives on the same links run one after the other. A synchronous one runs on the compute
 stream, but on the same links: it starts after those in flight there. Left out: the bandwidth that
-a collective between nodes takes from the links within them. Knows no hardware: seconds in, seconds
+a collective between nodes takes from the links within them. Copies to the memory of the host and
+from there have streams too (XLA: h2d and d2h); copy engines make them, and compute does not slow
+down beside them. Knows no hardware: seconds in, seconds
 out.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from scalejax.simulator.collectives.placement import LINK_COUNT
 from scalejax.simulator.timeline.schedule import Event, Repeat, Start, Wait, Work
 
 _SAME_SECONDS = 1e-12  # iterations that agree to a picosecond are equal
@@ -38,7 +41,8 @@ class Streams:
         Args:
             segment_seconds: time of each segment of compute on its own.
             collective_seconds: time of each collective on its own.
-            collective_links: 0 for a collective within nodes, 1 across the network.
+            collective_links: 0 for a collective within nodes, 1 across the network; 2 and 3 for a
+                copy to the memory of the host and from there.
             contention_fraction: fraction of its speed that compute loses beside a collective.
         """
         self._segment_seconds = segment_seconds
@@ -51,7 +55,7 @@ class Streams:
         """Slowdown of compute that overlapped with collectives."""
         self.now = 0.0
         """Time that compute has reached; iterations that were not simulated are left out."""
-        self._idle_from = [0.0, 0.0]  # when the links within nodes and between them are free
+        self._idle_from = [0.0] * LINK_COUNT  # when each set of links is free
         self._finish: dict[str, float] = {}  # end of each collective
 
     def run(self, events: Iterable[Event]) -> None:
@@ -77,7 +81,7 @@ class Streams:
         """Compute a segment: slowed while collectives are in flight, then at full speed."""
         seconds = self._segment_seconds[segment]
         # No queue runs dry in between: what is in it was started before now.
-        beside = max(self._idle_from) - self.now
+        beside = max(self._idle_from[:2]) - self.now
         if self._slow_speed < 1 and beside > 0:
             done_beside = self._slow_speed * beside
             if seconds < done_beside:

@@ -16,7 +16,9 @@ from scalejax.simulator.timeline.schedule import Event, Repeat, Schedule, Start
 from scalejax.simulator.timeline.streams import Streams
 from scalejax.simulator.timeline.timeline import timeline
 
-StreamName = Literal["compute", "links", "network"]
+StreamName = Literal["compute", "links", "network", "to host", "from host"]
+_STREAMS: tuple[StreamName, ...] = ("links", "network", "to host", "from host")
+"""Streams of the sets of links of `scalejax.simulator.collectives.placement.links`."""
 MOST_EVENTS = 50_000
 """Default limit of events in one trace, a file of 15 MB."""
 
@@ -146,7 +148,7 @@ class _TracedStreams(Streams):
     def start(self, event: Start) -> tuple[float, float]:
         begin, end = super().start(event)
         operation = self._collectives[event.name]
-        stream = "network" if self._collective_links[event.collective] else "links"
+        stream = _STREAMS[self._collective_links[event.collective]]
         self._add(event.name, stream, begin, end, "communication", operation)
         return begin, end
 

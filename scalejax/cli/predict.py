@@ -309,11 +309,13 @@ class Validate(PlainCommand):
     """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
     """Plot predicted against measured times here: png, svg or pdf."""
+    dry_run: bool = False
+    """Only say which rows can be expressed as runs, and compile nothing: seconds for any ledger."""
 
     def execute(self) -> None:
         """Predict every row, print the table, write the results."""
         from scalejax.report.figures.style import require_plot_format, save_scatter
-        from scalejax.validation import compile_cases, read_ledger, validation
+        from scalejax.validation import case_of, compile_cases, read_ledger, validation
 
         serialization.require_writable("json", self.json)
         serialization.require_writable("plot", self.plot)
@@ -328,8 +330,11 @@ class Validate(PlainCommand):
                 if name not in known:
                     raise ConfigError(unknown_name("family", name, known))
             rows = [row for row in rows if row.family in wanted]
-        with progress.compiling_programs() as on_progress:
-            cases = compile_cases(rows, framework=framework, on_progress=on_progress)
+        if self.dry_run:
+            cases = [case_of(row) for row in rows]
+        else:
+            with progress.compiling_programs() as on_progress:
+                cases = compile_cases(rows, framework=framework, on_progress=on_progress)
         found = validation(self.ledger.name, cases)
         tables.show(tables.validation(found))
         if self.json is not None:

@@ -7,7 +7,7 @@ archive, from the user's cache, or from workers that compile.
 To try other constants: `with_chips` on the result of `compile_cases`, and evaluate again.
 """
 
-from scalejax.validation.cases import Skipped
+from scalejax.validation.cases import Case, Skipped, case_of
 from scalejax.validation.evaluation import (
     CompiledCase,
     Validation,
@@ -18,15 +18,19 @@ from scalejax.validation.evaluation import (
     with_chips,
 )
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.summary import RowResult, Summary, summaries
+from scalejax.validation.summary import NOT_COMPILED, KindSummary, RowResult, Summary, summaries
 
 __all__ = [
+    "NOT_COMPILED",
+    "Case",
     "CompiledCase",
+    "KindSummary",
     "LedgerRow",
     "RowResult",
     "Skipped",
     "Summary",
     "Validation",
+    "case_of",
     "compile_cases",
     "evaluate",
     "read_ledger",

@@ -18,6 +18,14 @@ from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import Framework, framework_named
 from scalejax.validation.clusters import cluster_of
+from scalejax.validation.experts import (
+    MIXTURES,
+    block_table,
+    expert_axes,
+    heads_of_keys,
+    moe_table,
+    nearest,
+)
 from scalejax.validation.ledger import LedgerRow
 from scalejax.xla import ProfileJob
 
@@ -53,7 +61,6 @@ _TWO_DEVICES = ("tpu7x_ironwood_chip",)
 
 _MLPERF_LORA = "llama2_70b_lora"
 """MLPerf's benchmark of fine-tuning, a Llama."""
-_LORA = re.compile("(?<![a-z])lora(?![a-z])")
 _ADAPTED = {
     _MLPERF_LORA: ("linear_qkv", "linear_proj"),
     "automodel": ("all-linear",),
@@ -73,7 +80,7 @@ def _fine_tuning(row: LedgerRow) -> JsonValue:
 
     The frozen base is kept in 16 bits, as these frameworks load it.
     """
-    if not _LORA.search(f"{row.case_id} {row.notes}".lower().replace("_", " ")):
+    if row.kind != "lora":
         return None
     targets: list[JsonValue] = []
     targets += next(names for part, names in _ADAPTED.items() if part in row.case_id)
@@ -100,15 +107,17 @@ _SAME_NETWORK = {
 }
 """Names of networks that are llama or gpt in the sizes of their rows. Mistral 7B: its window, of
 4,096 tokens, is left out, as by MaxText, whose rows these are."""
-_BLOCKS: dict[str, str] = {"nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b"}
+_BLOCKS = {"nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b", **MIXTURES}
 """Networks with the blocks of a preset, in the sizes of their rows."""
 _CAUSAL = ("gpt", "llama", *_BLOCKS)
 """Networks whose sizes a row states, and which support recompute."""
 _TIED = "embeddings tied"
 """Mark of rows whose output layer is the embedding."""
-_VOCABULARIES = {"gpt": 51_200, "nemotron4": 256_000}
+_OF_BLOCKS = ("block", "mla", "scaled_embeddings", "tied_embeddings")
+"""What such a network has of its preset."""
+_VOCABULARIES = {"gpt": 51_200, "nemotron4": 256_000, "grok1_moe": 131_072}
 """Vocabulary where a row states none: of GPT-3 50,257 tokens, padded as NVIDIA's recipes do; of
-Nemotron-4 as published."""
+Nemotron-4 and Grok-1 as published."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
@@ -164,6 +173,8 @@ class Case:
     first that fits the device's memory is used, or else the last; of a pipeline, the fastest."""
     framework: Framework
     """The framework that trained it."""
+    nearest: tuple[str, ...] = ()
+    """What of the row is expressed by what is nearest to it."""
 
     def job(self, choice: int) -> ProfileJob:
         """Job of the program of one of the runs."""
@@ -178,6 +189,8 @@ class Skipped:
     """The published measurement."""
     reason: str
     """Reason in one line."""
+    is_mapped: bool = False
+    """Whether it could be expressed as a run, which could not be compiled."""
 
 
 def case_of(row: LedgerRow) -> Case | Skipped:
@@ -185,11 +198,13 @@ def case_of(row: LedgerRow) -> Case | Skipped:
     row = as_published(row)
     try:
         _require_axes(row)
+        is_narrow = _COMPUTE_TYPES.get(row.work.precision or "") in _NARROW
         return Case(
             row=row,
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
             framework=framework_of(row),
+            nearest=nearest(row, expert_axes(row, _fsdp(row)), is_narrow=is_narrow),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=one_line(error))
@@ -212,10 +227,10 @@ def _chunks(row: LedgerRow) -> int:
     """
     spread = row.spread
     stages = spread.pipeline or 1
-    if (row.model.layers or stages) % (stages * (spread.pipeline_chunks or 1)):
+    if stages == 1 or (row.model.layers or stages) % (stages * (spread.pipeline_chunks or 1)):
         return 1
     is_open = "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES
-    if stages == 1 or not is_open:
+    if not is_open:
         return spread.pipeline_chunks or 1
     if all(count % stages for count in _microbatch_counts(row, _per_device_batch(row))):
         return 1
@@ -294,6 +309,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     per_device = _per_device_batch(row)
     runs = []
     spread, tensor, stages = row.spread, row.spread.tensor or 1, row.spread.pipeline or 1
+    axes = expert_axes(row, _fsdp(row))
     for microbatches in _microbatch_counts(row, per_device):
         if _chunks(row) > 1 and microbatches % stages:
             continue
@@ -305,8 +321,9 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "optimizer": _optimizer(row),
                 "schedule": {"base_learning_rate": 0.1},
                 "layout": {
-                    "data": spread.data,
-                    "fsdp": _fsdp(row),
+                    "data": axes.data,
+                    "fsdp": axes.fsdp,
+                    "expert": axes.expert,
                     "tensor": tensor,
                     "context": spread.context or 1,
                     "context_strategy": _context_strategy(row),
@@ -314,8 +331,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "pipeline_chunks": _chunks(row),
                     # Without a tensor axis there is none, whatever the row states.
                     "sequence_parallel": _is_sequence_parallel(row) and tensor > 1,
-                    # Stage 3 is the fsdp axis.
-                    "zero_stage": spread.zero_stage if spread.zero_stage in (1, 2) else 0,
+                    "zero_stage": _zero_stage(row, axes.expert),
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
@@ -341,7 +357,15 @@ def _fsdp(row: LedgerRow) -> int:
     if spread.fsdp is not None or spread.data is not None or spread.zero_stage != 3:
         return spread.fsdp or 1
     others = (spread.tensor or 1) * (spread.context or 1) * (spread.pipeline or 1)
+    others *= spread.expert_parallel or 1
     return max(1, row.device_count // others)
+
+
+def _zero_stage(row: LedgerRow, experts: int) -> int:
+    """ZeRO's stage, of which 3 is the fsdp axis; over the devices of an expert axis, which that
+    does not reach, it is 1."""
+    stage = row.spread.zero_stage or 0
+    return stage if stage < 3 else int(experts > 1)
 
 
 def _context_strategy(row: LedgerRow) -> ContextStrategy:
@@ -388,6 +412,9 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
 _MAXTEXT_POLICIES = ("custom", "save_dot_with_context_except_mlp")
 """MaxText's policies that keep, or offload, some products of a block by their names."""
 
+_MEGATRON_MODULES = {"norm", "act", "shared_expert"}
+"""What rows of Megatron-Core list of its --recompute-modules: cheap to compute again."""
+
 
 def _recomputes(row: LedgerRow) -> list[str]:
     """Candidate recompute settings; none, then full, where a row of a transformer states none; with
@@ -395,6 +422,8 @@ def _recomputes(row: LedgerRow) -> list[str]:
     stated = (row.work.recompute or "").rstrip("?") or None
     if stated in _MAXTEXT_POLICIES:
         return ["selective_op", "full"]
+    if stated is not None and set(stated.split(", ")) <= _MEGATRON_MODULES:
+        stated = "selective"
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
     if stated == "selective" and _is_titan(row):
@@ -425,14 +454,16 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     sizes: dict[str, JsonValue] = {}
     name, block = model.model, _BLOCKS.get(model.model)
     if block is not None:
-        name = "llama"
-        sizes = {"block": PRESETS[block].sizes["block"]}
+        name, published = "llama", PRESETS[block].sizes
+        sizes = {field: published[field] for field in _OF_BLOCKS if field in published}
     if name == "llama":
         if model.ffn_hidden is None:
             raise ConfigError("ffn_hidden of a llama is not stated")
-        sizes |= {"kv_heads": model.kv_heads or model.heads, "ffn_hidden": model.ffn_hidden}
+        sizes |= {"kv_heads": heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
         if _TIED in (row.notes or ""):
             sizes["tied_embeddings"] = True
+        if (experts := moe_table(row, is_narrow=compute_type in _NARROW)) is not None:
+            sizes |= {"moe": experts, "block": block_table(row, sizes.get("block", {}))}
     elif model.kv_heads not in (None, model.heads):
         raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")
     elif model.ffn_hidden not in (None, 4 * model.hidden):

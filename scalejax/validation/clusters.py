@@ -11,8 +11,9 @@ from functools import cache
 
 from scalejax.core.errors import ConfigError
 from scalejax.hardware import Cluster, Network, chip_names, cluster_names, load_cluster
-from scalejax.hardware.catalogue import load_library
+from scalejax.hardware.catalogue import load_dispatch, load_library
 from scalejax.hardware.cluster import LinkKind
+from scalejax.validation.experts import dispatch_of
 from scalejax.validation.ledger import LedgerMachine, LedgerRow
 
 CHIPS = {
@@ -59,8 +60,8 @@ def cluster_of(row: LedgerRow) -> Cluster:
 
     Of the catalogue's clusters with the row's chip, link and size of node, the one that the row's
     source names, or else whose network is nearest to the row's; where the row states no network,
-    the fastest. It gets the row's own network rate, the collective library of the row's time, and
-    for fp32 a chip without tf32.
+    the fastest. It gets the row's own network rate, the collective library of the row's time, its
+    library for the dispatch to experts, and for fp32 a chip without tf32.
 
     Raises:
         ConfigError: if the catalogue has no such device, or none in such a node.
@@ -72,7 +73,7 @@ def cluster_of(row: LedgerRow) -> Cluster:
     is_served = collective == "parameter_server"
     is_old = row.year is not None and row.year <= _LAST_OF_NCCL_1
     library = "parameter-server" if is_served else "nccl-1" if is_old else None
-    cluster = _cluster(_machine(row), named, row.work.precision, library)
+    cluster = _cluster(_machine(row), named, row.work.precision, library, dispatch_of(row))
     if row.device_count > cluster.devices_per_node and cluster.network is None:
         raise ConfigError("it spans nodes, and no network is stated")
     return cluster
@@ -102,7 +103,11 @@ def _machine(row: LedgerRow) -> LedgerMachine:
 
 @cache
 def _cluster(
-    machine: LedgerMachine, named: frozenset[str], precision: str | None, library: str | None
+    machine: LedgerMachine,
+    named: frozenset[str],
+    precision: str | None,
+    library: str | None,
+    dispatch: str | None,
 ) -> Cluster:
     chip = CHIPS.get(machine.hardware, machine.hardware.replace("_", "-"))
     if chip not in chip_names():
@@ -126,6 +131,8 @@ def _cluster(
     # What names its own library, or has another than NVLink's, keeps it.
     if library == "parameter-server" or (library and chosen.library.name == "nccl"):
         chosen = replace(chosen, library=load_library(library))
+    if dispatch is not None:
+        chosen = replace(chosen, dispatch=load_dispatch(dispatch))
     return _for_precision(_with_network(chosen, machine), precision)
 
 

@@ -16,7 +16,14 @@ from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of, one_line
 from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.programs import archived_programs, find_programs
-from scalejax.validation.summary import RowResult, Summary, summaries
+from scalejax.validation.summary import (
+    NOT_COMPILED,
+    KindSummary,
+    RowResult,
+    Summary,
+    kind_summaries,
+    summaries,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,8 @@ class CompiledCase:
     """The program of each device."""
     cluster: Cluster
     """The cluster; replace its chip or library to try other constants."""
+    nearest: tuple[str, ...] = ()
+    """What of the row is expressed by what is nearest to it."""
 
 
 @document("validation")
@@ -53,6 +62,12 @@ class Validation(Tabular):
     """Errors of each family of rows, and of all rows."""
     rows: tuple[RowResult, ...]
     """Result of each row, in the ledger's order."""
+
+    @property
+    def kinds(self) -> list[KindSummary]:
+        """How many rows of each kind (dense, expert, lora) are predicted, and why others are
+        not."""
+        return kind_summaries(self.rows)
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """Prediction and measurement, a row for each row of the ledger."""
@@ -88,8 +103,8 @@ def compile_cases(
 
 def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
     if isinstance(program, str):
-        return Skipped(row=case.row, reason=program)
-    return CompiledCase(row=case.row, program=program, cluster=case.cluster)
+        return Skipped(row=case.row, reason=program, is_mapped=True)
+    return CompiledCase(row=case.row, program=program, cluster=case.cluster, nearest=case.nearest)
 
 
 def with_chips(
@@ -112,15 +127,17 @@ def with_chips(
     ]
 
 
-def evaluate(cases: Sequence[CompiledCase | Skipped]) -> list[RowResult]:
-    """Result of each row."""
+def evaluate(cases: Sequence[CompiledCase | Case | Skipped]) -> list[RowResult]:
+    """Result of each row; of one that is not compiled, that it could be."""
     return [_result(case) for case in cases]
 
 
-def _result(case: CompiledCase | Skipped) -> RowResult:
+def _result(case: CompiledCase | Case | Skipped) -> RowResult:
     found, status = None, "ok"
     if isinstance(case, Skipped):
         status = f"skipped: {case.reason}"
+    elif isinstance(case, Case):
+        status = NOT_COMPILED
     else:
         try:
             found = predict(case.program, case.cluster)
@@ -135,14 +152,22 @@ def _result(case: CompiledCase | Skipped) -> RowResult:
         p10_seconds=found and found.p10_step_seconds,
         p90_seconds=found and found.p90_step_seconds,
         status=status,
+        kind=case.row.kind,
+        states_layout=case.row.states_layout,
+        is_mapped=not isinstance(case, Skipped) or case.is_mapped,
+        nearest=() if isinstance(case, Skipped) else case.nearest,
     )
 
 
-def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validation:
+def validation(ledger: str, cases: Sequence[CompiledCase | Case | Skipped]) -> Validation:
     """Validation of a ledger: the result of every row, and the errors of each family."""
     results = evaluate(cases)
     scored = [(case.row, result) for case, result in zip(cases, results, strict=True)]
-    return Validation(ledger=ledger, families=tuple(summaries(scored)), rows=tuple(results))
+    return Validation(
+        ledger=ledger,
+        families=tuple(summaries(scored)),
+        rows=tuple(results),
+    )
 
 
 def validate(ledger: Path | str, *, framework: Framework | None = None) -> Validation:

@@ -15,11 +15,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal
 
 _Part = TypeVar("_Part")
+
+RowKind = Literal["dense", "expert", "lora"]
+"""What was trained: a network with experts, adapters of LoRA, or any other network."""
 
 _MISSPELT = 0.7
 """Similarity, 0..1, above which an unknown column counts as a misspelt missing one: "step_secs"
@@ -46,6 +49,18 @@ class LedgerModel:
     """Size of the vocabulary."""
     seq_len: int | None = None
     """Tokens in a sample."""
+    experts: int | None = None
+    """Routed experts of a layer."""
+    experts_per_token: int | None = None
+    """Experts that each token goes through."""
+    shared_experts: int | None = None
+    """Experts that every token goes through besides."""
+    expert_hidden: int | None = None
+    """Inner width of each expert."""
+    dense_layers: int | None = None
+    """First layers without experts."""
+    moe_balance: str | None = None
+    """How loads of experts were balanced, and what was dropped: "capacity_factor 1.25"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +97,10 @@ class LedgerSpread:
     """State that the data axis shards: 0 none, 1 optimizer, 2 gradients too, 3 parameters too."""
     sequence_parallel: int | None = None
     """1 where activations between the layers are sharded over the tensor axis."""
+    expert_parallel: int | None = None
+    """Devices over which experts are spread."""
+    expert_tensor: int | None = None
+    """Devices along the axis that shards each expert."""
     gradient_exchange: str | None = None
     """Gradient synchronisation: "all_reduce" or "parameter_server"."""
 
@@ -140,6 +159,24 @@ class LedgerRow:
     """Batch, precision and recompute of one update."""
 
     @property
+    def kind(self) -> RowKind:
+        """What was trained: adapters of LoRA, a network with experts, or any other."""
+        words = f"{self.case_id} {self.notes}".lower().replace("_", " ")
+        if _LORA.search(words):
+            return "lora"
+        is_mixture = (self.model.experts or 0) > 1 or self.model.model.endswith("_moe")
+        return "expert" if is_mixture else "dense"
+
+    @property
+    def states_layout(self) -> bool:
+        """Whether it states network, devices, batch, precision, step time and an axis of its
+        layout, and its source does not mark it as stalled: what a prediction needs of a row."""
+        model, work, spread = self.model, self.work, self.spread
+        needed = (model.layers, model.hidden, work.global_batch, work.precision, self.step_seconds)
+        axes = (spread.data, spread.fsdp, spread.tensor, spread.pipeline)
+        return None not in needed and any(axes) and not self.stalled
+
+    @property
     def family(self) -> str:
         """Short name of the row's source, by which results are grouped."""
         name = next((name for part, name in _FAMILIES if part in self.source), None)
@@ -153,6 +190,7 @@ class LedgerRow:
         return "vtrain_single" if is_single else "vtrain_multi"
 
 
+_LORA = re.compile("(?<![a-z])lora(?![a-z])")
 _FAMILIES = (
     ("tensorflow/tensorflow", "tensorflow_2017"),
     ("DLPerf", "dlperf"),

@@ -5,13 +5,16 @@ Arithmetic on rows that have been predicted. Every error is relative:
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scalejax.validation.ledger import LedgerRow
+from scalejax.validation.ledger import LedgerRow, RowKind
+
+NOT_COMPILED = "not compiled"
+"""Status of a row that could be expressed as a run, where nothing was to be compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,15 @@ class RowResult:
     p90_seconds: float | None
     """90th percentile of the predicted step time; None if unknown."""
     status: str
-    """"ok", or "skipped: " and the reason."""
+    """"ok", "not compiled", or "skipped: " and the reason."""
+    kind: RowKind = "dense"
+    """What was trained."""
+    states_layout: bool = False
+    """Whether the row states what a prediction needs."""
+    is_mapped: bool = False
+    """Whether it could be expressed as a run."""
+    nearest: tuple[str, ...] = ()
+    """What was expressed by what is nearest to it, as scalejax does not have the thing itself."""
 
     @property
     def is_predicted(self) -> bool:
@@ -41,11 +52,62 @@ class RowResult:
         return self.status == "ok"
 
     @property
+    def skip_reason(self) -> str | None:
+        """Why it was skipped; None if it was not."""
+        prefix = "skipped: "
+        is_skipped = self.status.startswith(prefix)
+        return self.status.removeprefix(prefix) if is_skipped else None
+
+    @property
     def error(self) -> float | None:
         """(predicted - measured) / measured; None where one of the two is missing."""
         if self.predicted_seconds is None or self.measured_seconds is None:
             return None
         return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSummary:
+    """How many rows of a kind are predicted, and why others are not."""
+
+    kind: RowKind
+    """What was trained."""
+    rows: int
+    """Number of rows."""
+    stating: int
+    """Those that state their layout (`LedgerRow.states_layout`)."""
+    mapped: int
+    """Of these, those that could be expressed as a run."""
+    predicted: int
+    """Of these, those that were predicted."""
+    nearest: int
+    """Of those that are mapped, those that are only nearly what the row says (`RowResult`)."""
+    skipped: tuple[tuple[str, int, int], ...]
+    """(reason, rows, those of them that state their layout), the commonest first."""
+
+
+def kind_summaries(results: Iterable[RowResult]) -> list[KindSummary]:
+    """One summary for each kind of rows that there is."""
+    members: dict[RowKind, list[RowResult]] = {"dense": [], "expert": [], "lora": []}
+    for result in results:
+        members[result.kind].append(result)
+    return [_of_kind(kind, rows) for kind, rows in members.items() if rows]
+
+
+def _of_kind(kind: RowKind, results: Sequence[RowResult]) -> KindSummary:
+    stating = [result for result in results if result.states_layout]
+    skipped = [result for result in results if result.skip_reason is not None]
+    reasons = Counter(result.skip_reason or "" for result in skipped)
+    of_stating = Counter(result.skip_reason for result in skipped if result.states_layout)
+    return KindSummary(
+        kind=kind,
+        rows=len(results),
+        stating=len(stating),
+        mapped=sum(result.is_mapped for result in stating),
+        predicted=sum(result.is_predicted for result in stating),
+        nearest=sum(result.is_mapped and bool(result.nearest) for result in stating),
+        skipped=tuple((name, n, of_stating[name]) for name, n in reasons.most_common()),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -300,3 +300,87 @@ def test_rows_of_2026_become_runs(row):
     stalled = case_of(row(RACK | {"stalled": "1"}))
     assert isinstance(stalled, Skipped)
     assert "stalled" in stalled.reason
+
+
+MIXTURE = GPT | {"model": "qwen3_moe", "hidden": "256", "kv_heads": "4", "ffn_hidden": "96"}
+MIXTURE |= {"framework": "Megatron-Core MoE", "data": "8", "fsdp": "1", "device_count": "8"}
+MIXTURE |= {"experts": "16", "experts_per_token": "2", "expert_hidden": "64", "recompute": "full"}
+TENSOR = {"tensor": "8", "data": "4", "device_count": "32", "heads": "8", "per_device_batch": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "axes", "notes"),
+    [
+        ({"expert_parallel": "4"}, {"expert": 4, "data": 2}, ()),
+        # Experts whole on 32 devices, which are 4 of the batch, 8 of the tensor axis each.
+        (
+            TENSOR | {"expert_parallel": "32", "expert_tensor": "1", "experts": "32"},
+            {"expert": 4, "data": 1, "tensor": 8},
+            ("experts over 32 devices, each in 1, by an expert axis of 4, each in 8",),
+        ),
+        # Megatron-LM splits an expert over tensor where enough devices are left.
+        (TENSOR | {"expert_parallel": "4"}, {"expert": 4, "data": 1, "tensor": 8}, ()),
+        (
+            {"data": "1", "fsdp": "8", "expert_parallel": "2", "zero_stage": "3"},
+            {"expert": 2, "fsdp": 4, "data": 1},
+            ("ZeRO 3 over the expert axis, of all but experts, by ZeRO 1",),
+        ),
+        (
+            {"framework": "MaxText (JAX)", "data": "", "zero_stage": "3", "expert_parallel": "4"}
+            | {"fsdp": ""},
+            {"expert": 4, "fsdp": 2, "data": 1},
+            (),
+        ),
+    ],
+)
+def test_experts_lie_where_their_framework_has_them(change, axes, notes, row):
+    """On the same share of devices, taken out of those that share the batch."""
+    found = case(row(MIXTURE | change))
+
+    layout = found.runs[0].layout
+    assert {name: getattr(layout, name) for name in axes} == axes
+    assert found.nearest == notes
+    model = found.runs[0].config.model
+    assert isinstance(model, LlamaConfig)
+    assert model.moe is not None
+    assert (model.moe.experts_per_token, model.moe.expert_hidden) == (2, 64)
+    assert model.block.qk_norm == "head"
+    assert model.kv_heads == layout.tensor if layout.tensor > 4 else 4
+
+
+def test_what_networks_with_experts_lack_is_expressed_by_what_is_nearest(row):
+    """And said: capacities in 8 bits, layers that alternate, libraries for the dispatch."""
+    dropped = MIXTURE | {
+        "model": "grok1_moe",
+        "moe_balance": "capacity_factor 1.0, pad",
+        "vocab": "",
+    }
+    for precision, capacity, notes in (("bf16", 1.0, 0), ("fp8", None, 1)):
+        found = case(row(dropped | {"hardware": "h100_sxm_80gb", "precision": precision}))
+        model = found.runs[0].config.model
+        assert isinstance(model, LlamaConfig)
+        assert model.moe is not None
+        assert model.moe.capacity_factor == capacity
+        assert len(found.nearest) == notes
+        assert found.runs[0].dataset.classes == 131_072
+
+    maverick = MIXTURE | {"model": "llama4_moe", "layers": "4", "experts": "128"}
+    alternating = case(row(maverick)).runs[0].config.model
+    assert isinstance(alternating, LlamaConfig)
+    assert alternating.moe is not None
+    assert alternating.moe.dense_layers == 2
+    stages = case_of(row(maverick | {"pipeline": "2", "device_count": "16"}))
+    assert isinstance(stages, Skipped)
+    assert "alternate" in stages.reason
+
+    sent = case(row(MIXTURE | {"notes": "dispatcher deepep_uccl; MoE all-to-all overlap off;"}))
+    assert sent.cluster.dispatch is not None
+    assert sent.cluster.dispatch.name == "deepep"
+    assert len(sent.nearest) == 2
+    plain = case(row(MIXTURE | {"notes": "dispatcher nccl_alltoall;"}))
+    assert plain.cluster.dispatch is None
+
+    latent = case(row(MIXTURE | {"model": "deepseek_v3_moe", "recompute": "norm, act"}))
+    assert isinstance(model := latent.runs[0].config.model, LlamaConfig)
+    assert model.mla is not None
+    assert model.remat == "selective"

@@ -88,6 +88,17 @@ def test_ledger_without_measured_times_is_predicted_and_says_so(tmp_path: Path, 
     assert "NOTHING TO COMPARE" not in capsys.readouterr().out
 
 
+def test_dry_run_says_which_rows_are_runs_and_compiles_nothing(tmp_path: Path, capsys):
+    """And not how far off they are: the archive has no program of such a row."""
+    unknown = {"per_device_batch": "95", "microbatch": "95", "global_batch": "1520"}
+    rows = RESNET | unknown, RESNET | {"pipeline": "4"}
+
+    assert main(["validate", str(ledger(tmp_path, *rows)), "--dry-run"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Nothing is compiled and predicted" in printed
+    assert "1 0 dense a pipeline of 'resnet50'" in printed
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

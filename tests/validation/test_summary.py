@@ -9,7 +9,7 @@ from scalejax.hardware import load_chip
 from scalejax.report.terminal import tables
 from scalejax.validation import CompiledCase, Skipped, Validation, evaluate, with_chips
 from scalejax.validation.ledger import LedgerRow
-from scalejax.validation.summary import RowResult, Scored, summarize
+from scalejax.validation.summary import RowResult, Scored, kind_summaries, summarize
 
 
 def scored(row: LedgerRow, measured: float, predicted: float, **fields: object) -> Scored:
@@ -95,6 +95,32 @@ def test_skipped_rows_count_but_do_not_score(row):
     assert (found.rows, found.predicted) == (3, 2)
 
 
+def test_rows_are_counted_by_kind_and_by_what_they_state(row):
+    """Of those that state their layout: what is a run, what is predicted, and why others are not;
+    rows that stalled are left out."""
+    stated = RESNET | {"layers": "50", "hidden": "64"}
+    known, stalled = row(stated), row(stated | {"stalled": "1"})
+    adapted = row(stated | {"case_id": "llama2_70b_lora"})
+    mixture = row(RESNET | {"model": "qwen3_moe"})
+    cluster = case(row(RESNET)).cluster
+    cases = [
+        CompiledCase(row=known, program=program(16), cluster=cluster, nearest=("nearly",)),
+        Skipped(row=known, reason="too large", is_mapped=True),
+        Skipped(row=known, reason="unknown"),
+        Skipped(row=stalled, reason="unknown"),
+        Skipped(row=adapted, reason="unknown"),
+        Skipped(row=mixture, reason="unknown"),
+    ]
+
+    dense, expert, lora = kind_summaries(evaluate(cases))
+
+    assert (dense.kind, dense.rows, dense.stating) == ("dense", 4, 3)
+    assert (dense.mapped, dense.predicted, dense.nearest) == (2, 1, 1)
+    assert dense.skipped == (("unknown", 2, 1), ("too large", 1, 1))
+    assert (expert.kind, expert.rows, expert.stating) == ("expert", 1, 0)
+    assert (lora.kind, lora.stating, lora.mapped) == ("lora", 1, 0)
+
+
 def test_other_chips_change_predictions_and_nothing_is_compiled(row):
     """Half the attainable rate, nearly twice the time of a step of products."""
     known = row(RESNET)
@@ -139,4 +165,4 @@ def test_table_of_validation_fits_80_columns(row, capsys, monkeypatch: pytest.Mo
     (figures,) = [line for line in lines if name in line]
     assert "37.5%" in figures
     assert "-12.5%" in figures
-    assert any("1  a pipeline axis" in line for line in lines)
+    assert any("1      0 dense  a pipeline axis" in line for line in lines)

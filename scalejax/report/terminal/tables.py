@@ -4,7 +4,6 @@ Formats figures and computes none. Each function yields the parts to print, in o
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -30,7 +29,7 @@ from scalejax.core.units import (
 from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.measure.fit import WIDE_ERROR, Fit
 from scalejax.simulator.frameworks import Framework
-from scalejax.validation import Summary, Validation
+from scalejax.validation import NOT_COMPILED, Summary, Validation
 
 SUDDEN = 0.9
 """Ratio of consecutive learning rates below which the schedule has a step."""
@@ -110,6 +109,10 @@ def calibration(
 
 def validation(found: Validation) -> Iterator[RenderableType]:
     """Prediction error of each family of published rows, then why rows were skipped."""
+    if any(row.status == NOT_COMPILED for row in found.rows):
+        yield Text.assemble((found.ledger, "bold"), "\nNothing is compiled and predicted.")
+        yield from _coverage(found)
+        return
     yield Text.assemble(
         (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
     )
@@ -131,20 +134,35 @@ def validation(found: Validation) -> Iterator[RenderableType]:
         "fastest: median against the fastest row of each setting (network, device, "
         "precision, batch, devices). in band: share of rows measured between p10 and p90."
     )
-    if skipped := skip_reasons(found):
-        reasons = facts()
-        for reason, count in skipped:
-            reasons.add_row(f"{count:5d}", reason)
-        yield "Skipped rows:"
-        yield reasons
+    yield from _coverage(found)
 
 
-def skip_reasons(found: Validation) -> list[tuple[str, int]]:
-    """(reason, rows) of the rows that were skipped, the commonest first."""
-    reasons = Counter(
-        row.status.removeprefix("skipped: ") for row in found.rows if not row.is_predicted
+def _coverage(found: Validation) -> Iterator[RenderableType]:
+    """How many rows of each kind are predicted, and why others are not."""
+    is_dry = any(row.status == NOT_COMPILED for row in found.rows)
+    counts = figures(
+        "kind", "rows", "stating", "nearest", "mapped", *([] if is_dry else ["predicted"])
     )
-    return reasons.most_common()
+    for each in found.kinds:
+        numbers = each.rows, each.stating, each.nearest
+        shares = (
+            f"{count} ({count / each.stating:.1%})" if each.stating else UNKNOWN
+            for count in (each.mapped, *([] if is_dry else [each.predicted]))
+        )
+        counts.add_row(each.kind, *map(str, numbers), *shares)
+    yield counts
+    yield (
+        "stating: rows that state their layout (layers, hidden, devices, batch, precision, step "
+        "time and an axis, and did not stall); mapped and predicted are of these. mapped: "
+        "expressed as a run; nearest: by what is nearest, as --json says row by row."
+    )
+    skipped = [(each.kind, *reason) for each in found.kinds for reason in each.skipped]
+    if skipped:
+        reasons = facts()
+        for kind, reason, rows, stating in skipped:
+            reasons.add_row(f"{rows:5d}", f"{stating:5d} {kind}", reason)
+        yield "Skipped rows, and how many of them state their layout:"
+        yield reasons
 
 
 def _summary_cells(summary: Summary) -> list[str]:

@@ -6,6 +6,7 @@ python experiments/closed_form/compare.py [--remake] [--explain ROW ...]
 """
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from scalejax.config.model import DecoderConfig
+from scalejax.config.parallelism import BATCH_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -44,6 +46,17 @@ LLAMA = {
     "ffn_hidden": 8192, "compute_dtype": "bfloat16",
 }  # fmt: skip
 """GPT of 1.3e9 parameters, and Llama 3.2 of 1.2e9 with an output layer of its own."""
+EXPERTS = {"experts": 16, "experts_per_token": 4, "expert_hidden": 1024}
+MIXTURE = LLAMA | {"moe": EXPERTS}
+SHARED = LLAMA | {"moe": EXPERTS | {"shared_experts": 1, "dense_layers": 1}}
+MLA = {
+    "q_lora_rank": 1024, "kv_lora_rank": 512, "nope_head_size": 128, "rope_head_size": 64,
+    "value_head_size": 128,
+}  # fmt: skip
+LATENT = LLAMA | {"heads": 16, "kv_heads": 16, "mla": MLA}
+HEAD_NORMS = MIXTURE | {"heads": 16, "block": {"head_size": 128, "qk_norm": "head"}}
+"""Llamas with experts in their feed-forward layers, of 0.4e9 active parameters in all blocks, with
+latent attention, or with norms of queries and keys."""
 LAYOUTS = {
     "one device": {},
     "data 8": {"data": 8},
@@ -123,9 +136,41 @@ ROWS = {
     for model in (GPT, LLAMA)
 }
 ROWS |= OVER_CONTEXT
+WITH_EXPERTS = {
+    "experts, one device": (MIXTURE, {}),
+    "experts, data 8": (MIXTURE, {"data": 8}),
+    "experts, data 8, ZeRO 1": (MIXTURE, {"data": 8, "zero_stage": 1}),
+    "experts, fsdp 8": (MIXTURE, {"fsdp": 8}),
+    "experts, expert 8": (MIXTURE, {"expert": 8}),
+    "experts, data 2 x expert 4, ZeRO 1": (
+        MIXTURE, {"data": 2, "expert": 4, "zero_stage": 1},
+    ),
+    "experts, tensor 2 x expert 4": (MIXTURE, {"tensor": 2, "expert": 4}),
+    "experts, fsdp 2 x expert 4, full recompute": (
+        MIXTURE, {"fsdp": 2, "expert": 4, "remat": "full"},
+    ),
+    "experts, data 2 x expert 4, 4 microbatches, full recompute, ZeRO 1": (
+        MIXTURE, {
+            "data": 2, "expert": 4, "microbatches": 4, "zero_stage": 1, "remat": "full",
+        },
+    ),
+    "shared experts, expert 8, full recompute": (SHARED, {"expert": 8, "remat": "full"}),
+    "latent attention, data 8": (LATENT, {"data": 8}),
+    "latent attention and shared experts, data 2 x expert 4, full recompute": (
+        LATENT | {"moe": SHARED["moe"]}, {"data": 2, "expert": 4, "remat": "full"},
+    ),
+    "latent attention and shared experts, data 2 x expert 4, every second kept": (
+        LATENT | {"moe": SHARED["moe"]}, {"data": 2, "expert": 4, "remat": "selective_op"},
+    ),
+    "QK-norm and experts, data 2 x expert 4, full recompute": (
+        HEAD_NORMS, {"data": 2, "expert": 4, "remat": "full"},
+    ),
+}  # fmt: skip
+"""Experts, latent attention and QK-norm, compiled with the first of `JAX_VERSIONS` alone."""
+ROWS |= WITH_EXPERTS
 _SPREAD = (
-    "data", "fsdp", "tensor", "context", "context_strategy", "pipeline", "pipeline_schedule",
-    "zero_stage", "sequence_parallel",
+    "data", "fsdp", "expert", "tensor", "context", "context_strategy", "pipeline",
+    "pipeline_schedule", "zero_stage", "sequence_parallel",
 )  # fmt: skip
 
 
@@ -168,7 +213,7 @@ def run_of(title: str) -> ResolvedRun:
     model, layout = ROWS[title]
     microbatches = layout.get("microbatches", 1)
     samples = layout.get("samples", SAMPLES) * microbatches
-    replicas = layout.get("data", 1) * layout.get("fsdp", 1)
+    replicas = math.prod(layout.get(axis, 1) for axis in BATCH_AXES)
     vocabulary = 51200 if model["name"] == "gpt" else 128256
     tables = {
         "model": {
@@ -194,7 +239,8 @@ def titles_of(jax: str) -> list[str]:
     return [
         title
         for title in ROWS
-        if jax == JAX_VERSIONS[0] or not (title in OVER_CONTEXT or title.endswith("1F1B"))
+        if jax == JAX_VERSIONS[0]
+        or not (title in OVER_CONTEXT | WITH_EXPERTS or title.endswith("1F1B"))
     ]
 
 

@@ -23,6 +23,15 @@ AT_EVEN_LOAD = "blocks_at_even_load_"
 that it has where they are even."""
 
 
+def block_rows(mean: float) -> int:
+    """Rows of a block of one expert that has `mean` rows on average.
+
+    A quarter of them, rounded up to a multiple of 8: an eighth of an expert's work is padding on
+    average, and at even loads fewer than 32 of its rows.
+    """
+    return max(1, -int(-mean / 4 // 8)) * 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksAtEvenLoad:
     """A loop over blocks of the rows of a device's experts, where their loads are even."""

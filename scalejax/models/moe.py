@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.model import LlamaConfig, ModelConfig, Remat
-from scalejax.config.moe import BlocksAtEvenLoad, MoeConfig
+from scalejax.config.moe import BlocksAtEvenLoad, MoeConfig, block_rows
 from scalejax.config.parallelism import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.models.network import PartitionRules
 from scalejax.models.sharding import constraints, divisible, is_of_layout, is_zigzag, zigzag_chunks
@@ -484,7 +484,7 @@ def _dropless(
     mean = places_A.size / parts / here
     is_kept = is_kept and not is_split
     blocks = _Blocks(
-        rows=_block_rows(mean), mean=mean, most=most, per_token=per_token, is_kept=is_kept
+        rows=block_rows(mean), mean=mean, most=most, per_token=per_token, is_kept=is_kept
     )
     made_TD: Any = _grouped(
         blocks,
@@ -499,12 +499,6 @@ def _dropless(
     if is_split:
         made_TD = lax.psum_scatter(made_TD, EXPERT, scatter_dimension=0, tiled=True)
     return made_TD.reshape(x_BSD.shape)
-
-
-def _block_rows(mean: float) -> int:
-    """Rows of a block: a quarter of an expert's mean load, rounded up to a multiple of 8: an eighth
-    of an expert's work is padding on average, and at even loads fewer than 32 of its rows."""
-    return max(1, -int(-mean / 4 // 8)) * 8
 
 
 class _Blocks(NamedTuple):

@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 from program_cases import kept_jobs, require_same
 
-from scalejax.config.model import DecoderConfig
+from scalejax.config.model import DecoderConfig, MlaConfig
+from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
@@ -245,9 +246,10 @@ def test_uneven_stages_are_what_the_compiler_makes(name: str):
     compiled, own = compiled_of(run), closed_form(run)
     stages, microbatches, most = run.layout.pipeline, run.split.microbatches, 2
     parts = step_parts(*dimensions(run))
+    (blocks,) = parts.blocks
     block, logits = (
         sum(each.flop for part in those for each in part.operations if isinstance(each, Operation))
-        for those in ((parts.forward, parts.backward), (parts.logits,))
+        for those in ((blocks.forward, blocks.backward), (parts.logits,))
     )
 
     assert own.model_flop == compiled.model_flop
@@ -305,19 +307,29 @@ def strategy(samples: int = 1, microbatches: int = 1, **changed: object) -> Stra
         {"context": 4, "context_strategy": "ring"},
         {"context": 2, "context_strategy": "all_to_all"},
         {"data": 2, "pipeline": 3, "microbatches": 3},
+        {"data": 2, "expert": 2, "tensor": 2, "zero_stage": 1},
     ],
     ids=str,
 )
 def test_operations_have_names_of_their_own(axes: dict, recompute: Recompute):
-    """As `Operation.name` says, in all parts of the steps of a gpt and a llama."""
-    for changed in ({}, {"is_gated": True, "kv_heads": 4}):
+    """As `Operation.name` says, in all parts of the steps of a gpt, a llama and one with experts,
+    latent attention and first blocks that are dense."""
+    mla = {"q_lora_rank": 64, "kv_lora_rank": 32, "nope_head_size": 32, "rope_head_size": 16}
+    moe = MoeConfig(experts=4, expert_hidden=64, shared_experts=1, dense_layers=2)
+    routed = {"experts": moe, "latent": MlaConfig(**mla, value_head_size=32), "is_gated": True}
+    for changed in ({}, {"is_gated": True, "kv_heads": 4}, routed):
+        if ("context" if changed is routed else "expert") in axes:
+            continue  # the closed form has no latent attention over context
         for is_fused in (True, False):
             shape = dataclasses.replace(SMALL, is_fused=is_fused, **changed)
             parts = step_parts(shape, strategy(samples=2, recompute=recompute, **axes))
+            whole = [getattr(parts, name) for name in StepParts.__slots__ if name != "blocks"]
+            whole += [part for each in parts.blocks for part in (each.forward, each.backward)]
             names = Counter(
                 operation.name
-                for part in StepParts.__slots__
-                for operation in getattr(parts, part).operations
+                for part in whole
+                for item in part.operations
+                for operation in (item, *getattr(item, "body", ()))
             )
             assert [name for name, count in names.items() if count > 1] == []
 

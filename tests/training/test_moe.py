@@ -15,12 +15,12 @@ import pytest
 from flax import nnx
 
 from scalejax.config.model import LlamaConfig
-from scalejax.config.moe import MoeConfig, RouterConfig
+from scalejax.config.moe import MoeConfig, RouterConfig, block_rows
 from scalejax.config.optimizer import SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.models.moe import MoeFeedForward, _block_rows, _Blocks, routed
+from scalejax.models.moe import MoeFeedForward, _Blocks, routed
 from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers import _weights
@@ -263,7 +263,7 @@ def test_gradients_of_the_router_are_those_of_finite_differences(fields):
 @pytest.mark.parametrize("mean", [1, 9, 1000.5, 2048, 2049, 8193])
 def test_blocks_at_even_load_hold_few_rows_more_than_there_are(mean):
     """Fewer than 32, whatever the load."""
-    blocks = _Blocks(rows=_block_rows(mean), mean=mean, most=8 * 2**14, per_token=2, is_kept=False)
+    blocks = _Blocks(rows=block_rows(mean), mean=mean, most=8 * 2**14, per_token=2, is_kept=False)
 
     assert 0 <= blocks.at_even_load(1) * blocks.rows - mean < 32
 

@@ -128,18 +128,24 @@ class StrategyCosts:
     def _step_times(self, strategy: Strategy) -> _StepTimes:
         parts, slowest = step_parts(self._shape, strategy), slowest_stage(self._shape, strategy)
         microbatches, logits = strategy.split.microbatches, self._timeline(parts.logits)
-        block = total(((self._timeline(parts.forward), 1), (self._timeline(parts.backward), 1)))
+        blocks = [
+            (
+                total(((self._timeline(each.forward), 1), (self._timeline(each.backward), 1))),
+                each.count,
+            )
+            for each in parts.blocks
+        ]
         busy = (
             (self._timeline(parts.before), 1),
             (self._timeline(parts.embedding), microbatches),
-            (block, microbatches * slowest.layers),
+            *((block, microbatches * count) for block, count in blocks),
             (logits, microbatches if slowest.has_logits else 0),
             (self._timeline(parts.embedding_gradient), microbatches),
             (self._timeline(parts.update), 1),
         )
         last = () if slowest.has_logits else ((logits, 1),)
         others = self._shape.layers - slowest.layers
-        return _StepTimes(total(busy), block, self._timeline(parts.sends), last, others)
+        return _StepTimes(total(busy), blocks[-1][0], self._timeline(parts.sends), last, others)
 
     def _timeline(self, part: Part) -> Timeline:
         """Timeline of one run of a part."""

@@ -16,6 +16,7 @@ from scalejax.simulator.transformer import (
     DeviceMemory,
     Strategy,
     TransformerShape,
+    matrix_elements_of_device,
     memory_by_zero_stage,
 )
 
@@ -104,7 +105,7 @@ def _fitting(
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     layout = group.split.layout
-    least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
+    least = matrix_elements_of_device(shape, layout)
     if 4 * least * (1 + moments / layout.data) > free:
         return {}, []
     ones = [group.strategy(moments, zero_stage, 1) for zero_stage in group.zero_stages]

@@ -124,9 +124,10 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if not isinstance(model, DecoderConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
-    if model.expert_count:
-        accepted = "the closed form knows no experts; use scalejax predict"
-        raise ConfigError(refusal("model.moe.experts", model.expert_count, accepted))
+    moe = model.moe if isinstance(model, LlamaConfig) else None
+    if moe is not None and moe.capacity_factor is not None:
+        accepted = "the closed form knows experts that drop no tokens; use scalejax predict"
+        raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
     if config.fine_tuning is not None and config.fine_tuning.lora is not None:
         accepted = "the closed form costs training in full, no adapters; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
@@ -141,12 +142,21 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
         usual = LlamaConfig()
-        for name in ("block", "mla", "mtp", "scaled_embeddings"):
+        block = replace(usual.block, head_size=model.block.head_size)
+        if model.block.qk_norm == "head":
+            block = replace(block, qk_norm="head")
+        usual = replace(usual, block=block)
+        for name in ("block", "mtp", "scaled_embeddings"):
             if getattr(model, name) != getattr(usual, name):
                 accepted = "the closed form knows Llama's own blocks; use scalejax predict"
                 raise ConfigError(refusal(f"model.{name}", "given", accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
+    capability = chip.cuda and chip.cuda.compute_capability
+    lacks = model.lacks_for_fused_attention(capability)
+    if isinstance(model, LlamaConfig) and model.mla is not None and lacks is not None:
+        accepted = f"the closed form knows it in one kernel, and {chip.name} has {lacks}"
+        raise ConfigError(refusal("model.mla", "given", accepted))
     return TransformerShape(
         layers=model.layers,
         hidden=model.hidden,
@@ -158,9 +168,12 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         has_learned_positions=model.has_learned_positions,
         vocabulary=dataset.classes,
         tokens=dataset.input_shape[0],
-        is_fused=model.attention != "unfused"
-        and model.lacks_for_fused_attention(chip.cuda and chip.cuda.compute_capability) is None,
+        is_fused=model.attention != "unfused" and lacks is None,
         compute_dtype=model.compute_dtype,
+        head_width=model.head_size,
+        normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
+        latent=model.mla if isinstance(model, LlamaConfig) else None,
+        experts=moe,
     )
 
 

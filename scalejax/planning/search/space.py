@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.config.parallelism import BatchSplit, ContextStrategy, Layout
-from scalejax.simulator.transformer import Recompute, Strategy, TransformerShape
+from scalejax.simulator.transformer import Recompute, Strategy, TransformerShape, zero_parts
 
 
 def strategies(
@@ -94,7 +94,8 @@ def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int
 
 def _divided(shape: TransformerShape) -> tuple[int, ...]:
     """Sizes of a block that the tensor axis divides."""
-    return shape.heads, shape.kv_heads, shape.ffn_hidden
+    divided = shape.heads, shape.kv_heads, shape.ffn_hidden
+    return divided if shape.experts is None else (*divided, shape.experts.expert_hidden)
 
 
 def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
@@ -105,26 +106,31 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
             break
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):
-            for context in _divisors(math.gcd(stage // tensor, shape.tokens)):
+            # In closed form latent attention has whole samples.
+            parts = 1 if shape.latent is not None else shape.tokens
+            for context in _divisors(math.gcd(stage // tensor, parts)):
                 shards = stage // tensor // context
                 if global_batch % shards:
                     continue
                 for fsdp in _divisors(math.gcd(shards, shape.hidden // tensor)):
-                    yield Layout(
-                        data=shards // fsdp,
-                        fsdp=fsdp,
-                        tensor=tensor,
-                        context=context,
-                        pipeline=pipeline,
-                    )
+                    for expert in _divisors(math.gcd(shards // fsdp, shape.expert_count)):
+                        yield Layout(
+                            data=shards // fsdp // expert,
+                            fsdp=fsdp,
+                            expert=expert,
+                            tensor=tensor,
+                            context=context,
+                            pipeline=pipeline,
+                        )
 
 
 def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1, 2], ...]:
     """ZeRO stages that shard anything: the trainer replicates matrices of a width that data does
     not divide."""
-    if layout.data == 1 or shape.hidden % (layout.data * layout.fsdp):
+    parts = zero_parts(layout)
+    if parts == 1 or shape.hidden % (parts * layout.fsdp):
         return (0,)
-    return (0, 1, 2)
+    return (0, 1) if layout.data == 1 else (0, 1, 2)
 
 
 def _chunk_counts(shape: TransformerShape, layout: Layout, microbatches: int) -> tuple[int, ...]:

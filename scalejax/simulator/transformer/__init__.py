@@ -7,9 +7,9 @@ networks of 1e9 parameters, by layout (`experiments/closed_form`). A pipeline is
 trainer runs GPipe. Knows shapes and how XLA shards them; no compiler, no hardware, no seconds.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from scalejax.config.parallelism import stage_layers
 from scalejax.simulator.program import Loop, Operation, Program
@@ -30,17 +30,21 @@ from scalejax.simulator.transformer.memory import (
     memory_use,
 )
 from scalejax.simulator.transformer.shape import (
+    BlockShard,
     Recompute,
     Strategy,
     TransformerShape,
     block_shard,
     is_data_manual,
     is_uneven,
+    matrix_elements_of_device,
     scatters_each,
     slowest_stage,
+    stage_kinds,
     stage_layout,
     sums_once,
     table_shard,
+    zero_parts,
 )
 from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_between_stages
 
@@ -52,12 +56,18 @@ __all__ = [
     "StepParts",
     "Strategy",
     "TransformerShape",
+    "matrix_elements_of_device",
     "memory_by_zero_stage",
     "memory_use",
     "slowest_stage",
     "step_parts",
     "transformer_program",
+    "zero_parts",
 ]
+
+
+_KINDS = ("dense.", "")
+"""Prefixes of the operations of the kinds of blocks, of which the last has none."""
 
 
 class Part(NamedTuple):
@@ -75,6 +85,18 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockParts:
+    """Parts of the blocks of a kind, each once per block and microbatch."""
+
+    forward: Part
+    """Forward pass of a block."""
+    backward: Part
+    """Backward pass of a block."""
+    count: int
+    """Blocks of the slowest stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
     """Parts of a step by how often they run."""
 
@@ -82,12 +104,10 @@ class StepParts:
     """Operations before the first microbatch, once per step."""
     embedding: Part
     """Embedding, once per microbatch before its blocks."""
-    forward: Part
-    """Forward pass of a block, once per block and microbatch."""
+    blocks: tuple[BlockParts, ...]
+    """Blocks of each kind, in order."""
     logits: Part
     """Logits and loss, once per microbatch between the passes over its blocks."""
-    backward: Part
-    """Backward pass of a block, once per block and microbatch."""
     embedding_gradient: Part
     """Gradient of the embedding, once per microbatch after its blocks."""
     sends: Part
@@ -99,8 +119,10 @@ class StepParts:
 def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     """Parts of the step of a device of the slowest stage; logits are included even if that is not
     the last stage."""
-    shard, layout = block_shard(shape, strategy), strategy.layout
-    layers = slowest_stage(shape, strategy).layers
+    layout = strategy.layout
+    kinds = stage_kinds(shape, slowest_stage(shape, strategy).layers, layout.pipeline)
+    blocks = tuple((_shard(kind, strategy, count), count) for kind, count in kinds)
+    shard = blocks[-1][0]
     dealt = layout if is_uneven(shape, layout) else None
     microbatches = strategy.split.microbatches
     accumulated = accumulator_elements(shape, layout, microbatches)
@@ -118,19 +140,41 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     )
     return StepParts(
         before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
-        embedding=Part(embedding, (shard, layers, strategy.zero_stage > 0, accumulated > 0)),
-        forward=Part(block_forward, (shard,)),
+        embedding=Part(embedding, (blocks, strategy.zero_stage > 0, accumulated > 0)),
+        blocks=tuple(
+            BlockParts(
+                forward=Part(block_forward, (each, _KINDS[index - len(blocks)])),
+                backward=Part(block_backward, (each, _KINDS[index - len(blocks)])),
+                count=count,
+            )
+            for index, (each, count) in enumerate(blocks)
+        ),
         logits=Part(logits, (shard, is_data_manual(strategy) or stages > 1, is_scattered)),
-        backward=Part(block_backward, (shard,)),
         embedding_gradient=Part(
             embedding_gradient,
-            (shard, layers, accumulated > 0, layout.data if is_scattered else 1),
+            (blocks, accumulated > 0, layout.data if is_scattered else 1),
         ),
         sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices, False))
         if stages > 1
         else Part(),
         update=Part(update, (end,)),
     )
+
+
+def _shard(kind: TransformerShape, strategy: Strategy, count: int) -> BlockShard:
+    """A device's shard of a block of a kind; a single dense one before the others is in no loop,
+    and the compiler computes nothing of it again."""
+    shard = block_shard(kind, strategy)
+    is_single = count == 1 and kind.is_first
+    return replace(shard, recompute="none") if is_single else shard
+
+
+def _loops(blocks: Sequence[BlockParts], name: Literal["forward", "backward"]) -> Iterator[Loop]:
+    """Yield the loops of a pass over the blocks of each kind."""
+    for each in blocks:
+        part: Part = getattr(each, name)
+        kind = part.arguments[-1]
+        yield Loop(name=f"{kind}{name}", trip_count=each.count, body=part.operations)
 
 
 def transformer_program(
@@ -154,9 +198,9 @@ def transformer_program(
     parts = step_parts(shape, strategy)
     body = (
         *parts.embedding.operations,
-        Loop(name="forward", trip_count=slowest.layers, body=parts.forward.operations),
+        *_loops(parts.blocks, "forward"),
         *(parts.logits.operations if slowest.has_logits else ()),
-        Loop(name="backward", trip_count=slowest.layers, body=parts.backward.operations),
+        *_loops(parts.blocks[::-1], "backward"),
         *parts.embedding_gradient.operations,
     )
     layout, count = strategy.layout, strategy.split.microbatches

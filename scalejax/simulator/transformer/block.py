@@ -13,47 +13,65 @@ from math import isqrt
 from scalejax.config.model import narrow_type
 from scalejax.config.parallelism import CONTEXT, FSDP, TENSOR
 from scalejax.simulator.program import Loop, Operation
-from scalejax.simulator.transformer import context_attention
+from scalejax.simulator.transformer import context_attention, latent_attention
+from scalejax.simulator.transformer.experts import ExpertLayer
+from scalejax.simulator.transformer.experts import kept as kept_by_experts
 from scalejax.simulator.transformer.operations import Writer, combined
-from scalejax.simulator.transformer.shape import BlockShard, sum_axes
+from scalejax.simulator.transformer.shape import BlockShard, is_of_experts, sum_axes
 from scalejax.simulator.transforms.float8 import with_float8_products
 
 _CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
 _F32_BYTES = 4
 _STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
-_MATRICES = ("qkv", "projection", "up", "down")
+_ROWS_DIVIDED = ("projection", "down")
+"""Matrices whose rows are divided over tensor."""
 _SPLIT_ROWS = 4096
 """Sums over more rows than this take two operations, the first of which leaves about their root
 (XLA, service/gpu/transforms/tree_reduction_rewriter.cc: 32 threads of 128 rows)."""
 
 
-def block_forward(shard: BlockShard) -> tuple[Operation | Loop, ...]:
-    """Operations of the forward pass of one block for one microbatch."""
-    block = _Block("forward", shard)
+def block_forward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop, ...]:
+    """Operations of the forward pass of one block for one microbatch.
+
+    Args:
+        shard: the device's shard of it.
+        kind: prefix of the names, where there are blocks of other kinds.
+    """
+    block = _Block(f"{kind}forward", shard)
     block.write.scalars("counter", 2)
     _normalised_for_attention(block)
     _attention_half(block, is_first=True)
     block.norm("feed_forward.norm")
-    _feed_forward_half(block)
+    if block.experts is None:
+        _feed_forward_half(block)
+    else:
+        _expert_half(block, block.experts)
     return block.done()
 
 
-def block_backward(shard: BlockShard) -> tuple[Operation | Loop, ...]:
-    """Operations of the backward pass of one block, with recompute and gradient sums."""
-    block = _Block("backward", shard)
+def block_backward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop, ...]:
+    """Operations of the backward pass of one block, with recompute and gradient sums; arguments as
+    of `block_forward`."""
+    block = _Block(f"{kind}backward", shard)
     block.write.scalars("counter", 2)
     if shard.recompute == "full":
         _normalised_for_attention(block)
         _attention_half(block, is_first=False)
         block.norm("feed_forward.norm")
-        block.gather_tokens("feed_forward")
-        _up(block)
+        if block.experts is None:
+            block.gather_tokens("feed_forward")
+            _up(block)
+        else:
+            _route(block, block.experts)
     elif shard.recompute == "selective_op" and not block.fuses_norms:
         _normalised_for_attention(block)
         _between_kept(block)
     if shard.is_over_context:
         context_attention.start_keys(block.write, shard)
-    _feed_forward_gradients(block)
+    if block.experts is None:
+        _feed_forward_gradients(block)
+    else:
+        _expert_gradients(block, block.experts)
     _attention_gradients(block)
     _sum_gradients(block)
     return block.done()
@@ -72,18 +90,25 @@ class _Block:
         self.qkv_width = shape.qkv_width // self.tensor
         self.up_width = shape.up_width // self.tensor
         self.inner_width = shape.ffn_hidden // self.tensor
-        self.head_width = self.hidden // self.tensor
+        moe = shape.experts
+        self.shared_width = moe.shared_experts * moe.expert_hidden // self.tensor if moe else 0
+        """Width of the shared experts on the device; 0 without."""
+        self.head_width = shape.heads * shape.value_size // self.tensor
         self.stream = shard.kept_stream_bytes
         self.stream_rows = self.stream // (self.hidden * shape.element_bytes)
         self.has_biases = not shape.is_gated
-        self.matrices: dict[str, int] = dict(zip(_MATRICES, shard.matrices, strict=True))
+        self.experts = None if shape.experts is None else ExpertLayer(self.write, shard)
+        """The layer of experts, which has its own matrices; None of a block without."""
+        self.matrices = {
+            name: size for name, size in shard.matrices.items() if not is_of_experts(name)
+        }
         self._gathers: dict[str, str] = {}
         self._used: set[str] = set()
         self._computed: set[str] = set()
         self.has_gradients: set[str] = set()
         """Matrices whose gradients are computed."""
         # Where the sum over tensor was kept, the fusion of a norm's gradient applies it again.
-        is_backward = prefix == "backward"
+        is_backward = prefix.endswith("backward")
         is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
         self.fuses_norms = is_backward and is_summed and self.has_biases
         self.sums_early = self.tensor == shard.layout.fsdp == 1 and sum_axes(shard.layout) != ()
@@ -111,7 +136,7 @@ class _Block:
 
     def use(self, name: str) -> None:
         """Wait until a matrix is gathered; without fsdp, slice its layer here."""
-        if name in self._used:
+        if name in self._used or name not in self.matrices:
             return
         self._used.add(name)
         if self.shard.layout.fsdp == 1:
@@ -133,7 +158,13 @@ class _Block:
         # Of many rows, each vector is cast to the compute type once.
         if self.stream_rows > _SPLIT_ROWS:
             self.write.scalars(f"{name}.vectors", 4 if self.has_biases else 1)
-        self.write.fusion(f"{name}.apply", self.stream, self.stream)
+        self.write.fusion(f"{name}.apply", self.stream, self.stream + self._wide(name))
+
+    def _wide(self, name: str) -> int:
+        """Bytes of the stream in float32, which the router reads of the norm before it; else 0."""
+        if self.experts is None or name != "feed_forward.norm":
+            return 0
+        return self.stream * _F32_BYTES // self.shard.shape.element_bytes
 
     def norm_gradient(self, name: str) -> None:
         """Add the gradient of a norm, of its vectors, and of the bias that was added after it."""
@@ -142,7 +173,10 @@ class _Block:
         vectors = 2 if self.has_biases else 1
         is_split = self.stream_rows > _SPLIT_ROWS
         wide = 0 if is_split else size * _F32_BYTES // self.shard.shape.element_bytes
-        write.fusion(f"{name}.gradient.statistics", 2 * size, statistics + wide)
+        if of_router := self._wide(name):  # and of experts, in float32 where no axis splits them
+            wide += size
+            of_router += 0 if self.shard.layout.expert > 1 else of_router - size
+        write.fusion(f"{name}.gradient.statistics", 2 * size + of_router, statistics + wide)
         write.copy(f"{name}.gradient.mean", statistics)
         partial = self.partial_bytes(self.stream_rows, vectors * _F32_BYTES * self.hidden)
         again = size if self.fuses_norms else 0
@@ -158,7 +192,7 @@ class _Block:
         layout, along = self.shard.layout, sum_axes(self.shard.layout)
         self._computed |= set(names)
         if layout.fsdp > 1:
-            if self._computed == set(_MATRICES):
+            if self._computed == set(self.matrices):
                 self._start_scatter(along)
             return
         if not along:
@@ -173,15 +207,15 @@ class _Block:
 
     def _start_scatter(self, along: tuple[str, ...]) -> None:
         """Start the reduce-scatter of the matrices' gradients over fsdp."""
-        qkv, projection, up, down = self.shard.matrices
+        both = sum(size for name, size in self.matrices.items() if name in _ROWS_DIVIDED)
+        size = sum(self.matrices.values())
         if self.tensor > 1 and along:
             # Matrices whose rows are sharded over both axes: XLA all-reduces them over all of the
             # batch's axes and slices the result, where it reduce-scatters the others.
-            self.write.start("scatter", "reduce_scatter", qkv + up, (FSDP,), buffers=2)
-            self.write.copy("sum_all.concatenate", projection + down)
-            self.write.start("sum_all", "all_reduce", projection + down, (*along, FSDP))
+            self.write.start("scatter", "reduce_scatter", size - both, (FSDP,), buffers=2)
+            self.write.copy("sum_all.concatenate", both)
+            self.write.start("sum_all", "all_reduce", both, (*along, FSDP))
         else:
-            size = self.shard.matrix_bytes
             self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=4)
 
     def partial_bytes(self, rows: int, size: int) -> int:
@@ -229,27 +263,21 @@ class _Block:
 def _normalised_for_attention(block: _Block) -> None:
     """The norm before attention, with gathers of matrices and tokens under way: tokens first."""
     if not block.shard.sequence_parallel:
-        block.gather(*_MATRICES)
+        block.gather(*block.matrices)
     block.norm("attention.norm")
     block.start_gather_tokens("attention")
     if block.shard.sequence_parallel:
-        block.gather(*_MATRICES)
+        block.gather(*block.matrices)
 
 
 def _attention_half(block: _Block, *, is_first: bool) -> None:
     """Attention up to its projection; the mask is read in the forward pass only."""
     shard, write, tensor = block.shard, block.write, block.tensor
-    if block.has_biases:
-        write.fusion("qkv.bias", 0, shard.qkv_bytes)
-    block.use("qkv")
-    block.wait_for_tokens("attention")
-    extra = shard.qkv_bytes if block.has_biases else 0
-    write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
-    if block.has_biases:
-        write.copy("qkv.bias.slice", shard.qkv_bytes)
+    if shard.shape.latent is not None:
+        block.wait_for_tokens("attention")
+        latent_attention.make_heads(write, shard, block.use)
     else:
-        for name, size in heads(shard):
-            write.copy(f"{name}.rotate", size)
+        _heads(block)
     _start_gathering_keys(block)
     _scores(block, has_mask=is_first, name="attention")
     block.use("projection")
@@ -265,6 +293,22 @@ def _attention_half(block: _Block, *, is_first: bool) -> None:
     block.add_sum("projection")
 
 
+def _heads(block: _Block) -> None:
+    """Queries, keys and values of the device's heads, in one product."""
+    shard, write = block.shard, block.write
+    if block.has_biases:
+        write.fusion("qkv.bias", 0, shard.qkv_bytes)
+    block.use("qkv")
+    block.wait_for_tokens("attention")
+    extra = shard.qkv_bytes if block.has_biases else 0
+    write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
+    if block.has_biases:
+        write.copy("qkv.bias.slice", shard.qkv_bytes)
+    else:
+        for name, size in heads(shard):
+            write.copy(f"{name}.rotate", size)
+
+
 def heads(shard: BlockShard, *, parts: int = 1) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of the queries of this device's heads, and of keys and values of so many parts
     of a sample."""
@@ -277,7 +321,9 @@ def _copy_stream(block: _Block) -> None:
     if block.tensor > 1:
         return
     count = 2
-    if block.shard.recompute != "full":
+    if block.experts is not None:
+        count = 1
+    elif block.shard.recompute != "full":
         is_many = block.has_biases and block.stream_rows > _SPLIT_ROWS
         count = 3 if block.shard.layout.fsdp == 1 else 0 if is_many else 2
     for index in range(count):
@@ -326,8 +372,8 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
         return
     if shard.shape.is_fused:
         shape = (batch, queries, keys, size)
-        written = shard.head_bytes + shard.statistics_bytes
-        write.attention(name, shape, 2, shard.qkv_bytes, written)
+        written, values = shard.mixed_bytes + shard.statistics_bytes, shard.shape.value_size
+        write.attention(name, shape, 2, shard.qkv_bytes, written, value_size=values)
         return
     mask, wide = queries * keys * 4 if has_mask else 0, batch * queries * keys * _F32_BYTES
     batch, queries, keys = _product_shape(shard)
@@ -364,6 +410,100 @@ def _feed_forward_half(block: _Block) -> None:
     block.add_sum("down")
 
 
+def _expert_half(block: _Block, layer: ExpertLayer) -> None:
+    """The layer of experts after its norm, and copies of kept activations into their stacks,
+    beside the sums over the expert axis."""
+    shard, write = block.shard, block.write
+    _route(block, layer)
+    layer.forward()
+    write.copy("kept", block.stream)
+    kept = dict(_kept(shard) if shard.recompute != "full" else ())
+    gathered = kept.pop("kept.gathered", 0)
+    for name, size in kept.items():
+        write.copy(name, size)
+    _shared(block)
+    layer.report()
+    if gathered:
+        write.copy("kept.gathered", gathered)
+    if block.shared_width:
+        block.use("shared.down")
+        write.matmul("shared.down", (1, block.rows, block.hidden, block.shared_width))
+    layer.add()
+
+
+def _shared(block: _Block) -> None:
+    """The up projection of the shared experts, if there are any."""
+    if not block.shared_width:
+        return
+    write, size = block.write, block.rows * block.shared_width * block.shard.shape.element_bytes
+    block.use("shared.up")
+    write.matmul("shared.up", (1, block.rows, 2 * block.shared_width, block.hidden))
+    write.fusion("shared.gate", 2 * size, size)
+
+
+def _shared_gradients(block: _Block) -> None:
+    """Gradient of the tokens by the shared experts, if there are any."""
+    if not block.shared_width:
+        return
+    write, rows, width = block.write, block.rows, block.shared_width
+    size = rows * width * block.shard.shape.element_bytes
+    block.use("shared.down")
+    write.matmul("shared.down.input_gradient", (1, rows, width, block.hidden))
+    write.fusion("shared.gate.gradient", 3 * size, 2 * size)
+    block.use("shared.up")
+    write.matmul("shared.up.input_gradient", (1, rows, block.hidden, 2 * width), block.stream)
+
+
+def _shared_matrix_gradients(block: _Block) -> None:
+    """Gradients of the matrices of the shared experts, if there are any."""
+    if not block.shared_width:
+        return
+    write, rows, width = block.write, block.rows, block.shared_width
+    size = rows * width * block.shard.shape.element_bytes
+    write.matmul("shared.up.gradient", (1, 2 * width, block.hidden, rows))
+    block.start_sums("shared.up")
+    write.fusion("shared.gate.again", 2 * size, size)
+    write.matmul("shared.down.gradient", (1, width, block.hidden, rows))
+    block.start_sums("shared.down")
+
+
+def _route(block: _Block, layer: ExpertLayer) -> None:
+    """Experts of the tokens, which are gathered meanwhile, and the experts' matrices."""
+    block.gather_tokens("feed_forward")
+    layer.start_tokens("tokens")
+    layer.route()
+    layer.gather_matrices()
+
+
+def _expert_gradients(block: _Block, layer: ExpertLayer) -> None:
+    """Backward pass from the gradient after the block to that before the norm of its experts."""
+    shard, write = block.shard, block.write
+    block.start_gather_tokens("results.gradient.own")
+    block.wait_for_tokens("results.gradient.own")
+    layer.start_tokens("results.gradient")
+    if not layer.is_again:
+        layer.gather_matrices()
+        _read_kept(block, "kept.gathered", "kept.hidden", "kept.assignments")
+    else:
+        write.wait("tokens")
+    layer.backward()
+    if not layer.is_again:
+        block.gather(*reversed(block.matrices))
+    if not shard.sequence_parallel:
+        _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
+    if layer.is_again:
+        _shared(block)
+        if shard.recompute == "selective_op":  # beside the sums over the expert axis
+            _heads_between(block)
+    else:
+        _read_kept(block, "kept.shared")
+    _shared_gradients(block)
+    layer.router_gradient()
+    block.start_sum_over_tensor("experts.input_gradient")
+    write.wait("experts.input_gradient.sum")
+    block.norm_gradient("feed_forward.norm")
+
+
 def _up(block: _Block) -> None:
     """The up projection; a GELU is fused into it, a SwiGLU is not."""
     shard, write = block.shard, block.write
@@ -387,13 +527,24 @@ def _between_kept(block: _Block) -> None:
     was kept; norms, and tokens gathered for them; the gated half of the up projection."""
     shard, write = block.shard, block.write
     block.wait_for_tokens("attention")
+    if block.experts is None:
+        _heads_between(block)
     if block.tensor == 1:
         shape = (1, block.rows, block.hidden, block.head_width)
         write.matmul("projection", shape, shard.stream_bytes)
     block.norm("feed_forward.norm")
+    if block.experts is not None:
+        _route(block, block.experts)
+        return
     block.gather_tokens("feed_forward")
     if shard.shape.is_gated:
         write.matmul("up", (1, block.rows, block.inner_width, block.hidden))
+
+
+def _heads_between(block: _Block) -> None:
+    """Heads of kept latents, where every second product is kept."""
+    if block.shard.shape.latent is not None:
+        latent_attention.make_heads(block.write, block.shard, block.use, is_between=True)
 
 
 def _kept(shard: BlockShard) -> list[tuple[str, int]]:
@@ -401,15 +552,24 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     of_fused = [("kept.statistics", shard.statistics_bytes)] if shard.shape.is_fused else []
     if shard.recompute == "selective_op":
         summed = [("kept.stream", shard.kept_stream_bytes)] if shard.layout.tensor > 1 else []
-        products = [("kept.queries", shard.qkv_bytes), ("kept.gate", shard.inner_bytes)]
-        return [*summed, *products, ("kept.mixed", shard.head_bytes), *of_fused]
+        products = [("kept.queries", shard.qkv_bytes)]
+        if shard.shape.latent is not None:
+            products = latent_attention.kept(shard)
+        if shard.shape.experts is None:
+            products.append(("kept.gate", shard.inner_bytes))
+        return [*summed, *products, ("kept.mixed", shard.mixed_bytes), *of_fused]
     kept = [("kept.stream", shard.kept_stream_bytes)]
     # Inputs of column-parallel products: all tokens, as they are not gathered again.
-    kept += [(f"kept.normalised.{index}", shard.stream_bytes) for index in range(2)]
+    layers = range(2 if shard.shape.experts is None else 1)
+    kept += [(f"kept.normalised.{index}", shard.stream_bytes) for index in layers]
     keys = shard.sent_key_bytes if shard.shape.is_fused else shard.key_bytes * shard.layout.context
     kept += [("kept.queries", shard.head_bytes), ("kept.keys", keys), ("kept.values", keys)]
+    if shard.shape.latent is not None:
+        kept += latent_attention.kept(shard)
     # Of fused attention as the kernel wrote it, and as the projection read it.
-    kept += [(f"kept.mixed.{index}", shard.head_bytes) for index in range(1 + len(of_fused))]
+    kept += [(f"kept.mixed.{index}", shard.mixed_bytes) for index in range(1 + len(of_fused))]
+    if shard.shape.experts is not None:
+        return [*kept, *of_fused, *kept_by_experts(shard)]
     names = ("kept.gate", "kept.up") if shard.shape.is_gated else ("kept.up",)
     kept += [*of_fused, *((name, shard.inner_bytes) for name in names)]
     if shard.recompute == "none":
@@ -444,7 +604,7 @@ def _feed_forward_gradients(block: _Block) -> None:
     inner = shard.inner_bytes
     block.start_gather_tokens("down.gradient")
     if shard.recompute in ("none", "selective") or block.fuses_norms:
-        block.gather(*reversed(_MATRICES))
+        block.gather(*reversed(block.matrices))
     block.use("down")
     block.wait_for_tokens("down.gradient")
     write.matmul("down.input_gradient", (1, rows, block.inner_width, block.hidden))
@@ -491,12 +651,16 @@ def _attention_gradients(block: _Block) -> None:
             _feed_forward_matrix_gradients(block)
         write.wait("values.gradient.sum")
         write.wait("keys.gradient.sum")
-        write.copy("qkv.concatenate", shard.qkv_bytes)
+        if shard.shape.latent is None:
+            write.copy("qkv.concatenate", shard.qkv_bytes)
     if not shard.shape.is_fused:
         write.copy("qkv.transpose.0", shard.qkv_bytes)
         write.copy("qkv.transpose.1", shard.qkv_bytes)
-    block.use("qkv")
-    _matrix_gradients(block)
+    if shard.shape.latent is None:
+        block.use("qkv")
+        _matrix_gradients(block)
+    else:
+        _latent_gradients(block)
     block.norm_gradient("attention.norm")
     if block.has_biases and shard.layout.fsdp == 1:
         block.start_sums("projection")
@@ -548,6 +712,18 @@ def _matrix_gradients(block: _Block) -> None:
     write.wait("qkv.input_gradient.sum")
 
 
+def _latent_gradients(block: _Block) -> None:
+    """`_matrix_gradients` of latent attention."""
+    _read_kept(block, "kept.latent")
+
+    def others() -> None:
+        _feed_forward_matrix_gradients(block)
+        _projection_gradient(block)
+        block.start_sums("projection")
+
+    latent_attention.gradients(block.write, block.shard, block.use, block.start_sums, others)
+
+
 def _projection_gradient(block: _Block) -> None:
     """Gradient of the projection, if it is not there yet."""
     if "projection" not in block.has_gradients:
@@ -557,8 +733,14 @@ def _projection_gradient(block: _Block) -> None:
 
 
 def _feed_forward_matrix_gradients(block: _Block) -> None:
-    """Gradients of the matrices of the feed-forward layer, if they are not there yet."""
+    """Gradients of the matrices of the feed-forward layer, if they are not there yet; of experts
+    those of the router, the others were made with the gradients of tokens."""
     if "up" in block.has_gradients:
+        return
+    if block.experts is not None:
+        block.has_gradients |= {"down", "up"}
+        block.experts.router_matrix_gradient()
+        _shared_matrix_gradients(block)
         return
     block.has_gradients |= {"down", "up"}
     rows = block.rows
@@ -577,10 +759,9 @@ def _score_gradients(block: _Block) -> None:
     shard, write = block.shard, block.write
     (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
     if shard.shape.is_fused:
-        read = shard.qkv_bytes + 2 * shard.head_bytes + shard.statistics_bytes
-        write.attention(
-            "attention.gradient", (batch, queries, keys, size), 5, read, shard.qkv_bytes
-        )
+        read = shard.qkv_bytes + 2 * shard.mixed_bytes + shard.statistics_bytes
+        shape, values = (batch, queries, keys, size), shard.shape.value_size
+        write.attention("attention.gradient", shape, 5, read, shard.qkv_bytes, value_size=values)
     else:
         batch, queries, keys = _product_shape(shard)
         if shard.recompute in ("selective", "selective_op"):
@@ -610,9 +791,8 @@ def _sum_gradients(block: _Block) -> None:
     fsdp, along = layout.fsdp, sum_axes(layout)
     write.wait("scatter")
     if fsdp > 1 and along:
-        scattered = (
-            block.matrices["qkv"] + block.matrices["up"] if block.tensor > 1 else shard.matrix_bytes
-        )
+        divided = _ROWS_DIVIDED if block.tensor > 1 else ()
+        scattered = sum(size for name, size in block.matrices.items() if name not in divided)
         write.copy("sum.concatenate", scattered // fsdp)
         write.start("sum", "all_reduce", scattered // fsdp, along)
     _sum_vectors(block)
@@ -622,9 +802,11 @@ def _sum_gradients(block: _Block) -> None:
         write.wait(f"sum_{group[0]}")
         if along and (len(group) > 1 or fsdp > 1):
             size = sum(block.matrices[name] for name in group)
-            write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts)
+            write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts(group[0]))
     for name, size in block.matrices.items():
-        write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts)
+        write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts(name))
+    if block.experts is not None:
+        block.experts.finish_sums()
 
 
 def _sum_vectors(block: _Block) -> None:
@@ -633,7 +815,7 @@ def _sum_vectors(block: _Block) -> None:
     shard, write, layout = block.shard, block.write, block.shard.layout
     count = 8 if block.has_biases else 2
     axes = (*sum_axes(layout), FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
-    size = shard.norm_elements * _F32_BYTES
+    size = (shard.norm_elements + shard.shape.router_elements) * _F32_BYTES
     write.start("vectors.sum", "all_reduce", size, axes)
     if any(getattr(layout, axis) > 1 for axis in axes):
         block.write.scalars("vectors.slice", count + 1)

@@ -6,22 +6,24 @@ As in `block`, read off compiled programs and derived from shapes. Knows no hard
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scalejax.config.parallelism import DATA, FSDP, PIPELINE, TENSOR, Layout
+from scalejax.config.parallelism import DATA, EXPERT, FSDP, PIPELINE, TENSOR, Layout
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer.block import heads, kept_stacks
 from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import (
     BlockShard,
     TransformerShape,
+    devices_of_matrix,
+    is_of_experts,
     is_uneven,
     most_layers,
     parameters_of_device,
     stage_layout,
     sum_axes,
+    zero_parts,
 )
 
 _F32, _F32_BYTES = "f32", 4
-_MATRICES = ("qkv", "projection", "up", "down")
 _VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
 
 
@@ -34,25 +36,31 @@ def _table_elements(shard: BlockShard) -> int:
     return shard.shape.vocabulary * shard.shape.hidden // shard.layout.tensor
 
 
+def _norm_elements(shape: TransformerShape) -> int:
+    """Elements of the last norm."""
+    return shape.hidden * (1 if shape.is_gated else 2)
+
+
 def _position_elements(shard: BlockShard) -> int:
     shape = shard.shape
     return shape.tokens * shape.hidden if shape.has_learned_positions else 0
 
 
 def embedding(
-    shard: BlockShard, layers: int, is_gathered: bool, is_repeated: bool
+    blocks: tuple[tuple[BlockShard, int], ...], is_gathered: bool, is_repeated: bool
 ) -> tuple[Operation | Loop, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
     Args:
-        shard: a device's shard of a block for one microbatch.
-        layers: blocks of the stage.
+        blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
+            each kind.
         is_gathered: whether the step has cast the matrices already, to gather them from ZeRO's
             shards.
         is_repeated: whether they are in a loop over microbatches.
     """
+    shard = blocks[-1][0]
     write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
-    own = shard.matrix_bytes // fsdp * layers
+    own = sum(each.matrix_bytes // fsdp * count for each, count in blocks)
     is_cast = used != _F32_BYTES and not is_gathered
     if is_cast:
         table = _table_elements(shard) // fsdp
@@ -68,11 +76,13 @@ def embedding(
         kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
         write.start("lookup.sum", kind, stream, (TENSOR,))
     if is_cast:
-        for name, size in zip(_MATRICES, shard.matrices, strict=True):
-            one = size // fsdp * layers
-            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
+        for each, count in blocks:
+            kind = "dense." if each.shape.is_first else ""
+            for name, size in each.matrices.items():
+                one = size // fsdp * count
+                write.fusion(f"{kind}{name}.cast", one * _F32_BYTES // used, one)
     write.fusion("gradients.zero", 0, own)
-    stacks = [layers * size for size in kept_stacks(shard)]
+    stacks = [count * size for each, count in blocks for size in kept_stacks(each)]
     write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
     if is_repeated:  # zeros of a size are the same before each microbatch, and copied
         for index, size in enumerate(sorted(stacks)):
@@ -151,21 +161,21 @@ def _table_gradient(write: Writer, shard: BlockShard) -> None:
 
 
 def embedding_gradient(
-    shard: BlockShard, layers: int, is_accumulated: bool, scattered_over: int
+    blocks: tuple[tuple[BlockShard, int], ...], is_accumulated: bool, scattered_over: int
 ) -> tuple[Operation | Loop, ...]:
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
     Args:
-        shard: a device's shard of a block for one microbatch; its layout says over which devices
-            gradients are summed.
-        layers: blocks of the stage.
+        blocks: a device's shard of a block for one microbatch, whose layout says over which
+            devices gradients are summed, and the blocks of the stage, of each kind.
         is_accumulated: whether gradients are accumulated in float32 over microbatches.
         scattered_over: devices along data, over which ZeRO 2 scatters the gradients of every
             microbatch; else 1.
     """
+    shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
     used = shape.element_bytes
-    own = shard.matrix_bytes // layout.fsdp // used * layers
+    own = sum(each.matrix_bytes // layout.fsdp // used * count for each, count in blocks)
     tables = (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
     whole = replace(layout, data=scattered_over)
     if scattered_over > 1:
@@ -208,7 +218,7 @@ def _start_table_sums(write: Writer, shard: BlockShard) -> None:
     table, places = _table_elements(shard) * used, _position_elements(shard) * used
     # Where tensor shards the table, the gradients of its two uses are summed separately.
     is_twofold = not shard.shape.has_tied_embeddings
-    write.start("sum.norms", "all_reduce", shard.norm_elements // 2 * _F32_BYTES + 8, both)
+    write.start("sum.norms", "all_reduce", _norm_elements(shard.shape) * _F32_BYTES + 8, both)
     if layout.fsdp == 1:
         kind = "reduce_scatter" if shard.is_scattered else "all_reduce"
         write.start("sum", kind, (1 + is_twofold) * table + places, along)
@@ -256,8 +266,9 @@ def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout)
     """All-to-all that redistributes stored shards of all blocks into whole blocks per stage, or
     their gradients back; each stage's payload is that of the longest."""
     layers, parts = most_layers(shape, layout), layout.tensor * layout.fsdp
-    for name, size in zip(_MATRICES, shape.matrices, strict=True):
+    for name, size in shape.matrices.items():
         payload = layers * size * shape.element_bytes // parts
+        payload //= layout.expert if is_of_experts(name) else 1
         write.copy(f"{name}.deal.transpose", payload)
         write.collective(f"{name}.deal", "all_to_all", payload, (PIPELINE,))
     vectors = 2 if shape.is_gated else 8
@@ -300,10 +311,12 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
     own = parameters_of_device(shape, whole)
-    counts = {
-        name: size // layout.tensor // layout.fsdp * shape.layers // whole.pipeline
-        for name, size in zip(_MATRICES, shape.matrices, strict=True)
-    }
+    counts: dict[str, int] = {}
+    for kind, layers in shape.kinds:
+        for name, size in kind.matrices.items():
+            parts = devices_of_matrix(name, layout) * layout.fsdp
+            count = size // parts * layers // whole.pipeline
+            counts[name] = counts.get(name, 0) + count
     counts["tables"] = max(0, own - sum(counts.values()))
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if is_uneven(shape, whole):
@@ -313,9 +326,13 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     summed = _start_sums(write, end, counts) if end.is_accumulated and end.is_summed_once else {}
     if end.tables is not None:
         _start_table_sums(write, end.tables)
-    parts = layout.data if end.zero_stage else 1
     state = (1 + end.moments) * _F32_BYTES
+    parts_of = {
+        name: zero_parts(layout, of_experts=is_of_experts(name)) if end.zero_stage else 1
+        for name in counts
+    }
     for name, count in counts.items():
+        parts = parts_of[name]
         write.wait(f"sum.{name}")
         if name in summed:
             write.copy(f"sum.{name}.slice", summed[name])
@@ -326,20 +343,26 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     write.scalars("vectors", _VECTOR_UPDATES)
     if end.zero_stage:
-        _gather(write, shape.element_bytes, counts, parts)
+        _gather(write, shape.element_bytes, counts, parts_of)
     return write.done()
 
 
-def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) -> None:
+def _gather(
+    write: Writer, used_bytes: int, counts: dict[str, int], parts_of: dict[str, int]
+) -> None:
     """All-gather of the updated parameters from ZeRO's shards, cast to the compute type first
     except for a few vectors. (The trainer gathers at the start of the next step: equally long.)
     """
     if used_bytes != _F32_BYTES:
         for name, count in counts.items():
-            write.fusion(f"{name}.cast", count // parts * _F32_BYTES, count // parts * used_bytes)
-    payload = sum(counts.values()) * used_bytes
-    write.start("gather", "all_gather", payload, (DATA,), buffers=16)
+            own = count // parts_of[name]
+            write.fusion(f"{name}.cast", own * _F32_BYTES, own * used_bytes)
+    experts = sum(count for name, count in counts.items() if is_of_experts(name))
+    rest = (sum(counts.values()) - experts) * used_bytes
+    write.start("gather", "all_gather", rest, (DATA, EXPERT), buffers=16)
+    write.start("gather.experts", "all_gather", experts * used_bytes, (DATA,), buffers=2)
     write.wait("gather")
+    write.wait("gather.experts")
 
 
 def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str, int]:
@@ -349,7 +372,7 @@ def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str,
     Returns:
         Bytes of the sums of several members, to be sliced once they are there, by that name.
     """
-    along, summed = sum_axes(end.layout), dict[str, int]()
+    along, summed = sum_axes(end.layout, of_experts=True), dict[str, int]()
     if not along:
         return summed
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}

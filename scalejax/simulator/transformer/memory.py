@@ -13,13 +13,17 @@ from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.simulator.program import MemoryUse
 from scalejax.simulator.transformer.block import kept_stacks
 from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements
+from scalejax.simulator.transformer.experts import held_bytes as held_by_experts
 from scalejax.simulator.transformer.shape import (
     BlockShard,
     Strategy,
     TransformerShape,
     block_shard,
+    expert_parameters_of_device,
     most_layers,
     parameters_of_device,
+    stage_kinds,
+    zero_parts,
 )
 
 AMPERE_WORKSPACE_BYTES = 4 * 1024**2
@@ -27,6 +31,9 @@ AMPERE_WORKSPACE_BYTES = 4 * 1024**2
 32 MiB from Hopper on)."""
 _F32_BYTES = 4
 _CACHE_SIZE = 65536  # entries of the caches
+
+Blocks = tuple[tuple[BlockShard, int], ...]
+"""A device's shard of a block, and the number of blocks, of each kind."""
 
 
 def memory_use(
@@ -52,39 +59,59 @@ def memory_use(
 class DeviceMemory:
     """Memory of a device as a function of ZeRO stage and pipeline chunks."""
 
-    def __init__(self, shard: BlockShard, layout: Layout, microbatches: int, moments: int) -> None:
+    def __init__(
+        self,
+        shape: TransformerShape,
+        blocks: Blocks,
+        layout: Layout,
+        microbatches: int,
+        moments: int,
+    ) -> None:
         """Sum the terms that depend on neither.
 
         Args:
-            shard: a device's shard of a block for one microbatch.
+            shape: the network.
+            blocks: a device's shard of a block for one microbatch, and the blocks of the longest
+                stage, of each kind.
             layout: layout of all devices.
             microbatches: microbatches per update.
             moments: arrays like the parameters that the optimizer keeps.
         """
-        shape, layers = shard.shape, most_layers(shard.shape, layout)
-        self._data, self._stages, self._moments = layout.data, layout.pipeline, moments
+        shard = blocks[-1][0]
+        self._layout, self._stages, self._moments = layout, layout.pipeline, moments
         self._microbatches = microbatches
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
+        self._of_experts = expert_parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
         self._is_cast = shape.element_bytes != _F32_BYTES
-        self._kept = sum(kept_stacks(shard)) * layers
-        self._fixed = _fixed_bytes(shard, layers, layout.data > 1 and microbatches > 1)
+        self._kept = sum(sum(kept_stacks(each)) * count for each, count in blocks)
+        self._fixed = _fixed_bytes(blocks, layout.data > 1 and microbatches > 1)
         self._fixed_scattered = self._fixed
         if layout.data > 1:  # ZeRO 2 sums after each microbatch, not in its backward pass
-            apart = replace(shard, layout=replace(shard.layout, data=1))
-            self._fixed_scattered = _fixed_bytes(apart, layers, True, layout.pipeline == 1)
+            apart = tuple(
+                (replace(each, layout=replace(each.layout, data=1)), count)
+                for each, count in blocks
+            )
+            self._fixed_scattered = _fixed_bytes(apart, True, layout.pipeline == 1)
         if layout.pipeline > 1:
-            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(shard, layers)
+            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(blocks)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 
     def state_bytes(self, zero_stage: int) -> int:
         """Bytes of parameters and moments."""
-        return (1 + self._moments) * self._own // (self._data if zero_stage else 1)
+        return (1 + self._moments) * self._sharded(self._own, zero_stage > 0)
+
+    def _sharded(self, size: int, is_sharded: bool) -> int:
+        """Bytes of an array of `size` for the parameters, if ZeRO shards it."""
+        if not is_sharded:
+            return size
+        experts = min(size, self._of_experts)
+        return (size - experts) // zero_parts(self._layout) + experts // self._layout.data
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
         """Peak bytes of everything besides the state and the batch."""
-        accumulated = self._accumulated // (self._data if zero_stage == 2 else 1)
+        accumulated = self._accumulated // (self._layout.data if zero_stage == 2 else 1)
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
         gathered = self._own if zero_stage and not self._is_cast else 0
         ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
@@ -102,37 +129,41 @@ def memory_by_zero_stage(
         strategies: strategies that differ in ZeRO stage and chunks only.
     """
     found: dict[Literal[0, 1, 2], DeviceMemory] = {}
-    known: dict[BlockShard, DeviceMemory] = {}
+    known: dict[Blocks, DeviceMemory] = {}
     for each in strategies:
         if each.zero_stage not in found:
-            shard = block_shard(shape, each)
-            if shard not in known:
-                known[shard] = DeviceMemory(
-                    shard, each.layout, each.split.microbatches, each.moments
+            layout = each.layout
+            kinds = stage_kinds(shape, most_layers(shape, layout), layout.pipeline)
+            blocks = tuple((block_shard(kind, each), count) for kind, count in kinds)
+            if blocks not in known:
+                known[blocks] = DeviceMemory(
+                    shape, blocks, layout, each.split.microbatches, each.moments
                 )
-            found[each.zero_stage] = known[shard]
+            found[each.zero_stage] = known[blocks]
     return found
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def _fixed_bytes(
-    shard: BlockShard, layers: int, is_manual: bool, is_scattered: bool = False
-) -> int:
+def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) -> int:
     """Bytes of stacked matrices in the compute type, and the most that loss, transposes or the
     backward pass hold besides them and the kept activations.
 
     Args:
-        shard: a device's shard of a block for one microbatch.
-        layers: blocks of the longest stage.
+        blocks: as of `DeviceMemory`.
         is_manual: as of `embedding_and_loss.logits`.
         is_scattered: whether ZeRO 2 scatters the gradients of each, beside the product for that of
             the output layer: its operand is held until then.
     """
+    shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     shape, layout = shard.shape, shard.layout
-    stack = shard.matrix_bytes // layout.fsdp * layers
-    gradients = stack // shard.gradient_parts
+    stack = _stack_bytes(blocks)
+    gradients = sum(
+        size // each.layout.fsdp // each.gradient_parts(name) * count
+        for each, count in blocks
+        for name, size in each.matrices.items()
+    )
     cast = 0 if shape.element_bytes == _F32_BYTES else stack
-    table, block = _table_bytes(shard), block_bytes(shard)
+    table, block = _table_bytes(shard), max(block_bytes(each) for each, _ in blocks)
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
     if shard.is_over_context:  # blocks have latencies to fill then, and the loss only these
@@ -154,18 +185,24 @@ def _fixed_bytes(
     return cast + max(loss, backward, transposed)
 
 
-def _fixed_bytes_of_stage(shard: BlockShard, layers: int) -> int:
+def _stack_bytes(blocks: Blocks) -> int:
+    """Bytes of the stacked matrices of a stage in the compute type."""
+    return sum(each.matrix_bytes // each.layout.fsdp * count for each, count in blocks)
+
+
+def _fixed_bytes_of_stage(blocks: Blocks) -> int:
     """`_fixed_bytes` of a stage of a pipeline: its matrices, what it received from either side and
     sends, and the most that the output layer holds, whose loss is differentiated at once (logits,
     their gradient, and the layer, with fsdp also its gradient), or the backward pass of a block.
     """
+    shard = blocks[-1][0]
     shape, layout = shard.shape, shard.layout
-    stack = shard.matrix_bytes // layout.fsdp * layers
+    stack = _stack_bytes(blocks)
     cast = 0 if shape.element_bytes == _F32_BYTES else stack
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     table, streams = _table_bytes(shard), shard.stream_bytes
     last = 2 * logits + table * (1 + (layout.fsdp > 1)) + streams
-    return cast + 3 * streams + max(last, block_bytes(shard))
+    return cast + 3 * streams + max(last, *(block_bytes(each) for each, _ in blocks))
 
 
 def _table_bytes(shard: BlockShard) -> int:
@@ -184,6 +221,8 @@ def block_bytes(shard: BlockShard) -> int:
     matrices = shard.matrix_bytes * (2 if shard.layout.fsdp > 1 else 1)
     streams = 6 * shard.stream_bytes
     scores = 0 if shard.shape.is_fused else 2 * shard.score_bytes
+    if shard.shape.experts is not None:
+        return matrices + streams + 2 * shard.qkv_bytes + scores + held_by_experts(shard)
     inner = shard.up_bytes + 2 * shard.inner_bytes
     if shard.recompute in ("selective_op", "full"):
         return matrices + streams + 2 * shard.qkv_bytes + scores + inner

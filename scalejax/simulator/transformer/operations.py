@@ -12,11 +12,12 @@ from scalejax.simulator.program import (
     Collective,
     CollectiveName,
     DeviceGroup,
+    ExpertBlocks,
     Loop,
     Operation,
 )
 
-_F32 = "f32"
+_F32, _F32_BYTES = "f32", 4
 _CACHE_SIZE = 65536  # entries of the cache of device groups
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
@@ -82,10 +83,18 @@ class Writer:
         """Add `count` operations of a scalar or a vector each: a launch and few bytes."""
         self.operations += _scalars(self._full(name), count)
 
-    def matmul(self, name: str, shape: tuple[int, int, int, int], extra_read: int = 0) -> None:
+    def matmul(
+        self,
+        name: str,
+        shape: tuple[int, int, int, int],
+        extra_read: int = 0,
+        *,
+        is_accumulated: bool = False,
+    ) -> None:
         """Add a product of (batch, m, n, k), each operand and the result moved once.
 
-        In half precision sides are padded to the alignment of matrix units, as XLA does.
+        In half precision sides are padded to the alignment of matrix units, as XLA does. One that
+        is accumulated is added to a sum in float32.
         """
         if self._dtype != _F32:
             batch, *sides = shape
@@ -93,6 +102,8 @@ class Writer:
             shape = batch, m, n, k
         batch, m, n, k = shape
         size = self._element_bytes * batch
+        written = batch * m * n * (_F32_BYTES if is_accumulated else self._element_bytes)
+        extra_read += written if is_accumulated else 0
         self.operations.append(
             Operation(
                 name=self._full(name),
@@ -100,9 +111,24 @@ class Writer:
                 dtype=self._dtype,
                 flop=2 * batch * m * n * k,
                 read_bytes=size * (m + n) * k + extra_read,
-                write_bytes=size * m * n,
+                write_bytes=written,
                 shape=shape,
             ),
+        )
+
+    def exact_matmul(self, name: str, shape: tuple[int, int, int, int]) -> None:
+        """Add a product of operands in float32, none of which may be rounded."""
+        batch, m, n, k = shape
+        self.operations.append(
+            Operation(
+                name=self._full(name),
+                kind="matmul",
+                dtype="f32_highest",
+                flop=2 * batch * m * n * k,
+                read_bytes=_F32_BYTES * batch * (m + n) * k,
+                write_bytes=_F32_BYTES * batch * m * n,
+                shape=shape,
+            )
         )
 
     def attention(
@@ -114,16 +140,19 @@ class Writer:
         write: int,
         *,
         is_causal: bool = True,
+        value_size: int | None = None,
     ) -> None:
-        """Add fused attention, which does `products` products of all scores; causal, of half."""
+        """Add fused attention, which does `products` products of all scores; causal, of half.
+        Values may be of another size than queries and keys."""
         batch, queries, keys, size = shape
-        pairs = batch * queries * keys
+        pairs, of_values = batch * queries * keys, products // 2
+        flop = pairs * ((products - of_values) * size + of_values * (value_size or size))
         self.operations.append(
             Operation(
                 name=self._full(name),
                 kind="attention",
                 dtype=self._dtype,
-                flop=products * pairs * size * (1 if is_causal else 2),
+                flop=flop * (1 if is_causal else 2),
                 read_bytes=read,
                 write_bytes=write,
                 shape=shape,
@@ -174,13 +203,19 @@ class Writer:
             )
 
     @contextmanager
-    def repeated(self, name: str, count: int) -> Iterator[None]:
-        """Context whose operations are a loop of `count` runs; left out if there are none."""
+    def repeated(
+        self, name: str, count: int, expert_blocks: ExpertBlocks | None = None
+    ) -> Iterator[None]:
+        """Context whose operations are a loop of `count` runs, over blocks of rows of experts if
+        given; left out if there are none."""
         outside, self.operations = self.operations, []
         yield
         body, self.operations = tuple(self.operations), outside
         if count:
-            self.operations.append(Loop(name=self._full(name), trip_count=count, body=body))
+            loop = Loop(
+                name=self._full(name), trip_count=count, body=body, expert_blocks=expert_blocks
+            )
+            self.operations.append(loop)
 
     def collective(
         self, name: str, kind: CollectiveName, payload: int, axes: tuple[str, ...]

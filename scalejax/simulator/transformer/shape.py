@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from scalejax.config.model import ELEMENT_BYTES, NARROW_TYPES, CostedType
-from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, ContextStrategy, Layout
+from scalejax.config.model import ELEMENT_BYTES, NARROW_TYPES, CostedType, MlaConfig
+from scalejax.config.moe import MoeConfig
+from scalejax.config.parallelism import (
+    CONTEXT,
+    DATA,
+    EXPERT,
+    BatchSplit,
+    ContextStrategy,
+    Layout,
+)
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
@@ -25,7 +33,8 @@ the block."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """The dimensions of a decoder-only transformer of equal blocks."""
+    """The dimensions of a decoder-only transformer, whose blocks are equal but for first ones
+    without experts."""
 
     layers: int
     """Blocks."""
@@ -52,12 +61,28 @@ class TransformerShape:
     """Whether attention is one fused kernel that keeps no scores."""
     compute_dtype: CostedType = "bfloat16"
     """Element type of activations and products; parameters and their moments are float32."""
+    head_width: int | None = None
+    """Width of a head; if None, `hidden / heads`."""
+    normalises_heads: bool = False
+    """Whether queries and keys of every head go through a norm (QK-norm)."""
+    latent: MlaConfig | None = None
+    """Ranks and head sizes of latent attention; None for keys and values of their own."""
+    experts: MoeConfig | None = None
+    """Experts in place of the feed-forward layers after the first dense ones; None without."""
+    is_first: bool = False
+    """Whether its blocks are the first, dense ones of a network with experts."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocabulary", "tokens"):
             require_at_least(name, getattr(self, name), 1)
-        require_multiple("hidden", self.hidden, self.heads, "heads")
+        if self.head_width is None and self.latent is None:
+            require_multiple("hidden", self.hidden, self.heads, "heads")
         require_multiple("heads", self.heads, self.kv_heads, "kv_heads")
+
+    @property
+    def expert_count(self) -> int:
+        """Routed experts of a block; 1 without, which no axis divides."""
+        return 1 if self.experts is None else self.experts.experts
 
     @property
     def element_bytes(self) -> int:
@@ -72,12 +97,25 @@ class TransformerShape:
     @property
     def head_size(self) -> int:
         """Width of a head."""
-        return self.hidden // self.heads
+        if self.latent is not None:
+            return self.latent.nope_head_size + self.latent.rope_head_size
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a value of a head."""
+        return self.head_size if self.latent is None else self.latent.value_head_size
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all queries."""
+        return self.heads * self.head_size
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the matrix that computes queries, keys and values."""
-        return self.hidden + 2 * self.kv_heads * self.head_size
+        """Columns of queries, keys and values of all heads, which one matrix computes but for
+        latent attention."""
+        return self.query_width + self.kv_heads * (self.head_size + self.value_size)
 
     @property
     def up_width(self) -> int:
@@ -85,14 +123,65 @@ class TransformerShape:
         return self.ffn_hidden * (2 if self.is_gated else 1)
 
     @property
-    def matrices(self) -> tuple[int, int, int, int]:
-        """Elements of the matrices of a block: queries to values, projection, up, down."""
+    def kinds(self) -> tuple[tuple["TransformerShape", int], ...]:
+        """(network of these blocks alone, their number) of each kind of block, in order."""
+        if self.experts is None or not self.experts.dense_layers:
+            return ((self, self.layers),)
+        dense, rest = self.experts.dense_layers, replace(self.experts, dense_layers=0)
         return (
-            self.hidden * self.qkv_width,
-            self.hidden * self.hidden,
-            self.hidden * self.up_width,
-            self.ffn_hidden * self.hidden,
+            (replace(self, experts=None, is_first=True), dense),
+            (replace(self, experts=rest), self.layers - dense),
         )
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """Elements of the matrices of a block, of the last kind, by name; those of all experts
+        together. Routers are none: they are replicated."""
+        hidden, mla, moe = self.hidden, self.latent, self.experts
+        if mla is None:
+            found = {"qkv": hidden * self.qkv_width}
+        else:
+            queries, rank = self.query_width, mla.q_lora_rank
+            found = {"q": hidden * queries}
+            if rank is not None:
+                found = {"q_down": hidden * rank, "q_up": rank * queries}
+            found["kv_down"] = hidden * (mla.kv_lora_rank + mla.rope_head_size)
+            made = self.heads * (mla.nope_head_size + mla.value_head_size)
+            found["kv_up"] = mla.kv_lora_rank * made
+        found["projection"] = self.heads * self.value_size * hidden
+        if moe is None:
+            return {**found, "up": hidden * self.up_width, "down": self.ffn_hidden * hidden}
+        one = hidden * moe.expert_hidden
+        found |= {"experts.up": 2 * moe.experts * one, "experts.down": moe.experts * one}
+        if moe.shared_experts:
+            found |= {"shared.up": 2 * moe.shared_experts * one}
+            found |= {"shared.down": moe.shared_experts * one}
+        return found
+
+    @property
+    def active_matrices(self) -> int:
+        """Elements of the matrices of a block that a token goes through."""
+        moe = self.experts
+        if moe is None:
+            return sum(self.matrices.values())
+        routed = 3 * self.hidden * moe.expert_hidden * (moe.experts - moe.experts_per_token)
+        return sum(self.matrices.values()) - routed + self.router_elements
+
+    @property
+    def router_elements(self) -> int:
+        """Elements of the router of a block."""
+        return 0 if self.experts is None else self.hidden * self.experts.experts
+
+    @property
+    def norm_elements(self) -> int:
+        """Elements of the scales and offsets of the norms of a block: of the stream, of heads and
+        of latents."""
+        found = (2 if self.is_gated else 4) * self.hidden
+        if self.normalises_heads:
+            found += 2 * self.head_size
+        if self.latent is not None:
+            found += self.latent.kv_lora_rank + (self.latent.q_lora_rank or 0)
+        return found
 
     @property
     def parameters(self) -> int:
@@ -101,12 +190,17 @@ class TransformerShape:
         biases = 0 if self.is_gated else self.qkv_width + self.up_width + 2 * self.hidden
         places = self.tokens * self.hidden if self.has_learned_positions else 0
         tables = self.vocabulary * self.hidden * (1 if self.has_tied_embeddings else 2)
-        return self.layers * (sum(self.matrices) + biases + 2 * norm) + tables + places + norm
+        blocks = sum(
+            count * (sum(kind.matrices.values()) + kind.router_elements + kind.norm_elements)
+            for kind, count in self.kinds
+        )
+        return blocks + self.layers * biases + tables + places + norm
 
     def model_flop(self, global_batch: int) -> int:
         """FLOP of an update over all devices, recompute not counted: three times the forward pass,
         all of the square of scores included though half of it is masked."""
-        per_token = self.layers * (sum(self.matrices) + 2 * self.tokens * self.hidden)
+        scores = self.tokens * self.heads * (self.head_size + self.value_size)
+        per_token = sum(count * (kind.active_matrices + scores) for kind, count in self.kinds)
         per_token += self.hidden * self.vocabulary
         return 3 * 2 * per_token * global_batch * self.tokens
 
@@ -173,6 +267,16 @@ class Strategy:
         for name in ("heads", "kv_heads", "ffn_hidden", "vocabulary"):
             require_multiple(name, getattr(shape, name), layout.tensor, "tensor")
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
+        if shape.experts is not None:
+            require_multiple("experts", shape.experts.experts, layout.expert, "expert")
+            require_multiple("expert_hidden", shape.experts.expert_hidden, layout.tensor, "tensor")
+        elif layout.expert > 1:
+            raise ConfigError(
+                refusal("layout.expert", layout.expert, "1 of a network without experts")
+            )
+        if shape.latent is not None and layout.context > 1:
+            accepted = "the closed form knows latent attention of whole samples; use 1"
+            raise ConfigError(refusal("layout.context", layout.context, accepted))
         parts = layout.context * (layout.tensor if self.sequence_parallel else 1)
         require_multiple("tokens", shape.tokens, parts, "the parts of a sample")
         if self.context_strategy != "all_gather":
@@ -187,7 +291,8 @@ class Strategy:
                 if layout.context % (shape.kv_heads // layout.tensor):
                     require_multiple("kv_heads", shape.kv_heads, divisor, "tensor*context")
         if self.zero_stage:
-            require_multiple("hidden", shape.hidden, layout.data * layout.fsdp, "data*fsdp")
+            divisor = zero_parts(layout) * layout.fsdp
+            require_multiple("hidden", shape.hidden, divisor, f"{layout.batch_axes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +315,9 @@ class BlockShard:
     is_scattered: bool
     """Whether each device along data keeps only its shard of the summed gradients."""
 
-    @property
-    def gradient_parts(self) -> int:
-        """Shards of the gradients of a block along the data axis."""
-        return self.layout.data if self.is_scattered else 1
+    def gradient_parts(self, name: str) -> int:
+        """Shards of the gradient of a matrix along the axes that ZeRO shards it over."""
+        return zero_parts(self.layout, of_experts=is_of_experts(name)) if self.is_scattered else 1
 
     @property
     def rows(self) -> int:
@@ -233,7 +337,13 @@ class BlockShard:
     @property
     def head_bytes(self) -> int:
         """Bytes of the queries of this device's heads."""
-        return self.stream_bytes // self.layout.tensor
+        shape = self.shape
+        return self.rows * shape.query_width * shape.element_bytes // self.layout.tensor
+
+    @property
+    def mixed_bytes(self) -> int:
+        """Bytes of the weighted values of this device's heads."""
+        return self.head_bytes * self.shape.value_size // self.shape.head_size
 
     @property
     def qkv_bytes(self) -> int:
@@ -288,17 +398,18 @@ class BlockShard:
         return self.score_batch * queries * self.shape.tokens * self.shape.element_bytes
 
     @property
-    def matrices(self) -> tuple[int, int, int, int]:
+    def matrices(self) -> dict[str, int]:
         """Bytes of the block's matrices where they are used, in the compute type."""
-        used = self.shape.element_bytes
-        qkv, projection, up, down = (each * used for each in self.shape.matrices)
-        tensor = self.layout.tensor
-        return qkv // tensor, projection // tensor, up // tensor, down // tensor
+        used, layout = self.shape.element_bytes, self.layout
+        return {
+            name: size * used // devices_of_matrix(name, layout)
+            for name, size in self.shape.matrices.items()
+        }
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of all matrices of the block, in the compute type."""
-        return sum(self.matrices)
+        return sum(self.matrices.values())
 
     @property
     def small_elements(self) -> int:
@@ -311,7 +422,28 @@ class BlockShard:
     @property
     def norm_elements(self) -> int:
         """Elements of the scales and offsets of the block's two norms."""
-        return (2 if self.shape.is_gated else 4) * self.shape.hidden
+        return self.shape.norm_elements
+
+
+_WHOLE_ON_TENSOR = ("q_down", "kv_down")
+
+
+def devices_of_matrix(name: str, layout: Layout) -> int:
+    """Devices that share the elements of a matrix where it is used: those along tensor, and of
+    experts those along their axis as well."""
+    tensor = 1 if name in _WHOLE_ON_TENSOR else layout.tensor
+    return tensor * (layout.expert if is_of_experts(name) else 1)
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a matrix is that of routed experts."""
+    return name.startswith("experts.")
+
+
+def zero_parts(layout: Layout, *, of_experts: bool = False) -> int:
+    """Devices over which ZeRO shards a parameter: those along data, and along expert of all
+    parameters but those of experts."""
+    return layout.data * (1 if of_experts else layout.expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +461,8 @@ def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
     than a block (as in the trainer, the first stages hold the remainder of the blocks)."""
     least, rest = divmod(shape.layers, strategy.layout.pipeline)
     passes = 4 if strategy.recompute == "full" else 3
-    block = passes * (sum(shape.matrices) + 2 * shape.tokens * shape.hidden)
+    scores = shape.tokens * shape.heads * (shape.head_size + shape.value_size)
+    block = passes * (shape.active_matrices + scores)
     if rest and block > 3 * shape.hidden * shape.vocabulary:
         return SlowestStage(least + 1, False)
     return SlowestStage(least, True)
@@ -377,9 +510,25 @@ def stage_layout(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def sum_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes of more than one device along which parameters are replicated and gradients summed."""
-    return tuple(axis for axis in (DATA, CONTEXT) if getattr(layout, axis) > 1)
+def sum_axes(layout: Layout, *, of_experts: bool = False) -> tuple[str, ...]:
+    """Axes of more than one device along which parameters are replicated and gradients summed;
+    those of experts, which their own axis shards."""
+    axes = (DATA, CONTEXT) if of_experts else (DATA, EXPERT, CONTEXT)
+    return tuple(axis for axis in axes if getattr(layout, axis) > 1)
+
+
+def stage_kinds(
+    shape: TransformerShape, layers: int, stages: int
+) -> tuple[tuple[TransformerShape, int], ...]:
+    """(network of these blocks alone, their number) of each kind of block of a stage of `layers`
+    blocks; of several stages, that with most experts."""
+    kinds = shape.kinds
+    if stages == 1 or len(kinds) == 1:
+        return kinds if stages == 1 else ((kinds[0][0], layers),)
+    (dense, _), (routed, count) = kinds
+    last = min(layers, count)
+    found = (dense, layers - last), (routed, last)
+    return tuple(each for each in found if each[1])
 
 
 def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
@@ -396,7 +545,7 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         # As compiled; with fsdp and context gradients are summed by other collectives.
         strategy.zero_stage == 1
         and not is_summed_once
-        and layout.data > 1
+        and zero_parts(layout) > 1
         and layout.fsdp == layout.context == 1,
     )
 
@@ -407,7 +556,7 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
     layout = strategy.layout
     if sums_once(shape, strategy):
         return None
-    is_scattered = strategy.zero_stage == 1 and layout.data > 1
+    is_scattered = strategy.zero_stage == 1 and zero_parts(layout) > 1
     is_scattered = is_scattered and layout.fsdp == layout.context == 1
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
 
@@ -438,6 +587,28 @@ def _block_shard(
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
+def matrix_elements_of_device(shape: TransformerShape, layout: Layout) -> float:
+    """Elements of the blocks' matrices that one device stores."""
+    elements = sum(
+        count * size / devices_of_matrix(name, layout)
+        for kind, count in shape.kinds
+        for name, size in kind.matrices.items()
+    )
+    return elements / layout.pipeline / layout.fsdp
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def expert_parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
+    """Parameters of routed experts that one device stores."""
+    return sum(
+        size // layout.fsdp // devices_of_matrix(name, layout) * count // layout.pipeline
+        for kind, count in shape.kinds
+        for name, size in kind.matrices.items()
+        if is_of_experts(name)
+    )
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
 def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     """Parameters that one device stores: of the blocks of its stage and of the embeddings.
 
@@ -447,11 +618,17 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     hold them, though the first alone looks up in the one and the last multiplies by the other.
     """
     parts = layout.tensor * layout.fsdp
-    shard = _block_shard(shape, layout, 1, "none", False, "all_gather", True, False)
-    block = sum(shape.matrices) // parts + shard.small_elements + shard.norm_elements
-    blocks = shape.layers * block // layout.pipeline
+    blocks = 0
+    for kind, count in shape.kinds:
+        shard = _block_shard(kind, layout, 1, "none", False, "all_gather", True, False)
+        block = sum(
+            size // layout.fsdp // devices_of_matrix(name, layout)
+            for name, size in kind.matrices.items()
+        )
+        block += shard.small_elements + shard.norm_elements + kind.router_elements
+        blocks += count * block // layout.pipeline
     tables = shape.vocabulary * shape.hidden // parts
     if not shape.has_tied_embeddings:
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
-    return blocks + tables + places + shard.norm_elements // 2
+    return blocks + tables + places + shape.hidden * (1 if shape.is_gated else 2)

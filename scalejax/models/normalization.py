@@ -40,9 +40,9 @@ class BatchNormScope:
 class BatchNorm(nnx.Module):
     """Subtracts the mean and divides by the standard deviation of each channel (the last axis).
 
-    In training both are of the samples of a group, computed in float32, and the running
-    statistics move toward the groups' average, or toward each group in turn; in evaluation the
-    running statistics are used.
+    In training both are of the samples of a group that count, computed in float32, and the running
+    statistics move toward the groups' average, or toward each group in turn; a group without a
+    sample that counts moves them nowhere. In evaluation the running statistics are used.
     The running variance is that of the population (divided by n, as in TensorFlow and Flax).
 
     Inside `shard_map` with `scope.axis_name=None` every device ends with running statistics of
@@ -67,6 +67,7 @@ class BatchNorm(nnx.Module):
         self.dtype = dtype
         self.epsilon = epsilon
         self.is_frozen = False  # if so, it is in training what it is in evaluation
+        self.row_weights: jax.Array | None = nnx.data(None)  # of the batch; None if all rows count
         self.scale = nnx.Param(scale_init(rngs.params(), (features,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
         self.mean = nnx.BatchStat(jnp.zeros((features,), jnp.float32))
@@ -80,9 +81,9 @@ class BatchNorm(nnx.Module):
         grouped = inputs.reshape(groups, -1, *inputs.shape[1:]).astype(jnp.float32)
         per_channel = (groups, *(1,) * (inputs.ndim - 1), -1)
         if is_training:
-            mean, var = self._statistics(grouped)
-            self.mean.set_value(self._moved(self.mean[...], mean))
-            self.var.set_value(self._moved(self.var[...], var))
+            mean, var, is_counted = self._statistics(grouped)
+            self.mean.set_value(self._moved(self.mean[...], mean, is_counted))
+            self.var.set_value(self._moved(self.var[...], var, is_counted))
         else:
             mean, var = self.mean[...][None], self.var[...][None]
         scale = self.scale[...][None] * jax.lax.rsqrt(var + self.epsilon)
@@ -90,23 +91,50 @@ class BatchNorm(nnx.Module):
         bias = self.bias[...].reshape((1,) * inputs.ndim + (-1,))
         return (normalised + bias).astype(self.dtype).reshape(inputs.shape)
 
-    def _statistics(self, grouped: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mean and variance [groups, features] of `grouped` [groups, rows, ..., features]."""
+    def _statistics(self, grouped: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Mean and variance [groups, features] of `grouped` [groups, rows, ..., features], and
+        whether any row of a group counts [groups]; None if all rows do."""
         axes = tuple(range(1, grouped.ndim - 1))
-        moments = jnp.stack([grouped.mean(axes), jnp.square(grouped).mean(axes)])
+        if self.row_weights is None:
+            moments = jnp.stack([grouped.mean(axes), jnp.square(grouped).mean(axes)])
+            counted = None
+        else:
+            counts = (self.row_weights > 0).reshape(len(grouped), -1, *(1,) * (grouped.ndim - 2))
+            rows = jnp.where(counts, grouped, 0)
+            moments = jnp.stack([rows.mean(axes), jnp.square(rows).mean(axes)])
+            counted = counts.astype(jnp.float32).mean(axes)
         if self.scope.axis_name is not None:
             moments = jax.lax.pmean(moments, self.scope.axis_name)
+            counted = jax.lax.pmean(counted, self.scope.axis_name)
+        if counted is not None:
+            moments /= jnp.where(counted > 0, counted, 1)[None]
         mean, mean_of_squares = moments
         # rounding can take the difference of two near-equal numbers below zero
-        return mean, jnp.maximum(mean_of_squares - jnp.square(mean), 0.0)
+        var = jnp.maximum(mean_of_squares - jnp.square(mean), 0.0)
+        return mean, var, None if counted is None else counted[:, 0] > 0
 
-    def _moved(self, running: jax.Array, of_groups: jax.Array) -> jax.Array:
+    def _moved(
+        self, running: jax.Array, of_groups: jax.Array, is_counted: jax.Array | None
+    ) -> jax.Array:
         """`running` [features] after statistics [groups, features] of one forward pass."""
+        groups = self.scope.groups
+        if is_counted is not None:
+            kept = jnp.where(is_counted, MOMENTUM, 1.0)
+            if not self.scope.is_in_turn:
+                return kept.mean() * running + jnp.tensordot((1 - kept) / groups, of_groups, 1)
+            kept_later = jnp.append(jnp.cumprod(kept[:0:-1])[::-1], 1.0)
+            return kept.prod() * running + jnp.tensordot((1 - kept) * kept_later, of_groups, 1)
         if not self.scope.is_in_turn:
             return MOMENTUM * running + (1 - MOMENTUM) * of_groups.mean(0)
-        groups = self.scope.groups
         shares = (1 - MOMENTUM) * MOMENTUM ** jnp.arange(groups - 1, -1, -1, dtype=jnp.float32)
         return MOMENTUM**groups * running + jnp.tensordot(shares, of_groups, 1)
+
+
+def weigh_rows(network: nnx.Module, weights: jax.Array) -> None:
+    """Leave the rows of weight 0 out of the statistics of every BatchNorm of `network`."""
+    for _, module in nnx.iter_modules(network):
+        if isinstance(module, BatchNorm):
+            module.row_weights = weights
 
 
 def normalised(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:

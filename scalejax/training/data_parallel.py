@@ -4,6 +4,7 @@ Knows how devices share the work of one gradient; nothing of how it is applied.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,8 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
         bn = BatchNormScope(axis_name=DATA)
-    gradient_sync = gradient_sync_of(setup)
+    gradient_sync, wanted = gradient_sync_of(setup), run.config.gradient_sync
+    counts_alike = wanted is not None and wanted.name == "adasum"  # devices, whatever their rows
 
     def per_device(
         params: PyTree,
@@ -58,8 +60,14 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        rows = device_rows(batch)
-        gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, scale)
+        rows, of_all = device_rows(batch), None
+        if not is_local and not counts_alike:
+            # Weighted in the loss: where devices share statistics, a gradient crosses from one to
+            # another, and has to carry the weight of the device whose loss it is of.
+            of_all, rows = rows, replace(rows, own=None)
+        gradient, model_state, metrics = gradients(
+            setup, bn, params, model_state, batch, scale, rows=of_all
+        )
         gradient, sync_state = gradient_sync.combine(gradient, rows, local_slice(sync_state))
         others = lax.pmean((model_state, rows.weighted(metrics)), DATA)
         return gradient, *others, as_local_slice(sync_state)

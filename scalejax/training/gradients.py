@@ -21,6 +21,7 @@ from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
 from scalejax.models.moe import router_losses
+from scalejax.models.normalization import weigh_rows
 from scalejax.models.pipeline import dealt_to_stages
 from scalejax.models.sharding import in_token_order, is_partly_manual
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
@@ -149,9 +150,11 @@ def mean_loss(
     of all tokens, whatever the weights.
 
     Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
-    over the samples that count.
+    over the samples that count, as are the statistics of BatchNorm.
     """
     network = network_with(setup, bn, params, model_state)
+    if "weights" in batch:
+        weigh_rows(network, batch["weights"])
     model, seconds = setup.run.config.model, None
     mtp = model.mtp if isinstance(model, LlamaConfig) else None
     if mtp is None:

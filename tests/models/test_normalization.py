@@ -52,6 +52,28 @@ def test_running_statistics_can_take_groups_in_turn():
     np.testing.assert_allclose(at_once.var[...], one_by_one.var[...], rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_in_turn", [False, True])
+def test_rows_of_weight_0_are_in_no_statistics(is_in_turn):
+    """The rows that count alone, group by group; a group without any moves nothing."""
+    weighted = batch_norm(groups=4, is_in_turn=is_in_turn)
+    weighted.row_weights = jnp.array([1.6] * 6 + [0] * 2 + [0] * 4 + [1.6] * 4)
+
+    found = weighted(IMAGES, is_training=True)
+
+    mean, var = np.zeros(CHANNELS), np.ones(CHANNELS)
+    for start, stop in ((0, 4), (4, 6), (12, 16)):
+        rows = np.asarray(IMAGES[start:stop], np.float64)
+        of_group = rows.mean((0, 1, 2)), rows.var((0, 1, 2))
+        expected = (rows - of_group[0]) / np.sqrt(of_group[1] + 1e-5)
+        np.testing.assert_allclose(found[start:stop], expected, rtol=1e-4, atol=1e-4)
+        kept = 0.9 if is_in_turn else 1
+        mean, var = (kept * old + 0.1 * new for old, new in zip((mean, var), of_group, strict=True))
+    if not is_in_turn:  # the mean over the groups, of which one stays at the start
+        mean, var = mean / 4, 1 + (var - 1 - 0.3) / 4
+    np.testing.assert_allclose(weighted.mean[...], mean, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(weighted.var[...], var, rtol=1e-4)
+
+
 def test_evaluation_uses_running_statistics_and_leaves_them():
     """What one sample gets in evaluation does not depend on its neighbours."""
     norm = batch_norm()

@@ -139,10 +139,21 @@ def test_an_update_is_that_of_the_rows_that_count(model, layout):
     assert_same(trained(run, batches_of(run)), of_the_counted(model))
 
 
+@pytest.mark.slow_except("data=8", "pmap")
+@pytest.mark.parametrize("layout", ["data=8", "shard_map", "pmap"])
+def test_statistics_are_of_the_rows_that_count(layout):
+    """BatchNorm over all devices: what one device trains on the rows that count, statistics
+    included."""
+    run = weighted_run("cnn", {**LAYOUTS[layout][0], "bn_scope": "global"})
+
+    assert_same(trained(run, batches_of(run)), of_the_counted("cnn"))
+
+
 @pytest.mark.slow_except("jit")
 @pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
-def test_statistics_are_of_all_rows(mode):
-    """Local BatchNorm over 8 devices: what one device has of the same groups and weights."""
+def test_statistics_of_a_device_are_of_its_own_rows(mode):
+    """Local BatchNorm over 8 devices, some with no row that counts: what one device has of the same
+    groups and weights."""
     local = {"bn_scope": "local", "bn_group_size": GLOBAL_BATCH // 8}
     run = weighted_run("cnn", {"data": 8, "mode": mode, **local})
     alone = weighted_run("cnn", {"data": 1, **local})

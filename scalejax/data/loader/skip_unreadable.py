@@ -72,9 +72,8 @@ def without_unreadable(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np
     """`batch` of `rows` with weight 0 for unreadable rows, and "lost" in place of "readable".
 
     An unreadable row is replaced by its neighbour (rows 0 and 1, 2 and 3, ... are neighbours), as
-    BatchNorm's statistics use all rows of a batch and mixup mixes neighbours; by zeros if that is
-    unreadable too. Neighbours are in one process where each has an even number of rows: then no
-    row depends on the number of processes.
+    mixup mixes neighbours; by zeros if that is unreadable too. Neighbours are in one process where
+    each has an even number of rows: then no row depends on the number of processes.
     """
     (counted,) = rows.beside
     held = dict(batch)

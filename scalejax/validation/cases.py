@@ -22,7 +22,6 @@ from scalejax.validation.experts import (
     MIXTURES,
     block_table,
     expert_axes,
-    heads_of_keys,
     moe_table,
     nearest,
 )
@@ -126,6 +125,8 @@ BERT_VOCABULARY, BERT_TOKENS, BERT_MASKED = 30_522, 128, 0.15
 """Vocabulary of the published BERT (Devlin et al. 2018, arXiv 1810.04805, and its code), the
 sequence length of nine tenths of its training, and the fraction of masked tokens; defaults where a
 row states none."""
+_LLAMA_2_TOKENS = 4096
+"""Context of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, table 1), where a row states none."""
 _WORDS_OF_DEVICE = 128
 """Megatron-LM's default of make-vocab-size-divisible-by (megatron/arguments.py)."""
 _COMPUTE_TYPES = {
@@ -141,11 +142,14 @@ _COMPUTE_TYPES = {
     "mxfp8": "float8",
     "fp4": "float4",
     "nvfp4": "float4",
+    "Autocast:BF16+FP32Optimizer": "bfloat16",
+    "Autocast:BF16+SR": "bfloat16",
 }
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16. Where a source leaves fp8 or fp4 open (fp8?), fp8 is
 taken. Per tensor with current or delayed scaling (fp8-cs, fp8-ds) or in blocks of 32 (fp8-mx,
-mxfp8), fp8 is costed as one."""
+mxfp8), fp8 is costed as one. torch-neuronx's autocast is of products; with stochastic rounding (SR)
+it holds parameters in 16 bits, here in 32."""
 _NARROW = ("float8", "float4")
 """Types of which only products are."""
 
@@ -459,7 +463,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     if name == "llama":
         if model.ffn_hidden is None:
             raise ConfigError("ffn_hidden of a llama is not stated")
-        sizes |= {"kv_heads": heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
+        sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
         if _TIED in (row.notes or ""):
             sizes["tied_embeddings"] = True
         if (experts := moe_table(row, is_narrow=compute_type in _NARROW)) is not None:
@@ -478,6 +482,14 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         "attention": _attention(row),
         "compute_dtype": compute_type,
     }
+
+
+def _heads_of_keys(row: LedgerRow) -> int | None:
+    """Heads of keys and values, of which every device of the tensor axis has one at least:
+    Megatron-Core repeats them where there are fewer (num_query_groups below the tensor axis), and
+    so does Neuron's NxD (kv_replicator)."""
+    kv_heads, tensor = row.model.kv_heads, row.spread.tensor or 1
+    return tensor if kv_heads is not None and tensor % kv_heads == 0 else kv_heads
 
 
 def _attention(row: LedgerRow) -> str:
@@ -502,9 +514,10 @@ def _data(row: LedgerRow) -> JsonValue:
             "masked": math.ceil(BERT_MASKED * tokens),
             "vocabulary": model.vocab or BERT_VOCABULARY,
         }
-    if model.seq_len is None or _words(row) is None:
+    tokens = model.seq_len or (_LLAMA_2_TOKENS if "llama2" in row.case_id else None)
+    if tokens is None or _words(row) is None:
         raise ConfigError("seq_len and vocab are not both stated")
-    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": _vocabulary(row)}
+    return {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": _vocabulary(row)}
 
 
 def _vocabulary(row: LedgerRow) -> int | None:

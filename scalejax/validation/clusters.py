@@ -32,6 +32,7 @@ CHIPS = {
     "b200_sxm": "b200",
     "b300_sxm": "b300",
     "tpu7x_ironwood_chip": "tpu-7x",
+    "trainium1_neuroncore": "trainium1-core",
 }
 """The catalogue's chip for each name of the ledger."""
 _LINKS: dict[str, LinkKind] = {

@@ -54,15 +54,6 @@ def block_table(row: LedgerRow, published: JsonValue) -> JsonValue:
     return {name: value for name, value in published.items() if name != "activation"}
 
 
-def heads_of_keys(row: LedgerRow) -> int | None:
-    """Heads of keys and values, of which every device of the tensor axis has one at least:
-    Megatron-Core repeats them where there are fewer (num_query_groups below the tensor axis)."""
-    model, tensor = row.model, row.spread.tensor or 1
-    if (model.experts or 0) < 2 or model.kv_heads is None or tensor % model.kv_heads:
-        return model.kv_heads
-    return tensor
-
-
 def moe_table(row: LedgerRow, *, is_narrow: bool) -> JsonValue:
     """The table `model.moe` of the run; None for a network without experts.
 

@@ -56,7 +56,7 @@ def test_catalogue_holds_what_the_documentation_names():
     servers = {"dgx1-p100", "dgx1-v100", "dgx-a100", "dgx-a100-80gb", "dgx-h100", "dgx-h200"}
     racks = {"dgx-b200", "gb200-nvl72", "big-basin-goyal2017", "selene", "eos"}
     racks |= {"dgx-b300", "gb300-nvl72", "h800", "mi300x", "mi325x", "mi350x", "mi355x"}
-    rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"}
+    rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x", "aws-trn1"}
 
     assert set(chip_names()) >= gpus | {"tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"}
     assert set(cluster_names()) >= servers | racks | rented

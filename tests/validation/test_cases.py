@@ -297,6 +297,15 @@ def test_rows_of_2026_become_runs(row):
     remats = [getattr(run.config.model, "remat", "") for run in runs]
     assert remats == ["none", "selective", "full"]
 
+    cores = {"hardware": "trainium1_neuroncore", "intra_node_link": "", "devices_per_node": "32"}
+    cores |= {"precision": "Autocast:BF16+SR", "case_id": "neuron_llama2_7b", "seq_len": ""}
+    cores |= {"tensor": "8", "fsdp": "1", "heads": "8", "kv_heads": "4"}
+    found = case(row(RACK | cores))
+    assert found.cluster.name == "aws-trn1"
+    assert found.runs[0].dataset.input_shape == (4096,)
+    assert isinstance(found.runs[0].config.model, LlamaConfig)
+    assert found.runs[0].config.model.kv_heads == 8
+
     stalled = case_of(row(RACK | {"stalled": "1"}))
     assert isinstance(stalled, Skipped)
     assert "stalled" in stalled.reason

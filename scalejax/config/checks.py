@@ -70,6 +70,23 @@ def require_compatible_data(model: ModelConfig, data: DataConfig, dataset: Datas
     raise ConfigError(refusal("model.name", model.name, accepted))
 
 
+def require_packable(model: ModelConfig, train: TrainConfig, dataset: DatasetFacts) -> None:
+    """Refuse examples of several documents where the network, or what is measured, cannot tell
+    them apart."""
+    if not dataset.is_packed:
+        return
+    told = "documents of an example do not see each other (data.document_mask, document_tokens)"
+    if not isinstance(model, DecoderConfig):
+        accepted = f"{told} in gpt and llama alone"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    if getattr(model, "mtp", None) is not None:
+        accepted = f"where {told}, the token after the next may be of another; leave it out"
+        raise ConfigError(f"model.mtp is refused: {accepted}.")
+    if train.noise_scale is not None:
+        accepted = f"where {told}, parts of a batch have different numbers of targets; leave it out"
+        raise ConfigError(f"train.noise_scale is refused: {accepted}.")
+
+
 def require_compatible_augmentation(
     augmentation: AugmentationConfig | None, data: DataConfig, dataset: DatasetFacts
 ) -> None:

@@ -214,10 +214,15 @@ class SyntheticTokensConfig(DataConfig):
     """Examples to train on."""
     test_examples: int = 1_000
     """Examples to evaluate on."""
+    document_tokens: int | None = None
+    """Mean tokens of a document, if several are packed into an example, each of which sees itself
+    alone; their lengths are random (geometric). If absent, an example is one document."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "vocabulary", "train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
+        if self.document_tokens is not None:
+            require_at_least("data.document_tokens", self.document_tokens, 1)
 
     @property
     def known_facts(self) -> DatasetFacts:
@@ -228,6 +233,7 @@ class SyntheticTokensConfig(DataConfig):
             input_shape=(self.tokens,),
             target_shape=(self.tokens,),
             classes=self.vocabulary,
+            is_packed=self.document_tokens is not None,
         )
 
 
@@ -285,6 +291,8 @@ class PythonDocsConfig(DataConfig):
     """Selects this data set."""
     tokens: int = 64
     """Bytes in an example."""
+    document_mask: bool = False
+    """Whether a topic sees itself alone; see `document_mask` of tokens."""
 
     def __post_init__(self) -> None:
         require_at_least("data.tokens", self.tokens, 1)
@@ -433,8 +441,8 @@ class TokensConfig(DataConfig):
     stream, in the order of their names. They are mapped into memory, or, at a URL, read in the
     ranges that a batch needs. An example is the next `tokens` of the stream, its targets the same
     one place on: in an epoch each token is a target once, but for the first and for those at the
-    end that fill no example. Examples run over the ends of documents, and attention sees across
-    them: there is no mask.
+    end that fill no example. Examples run over the ends of documents; whether attention sees across
+    them, `document_mask` says.
     """
 
     is_of_files = True
@@ -459,8 +467,14 @@ class TokensConfig(DataConfig):
     put in another order in every epoch of training, one after the other, and then cut (as
     Megatron-LM's GPT data sets): what stands beside a document in an example changes too."""
     end_of_document: int | None = None
-    """Token that ends a document; the end of a file does too. For packing by documents: their
-    files are read once to find it, and a document takes 40 bytes of memory."""
+    """Token that ends a document; the end of a file does too. For packing by documents and their
+    mask: files are read once to find it, and a document takes 40 bytes of memory."""
+    document_mask: bool = False
+    """Whether a token attends to its own document alone, positions begin anew at each document (and
+    at what an example holds of one that began before), and the last token of a document has no
+    target. The loss is the mean over all other targets of a batch. `packing` of MaxText; of
+    Megatron-LM --reset-attention-mask, --reset-position-ids and --eod-mask-loss; the document mask
+    of Llama 3 (arXiv 2407.21783, section 3.2)."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "vocabulary"):
@@ -469,19 +483,22 @@ class TokensConfig(DataConfig):
             raise ConfigError(
                 refusal("data.test_fraction", self.test_fraction, "it must be between 0 and 1")
             )
-        if self.end_of_document is not None and self.packing != "documents":
-            accepted = 'it is for packing = "documents"; leave it out'
+        if self.end_of_document is not None and not self.has_documents:
+            accepted = 'it is for packing = "documents" and for document_mask; leave it out'
             raise ConfigError(refusal("data.end_of_document", self.end_of_document, accepted))
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it matters where documents end."""
+        return self.packing == "documents" or self.document_mask
 
     @property
     def note(self) -> str | None:
         """That each file is taken for one document."""
-        if self.packing != "documents" or self.end_of_document is not None:
+        if not self.has_documents or self.end_of_document is not None:
             return None
-        return (
-            'data.packing = "documents" without data.end_of_document takes each file for one '
-            "document"
-        )
+        asked = 'packing = "documents"' if self.packing == "documents" else "document_mask"
+        return f"data.{asked} without data.end_of_document takes each file for one document"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,12 @@ from scalejax.core.serialization import document
 ExampleKind = Literal["images", "text", "text with hidden words", "rows of numbers"]
 """What the examples of a data set are."""
 
+SEGMENT_IDS, POSITIONS = "segment_ids", "positions"
+"""Arrays of a batch of packed documents: which document of its example a token is of, and the
+tokens of it that come before; int32 of the shape of the tokens (the names of MaxText and Grain)."""
+IGNORED_TARGET = -100
+"""Target that has no loss: that of the last token of a document (`ignore_index` of PyTorch)."""
+
 
 @document("facts")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,9 @@ class DatasetFacts:
     """Whether targets are masked tokens; a batch then also holds "places", their positions."""
     is_table: bool = False
     """Whether examples are rows of numbers (float32, of mean 0 and deviation 1), not images."""
+    is_packed: bool = False
+    """Whether an example holds several documents, which do not see each other; a batch then also
+    holds "segment_ids" and "positions", those of each token."""
     pixel_mean: float = 0.5
     """Mean subtracted from pixels scaled to 0..1; images only. That of the data set where it is
     stated, else about that of photographs; or the mean that pretrained weights expect."""

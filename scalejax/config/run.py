@@ -28,6 +28,7 @@ from scalejax.config.checks import (
     require_mixup_pairs,
     require_noise_scale_parts,
     require_offloadable_state,
+    require_packable,
     require_petastorm_batch,
     require_power_of_two_devices,
     require_ramp_within_run,
@@ -170,6 +171,7 @@ def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
     """
     require_compatible_data(config.model, config.data, facts)
     require_compatible_augmentation(config.input.augmentation, config.data, facts)
+    require_packable(config.model, config.train, facts)
     require_divisible_tokens(facts, config.model, config.layout)
 
 

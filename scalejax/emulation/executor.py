@@ -32,6 +32,7 @@ from scalejax.training.evaluation import build_evaluation
 from scalejax.training.gradient_sync import build_gradient_sync
 from scalejax.training.gradient_sync.adasum import pairwise
 from scalejax.training.gradient_sync.device_rows import DeviceRows
+from scalejax.training.gradients import with_target_weights
 from scalejax.training.setup import schedule_of, train_setup
 from scalejax.training.state import PyTree, abstract_state
 from scalejax.training.step import init_state
@@ -252,6 +253,7 @@ class JaxExecutor:
             self._queued = 0
 
     def _gradient(self, parts: Sequence[PyTree], batch: PyTree) -> tuple[Any, Any]:
+        batch = with_target_weights(batch)
         gradient, _, metrics, _ = self._model_gradients(self._join(parts), {}, batch, None, None)
         return self._cut(gradient), jnp.stack([metrics["loss"], metrics["accuracy"]])
 

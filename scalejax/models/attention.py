@@ -31,6 +31,7 @@ from scalejax.models.context_attention import (
     blockwise_attention,
     over_shards,
 )
+from scalejax.models.packing import documents, same_document
 from scalejax.models.remat import kept
 from scalejax.models.sharding import (
     axis_size,
@@ -105,20 +106,21 @@ def causal_attention(
         sinks_H: a score of each head that takes a share of its softmax and adds nothing (gpt-oss,
             arXiv 2508.10925); unfused alone.
     """
-    strategy = constraints().context_strategy
+    strategy, packed = constraints().context_strategy, documents()
+    segments_BS = None if packed is None else packed.segment_ids_BS
     if is_zigzag():
         source = "ring" if strategy == "ring" else "all_gather"
-        return blockwise_attention(q_BSHK, k_BSGK, v_BSGK, kind, source)
+        return blockwise_attention(q_BSHK, k_BSGK, v_BSGK, kind, source, segments_BS)
     if window is not None and window >= q_BSHK.shape[1]:
         window = None
     attend = partial(_unfused, remat, window, sinks_H)
     if axis_size(CONTEXT) > 1 and strategy == "all_to_all":
         attend = partial(_kernel, window) if kind == "fused" else attend
-        return attention_over_heads(q_BSHK, k_BSGK, v_BSGK, attend)
+        return attention_over_heads(q_BSHK, k_BSGK, v_BSGK, attend, segments_BS)
     k_BSGK, v_BSGK = constrained_keys(k_BSGK), constrained_keys(v_BSGK)
     if kind == "fused":  # saves no more than queries, keys and values in any case
-        return _fused(q_BSHK, k_BSGK, v_BSGK, window)
-    return attend(q_BSHK, k_BSGK, v_BSGK)
+        return _fused(q_BSHK, k_BSGK, v_BSGK, window, segments_BS)
+    return attend(q_BSHK, k_BSGK, v_BSGK, segments_BS)
 
 
 def goes_by_blocks(strategy: ContextStrategy, kind: AttentionKind) -> bool:
@@ -144,13 +146,15 @@ def _unfused(
     q_BSHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    segments_BS: jax.Array | None,
 ) -> jax.Array:
     tokens = q_BSHK.shape[1]
-    if window is not None and tokens % window == 0 and axis_size(CONTEXT) == 1:
+    is_packed = segments_BS is not None
+    if window is not None and tokens % window == 0 and axis_size(CONTEXT) == 1 and not is_packed:
         attend = partial(_in_parts, window=window, sinks_H=sinks_H)
         attend = jax.named_scope(window_scope(window, 2 * window))(attend)
-    elif window is not None or sinks_H is not None:
-        attend = partial(_masked, window=window, sinks_H=sinks_H)
+    elif window is not None or sinks_H is not None or is_packed:
+        attend = partial(_masked, segments_BS=segments_BS, window=window, sinks_H=sinks_H)
         if window is not None:  # by which the FLOP that the model needs are counted
             attend = jax.named_scope(window_scope(window, k_BSGK.shape[1]))(attend)
     else:
@@ -171,14 +175,22 @@ def _masked(
     k_BSGK: jax.Array,
     v_BSGJ: jax.Array,
     *,
+    segments_BS: jax.Array | None,
     window: int | None,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Attention of every token over its window, the scores of all tokens masked."""
-    place = jnp.arange(q_BSHK.shape[1])
+    """Attention of every token over its window and document, the scores of all tokens masked."""
+    is_seen_BST = _seen(q_BSHK.shape[1], window)[None]
+    if segments_BS is not None:
+        is_seen_BST = is_seen_BST & same_document(segments_BS, segments_BS)
+    return _attended(q_BSHK, k_BSGK, v_BSGJ, is_seen_BST, sinks_H)
+
+
+def _seen(tokens: int, window: int | None) -> jax.Array:
+    """Whether a token sees another by their places, bool [S, S]."""
+    place = jnp.arange(tokens)
     behind_ST = place[:, None] - place[None, :]
-    is_seen_ST = (behind_ST >= 0) & (behind_ST < (window or place.size))
-    return _attended(q_BSHK, k_BSGK, v_BSGJ, is_seen_ST, sinks_H)
+    return (behind_ST >= 0) & (behind_ST < (window or tokens))
 
 
 def _in_parts(
@@ -207,7 +219,7 @@ def _in_parts(
     is_before_T = jnp.arange(2 * window) < window
     is_seen_NWT = is_seen_WT[None] & ~(is_first_N[:, None] & is_before_T[None, :])[:, None]
     mixed = jax.vmap(_attended, in_axes=(1, 1, 1, 0, None), out_axes=1)(
-        parts(q_BSHK), seen(k_BSGK), seen(v_BSGJ), is_seen_NWT, sinks_H
+        parts(q_BSHK), seen(k_BSGK), seen(v_BSGJ), is_seen_NWT[:, None], sinks_H
     )
     return mixed.reshape(*q_BSHK.shape[:3], v_BSGJ.shape[-1])
 
@@ -216,7 +228,7 @@ def _attended(
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGJ: jax.Array,
-    is_seen_ST: jax.Array,
+    is_seen_BST: jax.Array,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Softmax of masked scores in float32, scores of sinks beside them, and what it mixes."""
@@ -224,8 +236,8 @@ def _attended(
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, tokens, groups, heads // groups, size)
     scores_BGRST = jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BTGK).astype(jnp.float32)
-    hidden_ST = jnp.where(is_seen_ST, 0.0, jnp.finfo(jnp.float32).min)
-    scores_BGRST = scores_BGRST * size**-0.5 + hidden_ST[None, None, None]
+    hidden_BST = jnp.where(is_seen_BST, 0.0, jnp.finfo(jnp.float32).min)
+    scores_BGRST = scores_BGRST * size**-0.5 + hidden_BST[:, None, None]
     if sinks_H is None:
         shares_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
     else:
@@ -240,20 +252,55 @@ def _attended(
 
 
 def _fused(
-    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, window: int | None = None
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    window: int | None,
+    segments_BS: jax.Array | None,
 ) -> jax.Array:
-    """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if another axis is manual,
-    which JAX's own partitioning of the kernel does not support."""
+    """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if another axis is manual
+    or documents are masked, which JAX's own partitioning of the kernel does not support."""
     kernel = partial(_kernel, window)
-    if not is_partly_manual():
-        return kernel(q_BSHK, k_BSGK, v_BSGK)
-    return over_shards(kernel)(q_BSHK, k_BSGK, v_BSGK)
+    if not is_partly_manual() and segments_BS is None:
+        return kernel(q_BSHK, k_BSGK, v_BSGK, None)
+    return over_shards(kernel)(q_BSHK, k_BSGK, v_BSGK, segments_BS)
 
 
 def _kernel(
-    window: int | None, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGJ: jax.Array
+    window: int | None,
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGJ: jax.Array,
+    segments_BS: jax.Array | None,
 ) -> jax.Array:
-    """cuDNN's causal attention of whole samples, each token over its window."""
+    """cuDNN's causal attention of whole samples, each token over its window.
+
+    Of several documents the mask is added to the scores, in their type [B, 1, S, S], with the
+    window, which the kernel does not have beside it: the products of all pairs of causal tokens are
+    computed. cuDNN also takes the lengths of documents, and skips what is between them, for as many
+    as there are at most in any example; that number a run does not know.
+    """
+    if segments_BS is not None:
+        is_seen_BST = same_document(segments_BS, segments_BS) & _seen(q_BSHK.shape[1], window)[None]
+        bias_B1ST = cudnn.combine_bias_and_mask(None, is_seen_BST[:, None], q_BSHK.dtype)
+        none = jnp.zeros(0, q_BSHK.dtype)
+        # JAX's public function would have the kernel write a gradient of the mask, as large as it.
+        return cudnn._dot_product_attention(
+            q_BSHK,
+            k_BSGK,
+            v_BSGJ,
+            bias_B1ST,
+            *(none,) * 6,  # lengths, offsets and page tables
+            q_BSHK.shape[-1] ** -0.5,
+            42,  # seed, of no dropout
+            0.0,
+            (True, False),
+            cudnn.MaskType.CAUSAL,
+            cudnn.AttentionLayout.BTNH.value,
+            None,  # window
+            cudnn.check_cudnn_version(),
+            False,  # log-sum-exp
+        )
     if q_BSHK.shape[-1] == v_BSGJ.shape[-1]:
         attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
         if window is not None:

@@ -16,6 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.config.model import AttentionKind
+from scalejax.models.packing import same_document
+
+Segments = tuple[jax.Array, jax.Array]
+"""Documents of the queries [B, S] and of the keys [B, T] of a block, int32."""
 
 
 class BlockResult(NamedTuple):
@@ -42,8 +46,12 @@ def block_result(
     v_BTGK: jax.Array,
     *,
     is_causal: bool,
+    segments: Segments | None = None,
 ) -> BlockResult:
     """Attention of a block of queries over a block of keys.
+
+    A query all of whose keys are of other documents has a log-sum-exp so low that its result has no
+    share in a merged one.
 
     Args:
         kind: fused or unfused.
@@ -51,13 +59,15 @@ def block_result(
         k_BTGK: keys, each shared by H / G heads of queries.
         v_BTGK: values.
         is_causal: whether queries see the keys up to their own place; as many of both.
+        segments: documents of queries and keys, which do not see each other; None for one.
     """
     if kind == "fused":
+        mask = None if segments is None else same_document(*segments)[:, None]
         out_BSHK, log_sums_BHS = _cudnn().dot_product_attention(
-            q_BSHK, k_BTGK, v_BTGK, return_residual=True, **_options(q_BSHK, is_causal)
+            q_BSHK, k_BTGK, v_BTGK, mask=mask, return_residual=True, **_options(q_BSHK, is_causal)
         )
         return BlockResult(out_BSHK.astype(jnp.float32), log_sums_BHS)
-    scores_BGRST = _scores(q_BSHK, k_BTGK, is_causal=is_causal)
+    scores_BGRST = _scores(q_BSHK, k_BTGK, is_causal=is_causal, segments=segments)
     log_sums_BGRS = jax.nn.logsumexp(scores_BGRST, axis=-1)
     shares_BGRST = jnp.exp(scores_BGRST - log_sums_BGRS[..., None]).astype(v_BTGK.dtype)
     values_BSGRK = jnp.einsum(
@@ -76,6 +86,7 @@ def block_gradients(
     gradient_BSHK: jax.Array,
     *,
     is_causal: bool,
+    segments: Segments | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the queries, keys and values of a block, in their types.
 
@@ -91,15 +102,17 @@ def block_gradients(
         log_sums_BHS: their log-sum-exp, over all blocks too.
         gradient_BSHK: gradient of that result.
         is_causal: as for `block_result`.
+        segments: as for `block_result`.
 
     Source: Dao 2023, arXiv 2307.08691, algorithm 2.
     """
+    how: dict[str, Any] = {"is_causal": is_causal, "segments": segments}
     if kind == "fused":
         return _fused_gradients(
-            q_BSHK, k_BTGK, v_BTGK, out_BSHK, log_sums_BHS, gradient_BSHK, is_causal=is_causal
+            q_BSHK, k_BTGK, v_BTGK, out_BSHK, log_sums_BHS, gradient_BSHK, **how
         )
     q_BSGRK, d_BSGRK = _grouped(q_BSHK, k_BTGK), _grouped(gradient_BSHK, k_BTGK)
-    scores_BGRST = _scores(q_BSHK, k_BTGK, is_causal=is_causal)
+    scores_BGRST = _scores(q_BSHK, k_BTGK, **how)
     log_sums_BGRS = log_sums_BHS.reshape(scores_BGRST.shape[:-1])
     shares_BGRST = jnp.exp(scores_BGRST - log_sums_BGRS[..., None])
     products_BSHK = gradient_BSHK.astype(jnp.float32) * out_BSHK.astype(jnp.float32)
@@ -122,6 +135,8 @@ def has_fused_blocks() -> bool:
     return all(hasattr(_cudnn(), name) for name in names)
 
 
+_LOWEST = -1e30
+"""Score of a key of another document; far from float32's lowest, so that sums stay finite."""
 _BACKWARD = "_dot_product_attention_bwd_p_wrapper"
 
 
@@ -149,21 +164,27 @@ def _fused_gradients(
     gradient_BSHK: jax.Array,
     *,
     is_causal: bool,
+    segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """cuDNN's gradient of a block; bound as JAX's own rule binds it, with a log-sum-exp and a
     result that are not of this block alone."""
-    cudnn, none = _cudnn(), jnp.zeros(0, q_BSHK.dtype)
+    cudnn, bias = _cudnn(), jnp.zeros(0, q_BSHK.dtype)
+    none = bias
+    if segments is not None:
+        mask = same_document(*segments)[:, None]
+        bias = cudnn.combine_bias_and_mask(None, mask, q_BSHK.dtype)
     dq, dk, dv = getattr(cudnn, _BACKWARD).bind(
         q_BSHK,
         k_BTGK,
         v_BTGK,
-        *(none,) * 7,  # bias, lengths, offsets and page tables
+        bias,
+        *(none,) * 6,  # lengths, offsets and page tables
         log_sums_BHS,
         out_BSHK,
         gradient_BSHK,
         seed=0,
         dropout_rate=0.0,
-        variadic_args=(False, False),
+        variadic_args=(segments is not None, False),
         layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=None,
         **_options(q_BSHK, is_causal),
@@ -171,7 +192,9 @@ def _fused_gradients(
     return dq, dk, dv
 
 
-def _scores(q_BSHK: jax.Array, k_BTGK: jax.Array, *, is_causal: bool) -> jax.Array:
+def _scores(
+    q_BSHK: jax.Array, k_BTGK: jax.Array, *, is_causal: bool, segments: Segments | None
+) -> jax.Array:
     """Scaled and masked scores, float32 of shape [B, G, R, S, T]."""
     scores_BGRST = jnp.einsum(
         "bsgrk,btgk->bgrst",
@@ -179,6 +202,9 @@ def _scores(q_BSHK: jax.Array, k_BTGK: jax.Array, *, is_causal: bool) -> jax.Arr
         k_BTGK,
         preferred_element_type=jnp.float32,
     ) * _scale(q_BSHK)
+    if segments is not None:  # finite: a query may have none of these keys
+        is_own_BST = same_document(*segments)
+        scores_BGRST = jnp.where(is_own_BST[:, None, None], scores_BGRST, _LOWEST)
     if not is_causal:
         return scores_BGRST
     is_seen = jnp.tril(jnp.ones(scores_BGRST.shape[-2:], bool))

@@ -22,7 +22,7 @@ head, C devices along context.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,12 @@ from jax.sharding import PartitionSpec
 
 from scalejax.config.model import AttentionKind
 from scalejax.config.parallelism import BATCH_AXES, CONTEXT, TENSOR
-from scalejax.models.attention_blocks import BlockResult, block_gradients, block_result
+from scalejax.models.attention_blocks import (
+    BlockResult,
+    Segments,
+    block_gradients,
+    block_result,
+)
 from scalejax.models.remat import kept
 from scalejax.models.sharding import axis_size
 
@@ -39,11 +44,24 @@ KeySource = Literal["ring", "all_gather"]
 """Where the keys and values of other devices come from."""
 
 _Pair = tuple[jax.Array, jax.Array]
-"""Keys and values, their gradients, or the two chunks of a device."""
+"""Gradients of keys and values, or the two chunks of a device."""
+
+
+class _Keys(NamedTuple):
+    """Keys and values of some tokens, and their documents if examples hold several."""
+
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array | None
 
 
 def blockwise_attention(
-    q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, kind: AttentionKind, source: KeySource
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    kind: AttentionKind,
+    source: KeySource,
+    segments_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, S, H, K] of tokens in the order of `sharding.zigzag_chunks`, in blocks.
 
@@ -55,16 +73,18 @@ def blockwise_attention(
         v_BSGK: values.
         kind: kernel of a block, fused or unfused.
         source: where keys of other devices come from.
+        segments_BS: documents of the tokens, if examples hold several; sent with the keys.
     """
     attend = partial(_blockwise, kind, source, axis_size(CONTEXT))
-    return over_shards(attend)(q_BSHK, k_BSGK, v_BSGK)
+    return over_shards(attend)(q_BSHK, k_BSGK, v_BSGK, segments_BS)
 
 
 def attention_over_heads(
     q_BSHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[..., jax.Array],
+    segments_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention [B, S, H, K] with heads sharded over context meanwhile, by all-to-alls.
 
@@ -75,15 +95,21 @@ def attention_over_heads(
         q_BSHK: queries of all tokens; C divides the heads of a device.
         k_BSGK: keys; C divides the heads of a device or is a multiple of them.
         v_BSGK: values.
-        attend: causal attention of whole samples for some heads.
+        attend: causal attention of whole samples for some heads, of queries, keys, values and the
+            documents of all tokens.
+        segments_BS: documents of the tokens, if examples hold several.
     """
     shards = axis_size(CONTEXT)
 
-    def per_device(*heads: jax.Array) -> jax.Array:
+    def per_device(*given: Any) -> jax.Array:
+        *heads, segments = given
         q, k, v = (_by_head(_repeated(each, shards)) for each in heads)
-        return lax.all_to_all(attend(q, k, v), CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+        if segments is not None:
+            segments = lax.all_gather(segments, CONTEXT, axis=1, tiled=True)
+        made = attend(q, k, v, segments)
+        return lax.all_to_all(made, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
-    return over_shards(per_device)(q_BSHK, k_BSGK, v_BSGK)
+    return over_shards(per_device)(q_BSHK, k_BSGK, v_BSGK, segments_BS)
 
 
 def _by_head(heads_BSHK: jax.Array) -> jax.Array:
@@ -99,14 +125,22 @@ def _repeated(heads_BSHK: jax.Array, shards: int) -> jax.Array:
 
 def over_shards(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`attend` in a `shard_map` over all axes that are not manual yet: rows over the batch axes,
-    tokens over context, heads over tensor."""
+    tokens over context, heads over tensor. Its arguments are heads [B, S, H, K], and documents of
+    tokens [B, S] or None."""
     mesh = jax.sharding.get_abstract_mesh()
     others = set(mesh.axis_names) - set(mesh.manual_axes)
     rows = tuple(axis for axis in BATCH_AXES if axis in others)
     split = PartitionSpec(rows, CONTEXT, TENSOR, None)
-    return jax.shard_map(
-        attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
-    )
+
+    def over(*given: jax.Array | None) -> jax.Array:
+        specs = tuple(
+            None if each is None else PartitionSpec(*split[: each.ndim]) for each in given
+        )
+        return jax.shard_map(
+            attend, in_specs=specs, out_specs=split, axis_names=others, check_vma=False
+        )(*given)
+
+    return over
 
 
 # Block by block: forward.
@@ -114,35 +148,56 @@ def over_shards(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _blockwise(
-    kind: AttentionKind, source: KeySource, shards: int, q: jax.Array, k: jax.Array, v: jax.Array
+    kind: AttentionKind,
+    source: KeySource,
+    shards: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
 ) -> jax.Array:
-    return _forward(kind, source, shards, q, k, v)[0]
+    return _forward(kind, source, shards, q, k, v, segments)[0]
 
 
 def _forward(
-    kind: AttentionKind, source: KeySource, shards: int, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    kind: AttentionKind,
+    source: KeySource,
+    shards: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """The result of a device's queries, and what the backward pass needs."""
     attend = partial(block_result, kind)
     here = lax.axis_index(CONTEXT)
-    q_first, q_second = _halves(q)
-    own = attend(q, k, v, is_causal=True)
+    (q_first, own_first), (q_second, own_second) = _chunks((q, segments))
+    own = attend(q, k, v, is_causal=True, segments=_of_both(segments, segments))
     values, log_sums = _halves(own.values), _halves(own.log_sums, axis=2)
     start = tuple(map(BlockResult, values, log_sums))
 
     def of_others(
-        time: Any, keys: _Pair, results: tuple[BlockResult, ...]
+        time: Any, keys: _Keys, results: tuple[BlockResult, ...]
     ) -> tuple[BlockResult, ...]:
         """Results of both chunks with the keys of the device that is `time` places before."""
         first, second = results
-        (k_first, k_second), (v_first, v_second) = map(_halves, keys)
-        second = second.merged(attend(q_second, k_first, v_first, is_causal=False))
+        keys_first, keys_second = _chunks(keys)
+        block = attend(
+            q_second,
+            keys_first.k,
+            keys_first.v,
+            is_causal=False,
+            segments=_of_both(own_second, keys_first.segments),
+        )
+        second = second.merged(block)
         is_before = here >= time
+        picked = _either(is_before, keys_first, keys_second)
         block = attend(
             jnp.where(is_before, q_first, q_second),
-            jnp.where(is_before, k_first, k_second),
-            jnp.where(is_before, v_first, v_second),
+            picked.k,
+            picked.v,
             is_causal=False,
+            segments=_of_both(_either(is_before, own_first, own_second), picked.segments),
         )
         merged = _either(is_before, first, second).merged(block)
         return _either(is_before, merged, first), _either(is_before, second, merged)
@@ -154,11 +209,11 @@ def _forward(
             following = _sent_on(keys)  # while these are used
             return (of_others(time, keys, results), following), None
 
-        carry = (start, _sent_on((k, v)))
+        carry = (start, _sent_on(_Keys(k, v, segments)))
         (results, keys), _ = _scanned(step, carry, 1, shards - 1)
         first, second = of_others(shards - 1, keys, results)  # which are not sent on
     else:
-        gathered = _gathered((k, v))
+        gathered = _gathered(_Keys(k, v, segments))
 
         def use(results: Any, time: jax.Array) -> tuple[Any, None]:
             return of_others(time, _picked(gathered, (here - time) % shards), results), None
@@ -166,7 +221,7 @@ def _forward(
         (first, second), _ = _scanned(use, start, 1, shards)
     out = kept(_joined(first.values, second.values).astype(q.dtype))
     log_sums = kept(_joined(first.log_sums, second.log_sums, axis=2))
-    return out, (q, k, v, out, log_sums)
+    return out, (q, _Keys(k, v, segments), out, log_sums)
 
 
 # Block by block: backward.
@@ -176,40 +231,53 @@ def _backward(
     kind: AttentionKind,
     source: KeySource,
     shards: int,
-    saved: tuple[jax.Array, ...],
+    saved: tuple[Any, ...],
     gradient: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """Gradients of queries, keys and values.
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of queries, keys and values, and None, that of documents.
 
     The queries' are summed in float32. Those of keys and values are summed in their type, as which
     they travel: round the ring one step behind their keys, or in a reduce-scatter.
     """
-    q, k, v, out, log_sums = saved
+    q, own, out, log_sums = saved
     differentiate = partial(block_gradients, kind)
     here = lax.axis_index(CONTEXT)
-    of_queries = (q, out, gradient)
-    (q_first, out_first, d_first), (q_second, out_second, d_second) = zip(
-        *map(_halves, of_queries), strict=True
+    first, second = _chunks((q, out, gradient, own.segments))
+    (q_first, out_first, d_first, own_first), (q_second, out_second, d_second, own_second) = (
+        first,
+        second,
     )
     log_first, log_second = _halves(log_sums, axis=2)
-    dq, dk, dv = differentiate(q, k, v, out, log_sums, gradient, is_causal=True)
+    of_own = _of_both(own.segments, own.segments)
+    dq, dk, dv = differentiate(
+        q, own.k, own.v, out, log_sums, gradient, is_causal=True, segments=of_own
+    )
     start = (_halves(dq.astype(jnp.float32)), (dk, dv))
 
-    def of_others(time: Any, keys: _Pair, dq: _Pair) -> tuple[_Pair, _Pair]:
+    def of_others(time: Any, keys: _Keys, dq: _Pair) -> tuple[_Pair, _Pair]:
         """`dq` with the keys of the device that is `time` places before, and their gradients."""
-        (k_first, k_second), (v_first, v_second) = map(_halves, keys)
+        keys_first, keys_second = _chunks(keys)
         dq_second, *dkv_first = differentiate(
-            q_second, k_first, v_first, out_second, log_second, d_second, is_causal=False
+            q_second,
+            keys_first.k,
+            keys_first.v,
+            out_second,
+            log_second,
+            d_second,
+            is_causal=False,
+            segments=_of_both(own_second, keys_first.segments),
         )
         is_before = here >= time
+        picked = _either(is_before, keys_first, keys_second)
         dq_block, *dkv_block = differentiate(
             jnp.where(is_before, q_first, q_second),
-            jnp.where(is_before, k_first, k_second),
-            jnp.where(is_before, v_first, v_second),
+            picked.k,
+            picked.v,
             jnp.where(is_before, out_first, out_second),
             jnp.where(is_before, log_first, log_second),
             jnp.where(is_before, d_first, d_second),
             is_causal=False,
+            segments=_of_both(_either(is_before, own_first, own_second), picked.segments),
         )
         first = dq[0] + jnp.where(is_before, dq_block, 0)
         second = dq[1] + dq_second + jnp.where(is_before, 0, dq_block)
@@ -221,7 +289,7 @@ def _backward(
 
     if source == "ring":
 
-        def added(time: Any, keys: _Pair, dq: _Pair, dkv: _Pair) -> tuple[_Pair, _Pair]:
+        def added(time: Any, keys: _Keys, dq: _Pair, dkv: _Pair) -> tuple[_Pair, _Pair]:
             arrived = _sent_on(dkv)  # while the gradients of the next block are computed
             dq, made = of_others(time, keys, dq)
             return dq, (arrived[0] + made[0], arrived[1] + made[1])
@@ -231,12 +299,12 @@ def _backward(
             following = _sent_on(keys)
             return (*added(time, keys, dq, dkv), following), None
 
-        carry = (*start, _sent_on((k, v)))
+        carry = (*start, _sent_on(own))
         (dq, dkv, keys), _ = _scanned(step, carry, 1, shards - 1)
         dq, dkv = added(shards - 1, keys, dq, dkv)
         dkv = _sent_on(dkv)  # home
     else:
-        gathered = _gathered((k, v))
+        gathered = _gathered(own)
 
         def use(carry: Any, time: jax.Array) -> tuple[Any, None]:
             dq, sums = carry
@@ -244,10 +312,11 @@ def _backward(
             dq, made = of_others(time, _picked(gathered, place), dq)
             return (dq, _placed(sums, made, place)), None
 
-        sums = _placed(jax.tree.map(jnp.zeros_like, gathered), start[1], here)
+        zeros = (jnp.zeros_like(gathered.k), jnp.zeros_like(gathered.v))
+        sums = _placed(zeros, start[1], here)
         (dq, sums), _ = _scanned(use, (start[0], sums), 1, shards)
         dkv = [lax.psum_scatter(each, CONTEXT) for each in sums]
-    return _joined(dq[0], dq[1]).astype(q.dtype), *dkv
+    return _joined(dq[0], dq[1]).astype(q.dtype), *dkv, None
 
 
 _blockwise.defvjp(_forward, _backward)
@@ -256,19 +325,19 @@ _blockwise.defvjp(_forward, _backward)
 # Keys and values between devices, and chunks of them.
 
 
-def _sent_on(keys: _Pair) -> _Pair:
-    """What the device before sent of its keys and values."""
+def _sent_on(keys: Any) -> Any:
+    """What the device before sent of its keys and values, or of their gradients."""
     shards = lax.axis_size(CONTEXT)
     ring = [(place, (place + 1) % shards) for place in range(shards)]
     return lax.ppermute(keys, CONTEXT, ring)
 
 
-def _gathered(keys: _Pair) -> _Pair:
+def _gathered(keys: _Keys) -> _Keys:
     """Keys and values of all devices, each [C, B, S, G, K]."""
     return lax.all_gather(keys, CONTEXT)
 
 
-def _picked(gathered: _Pair, place: jax.Array) -> _Pair:
+def _picked(gathered: _Keys, place: jax.Array) -> _Keys:
     """The keys and values of one device."""
     return jax.tree.map(
         lambda each: lax.dynamic_index_in_dim(each, place, keepdims=False), gathered
@@ -287,8 +356,20 @@ def _scanned(step: Any, carry: Any, first: int, end: int) -> Any:
     return lax.scan(step, carry, jnp.arange(first, end)) if end > first else (carry, None)
 
 
-def _either(flag: jax.Array, one: BlockResult, other: BlockResult) -> BlockResult:
+def _either(flag: jax.Array, one: Any, other: Any) -> Any:
     return jax.tree.map(partial(jnp.where, flag), one, other)
+
+
+def _of_both(of_queries: jax.Array | None, of_keys: jax.Array | None) -> Segments | None:
+    """Documents of the queries and the keys of a block, if examples hold several."""
+    return None if of_queries is None or of_keys is None else (of_queries, of_keys)
+
+
+def _chunks(arrays: Any) -> tuple[Any, Any]:
+    """A tree of arrays of a device's tokens as two, of its two chunks."""
+    leaves, structure = jax.tree.flatten(arrays)
+    first, second = zip(*map(_halves, leaves), strict=True)
+    return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
 
 
 def _halves(array: jax.Array, axis: int = 1) -> _Pair:

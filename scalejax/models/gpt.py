@@ -19,6 +19,7 @@ from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
+from scalejax.models.packing import documents
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between, in_token_order
 
@@ -146,6 +147,8 @@ class Gpt(CausalNetwork, names=("gpt",)):
 
     def _positioned(self, x_BSD: jax.Array) -> jax.Array:
         places_SD = self._table(self.places, PLACES)
+        if (packed := documents()) is not None:
+            return x_BSD + places_SD[packed.positions_BS]
         return x_BSD + in_token_order(places_SD[None, : x_BSD.shape[1]])
 
     @staticmethod

@@ -33,6 +33,7 @@ from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of
 from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, Routers
 from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
+from scalejax.models.packing import documents
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between, constrained_for_layer, in_token_order
 
@@ -195,10 +196,15 @@ def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
         turned = _rotated(heads_BSHK[..., :rotated], theta, rotated)
         return jnp.concatenate([turned, heads_BSHK[..., rotated:]], axis=-1)
     tokens, size = heads_BSHK.shape[1], heads_BSHK.shape[3]
-    places_S = in_token_order(jnp.arange(tokens, dtype=jnp.float32), axis=0)
     turns_K = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    angles_SK = places_S[:, None] * turns_K[None, :]
-    cos, sin = (each[None, :, None, :] for each in (jnp.cos(angles_SK), jnp.sin(angles_SK)))
+    if (packed := documents()) is None:
+        places_S = in_token_order(jnp.arange(tokens, dtype=jnp.float32), axis=0)
+        angles_SK = places_S[:, None] * turns_K[None, :]
+        cos, sin = (each[None, :, None, :] for each in (jnp.cos(angles_SK), jnp.sin(angles_SK)))
+    else:
+        places_BS = packed.positions_BS.astype(jnp.float32)
+        angles_BSK = places_BS[..., None] * turns_K[None, None, :]
+        cos, sin = (each[:, :, None, :] for each in (jnp.cos(angles_BSK), jnp.sin(angles_BSK)))
     one, other = jnp.split(heads_BSHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
     return turned.astype(heads_BSHK.dtype)

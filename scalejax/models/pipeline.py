@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks
+from scalejax.models.packing import Documents, documents, packed
 from scalejax.models.remat import recomputed_with_picks
 from scalejax.models.sharding import constrained, constrained_for_head, constraints
 
@@ -57,12 +58,25 @@ def through_stages(
     chunks, microbatches = constraints().chunks, constraints().microbatches
     dealt = jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, stages), stacked)
     rows_MBSD = _by_stage(_split(x_BSD, microbatches), leading=(None,))
+    documents_MBS = jax.tree.map(lambda leaf: _split(leaf, microbatches), documents())
     here = jnp.arange(stages)
 
-    every = jax.vmap(blocks, spmd_axis_name=PIPELINE)
+    def of_stage(layers: Any, x_BSD: jax.Array, of_rows: Documents | None) -> jax.Array:
+        with packed(of_rows):
+            return blocks(layers, x_BSD)
 
-    def at_work(dealt: Any, chunk_P: jax.Array, state_PBSD: jax.Array) -> jax.Array:
-        return every(_picked(dealt, chunk_P), state_PBSD)
+    every = jax.vmap(of_stage, spmd_axis_name=PIPELINE)
+
+    def at_work(
+        dealt: Any, chunk_P: jax.Array, state_PBSD: jax.Array, documents_PBS: Documents | None
+    ) -> jax.Array:
+        return every(_picked(dealt, chunk_P), state_PBSD, documents_PBS)
+
+    def documents_at(time: jax.Array) -> Documents | None:
+        """Those of the microbatch that each stage computes."""
+        group_P, place_P = jnp.divmod(jnp.maximum(time - here, 0), stages * chunks)
+        which_P = jnp.minimum(group_P * stages + place_P % stages, microbatches - 1)
+        return jax.tree.map(lambda leaf: _by_stage(leaf[which_P]), documents_MBS)
 
     if chunks > 1:
         at_work = recomputed_with_picks(at_work, remat)
@@ -74,7 +88,8 @@ def through_stages(
         is_entering = (here == 0) & (place < stages)
         state_PBSD = _either(is_entering, rows_MBSD[entering], handed_PBSD)
         chunk = jnp.maximum(time - here, 0) // stages % chunks
-        state_PBSD = _by_stage(at_work(dealt, chunk, _by_stage(state_PBSD)))
+        state_PBSD = at_work(dealt, chunk, _by_stage(state_PBSD), documents_at(time))
+        state_PBSD = _by_stage(state_PBSD)
         return state_PBSD, state_PBSD
 
     empty = _by_stage(jnp.zeros((stages, *rows_MBSD.shape[1:]), x_BSD.dtype))
@@ -147,9 +162,9 @@ def _by_stage(activations: jax.Array, leading: tuple[str | None, ...] = (PIPELIN
     return constrained(activations, P(*leading, BATCH_AXES, *rest))
 
 
-def _split(x_BSD: jax.Array, microbatches: int) -> jax.Array:
-    """Rows split round-robin, so that each stays on its device: [microbatches, rows, S, D]."""
-    return x_BSD.reshape(-1, microbatches, *x_BSD.shape[1:]).swapaxes(0, 1)
+def _split(rows: jax.Array, microbatches: int) -> jax.Array:
+    """Rows split round-robin, so that each stays on its device: [microbatches, rows, S, ...]."""
+    return rows.reshape(-1, microbatches, *rows.shape[1:]).swapaxes(0, 1)
 
 
 def _joined(rows_MBSD: jax.Array) -> jax.Array:

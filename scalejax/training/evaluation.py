@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
 from scalejax.training.data_parallel import with_constraints
-from scalejax.training.gradients import Batch, normalised, sample_metrics
+from scalejax.training.gradients import Batch, normalised, sample_metrics, with_target_weights
 from scalejax.training.mesh import batch_sharding, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
@@ -42,7 +42,8 @@ class Evaluation:
     """Function from a state to the (params, model_state) that are evaluated: the weight average,
     if the run keeps one."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, in total or
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of packed
+    documents over their targets that have a loss, in total or
     per device that divides the batch as `train.metric_average` says, and the lowest and highest
     logit of each class among them."""
     batch: Batch
@@ -115,7 +116,7 @@ def _evaluate(
     params = gathered_params(setup, mesh, params)
     network = network_with(setup, BatchNormScope(), params, model_state)
     losses, hits, logits = sample_metrics(setup, network, batch, is_training=False)
-    mask = batch["mask"]
+    mask = with_target_weights({**batch, "weights": batch["mask"]})["weights"]
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
     samples = tuple(range(logits.ndim - 1))
     run = setup.run
@@ -129,7 +130,8 @@ def _evaluate(
     return {
         "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
         "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
-        "loss_sum": summed(jnp.where(mask > 0, losses, 0)),
-        "correct_sum": summed(jnp.where(mask > 0, hits, 0)),
+        "loss_sum": summed(jnp.where(mask > 0, losses * mask, 0)),
+        "correct_sum": summed(jnp.where(mask > 0, hits * mask, 0)),
         "count": summed(mask),
+        "examples": batch["mask"].sum(),
     }

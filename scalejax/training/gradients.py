@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from scalejax.config.data import DatasetFacts
+from scalejax.config.dataset_facts import IGNORED_TARGET, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
@@ -22,6 +22,7 @@ from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
 from scalejax.models.moe import router_losses
 from scalejax.models.normalization import weigh_rows
+from scalejax.models.packing import documents_of, packed
 from scalejax.models.pipeline import dealt_to_stages
 from scalejax.models.sharding import in_token_order, is_partly_manual
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
@@ -31,7 +32,8 @@ from scalejax.training.setup import TrainSetup, network_with, reads_features, wi
 
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; for masked
-language modelling, the "places" of masked tokens; where some rows do not count, training "weights",
+language modelling, the "places" of masked tokens; of packed documents, "segment_ids" and
+"positions"; where some rows do not count, training "weights",
 1 for a row that counts and 0 for one that does not; for mixup "mix", each sample's own share, its
 partner being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample
 and 0 for padding."""
@@ -62,7 +64,8 @@ def sample_metrics(
         if setup.run.dataset.is_text:
             inputs = in_token_order(inputs)
         where = {"places": batch["places"]} if "places" in batch else {}
-        logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
+        with packed(documents_of(batch)):
+            logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     return *loss_and_accuracy(setup, logits, batch, is_training=is_training), logits
 
 
@@ -84,10 +87,24 @@ def _metrics_of_two(
     return *loss_and_accuracy(setup, logits, batch, is_training=True), seconds
 
 
+def with_target_weights(batch: Batch) -> Batch:
+    """`batch` of packed documents with the targets of each row that have a loss as its weight, so
+    that the mean loss is that over such targets (as in MaxText, and in Megatron-LM without
+    averages by sample); others unchanged."""
+    if SEGMENT_IDS not in batch:
+        return batch
+    return {**batch, "weights": batch.get("weights", 1) * _target_counts(batch["targets"])}
+
+
+def _target_counts(targets_BS: jax.Array) -> jax.Array:
+    return jnp.sum(targets_BS != IGNORED_TARGET, axis=1).astype(jnp.float32)
+
+
 def loss_and_accuracy(
     setup: TrainSetup, logits: jax.Array, batch: Batch, *, is_training: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy of each sample of these logits, float32 of shape (samples,)."""
+    """Loss and accuracy of each sample of these logits, float32 of shape (samples,); of packed
+    documents over its targets that have a loss."""
     smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
 
     def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -95,11 +112,18 @@ def loss_and_accuracy(
         return _cross_entropy(logits, targets, smoothing), hits
 
     targets = batch["targets"]
-    losses, hits = loss_and_hits(in_token_order(targets) if targets.ndim > 1 else targets)
+    if targets.ndim > 1:
+        targets = in_token_order(targets)
+    losses, hits = loss_and_hits(targets)
     if "mix" in batch:
         partner_losses, partner_hits = loss_and_hits(_partners(batch["targets"]))
         losses = _mixed(batch["mix"], losses, partner_losses)
         hits = _mixed(batch["mix"], hits, partner_hits)
+    if SEGMENT_IDS in batch:
+        is_counted = targets != IGNORED_TARGET
+        losses, hits = (jnp.where(is_counted, each, 0).sum(axis=1) for each in (losses, hits))
+        counts = jnp.maximum(_target_counts(targets), 1)
+        return losses / counts, hits / counts
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions)
 
@@ -260,7 +284,8 @@ def by_timetable(
 
     def first(ends: PyTree, rows: Batch) -> jax.Array:
         inputs = in_token_order(rows["inputs"])
-        return network_of(ends, params[_BLOCKS]).embedded(inputs)
+        with packed(documents_of(rows)):
+            return network_of(ends, params[_BLOCKS]).embedded(inputs)
 
     def middle(blocks: PyTree, x_BSD: jax.Array) -> jax.Array:
         return network_of(_without_blocks(params), blocks).through_blocks(x_BSD)

@@ -122,7 +122,7 @@ def evaluation_measurement(
         for name in ("loss_sum", "correct_sum", "count")
     )
     non_empty = [number for number, count in enumerate(counts) if count]
-    count = math.fsum(counts)
+    examples = round(math.fsum(float(part["examples"]) for part in parts))
     if not non_empty:
         raise ConfigError("no example of the test part can be read (data.test).")
     lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
@@ -132,10 +132,10 @@ def evaluation_measurement(
         epoch=run.epoch_of(step),
         test_loss=finite(fmean(losses[number] / counts[number] for number in non_empty)),
         test_accuracy=fmean(hits[number] / counts[number] for number in non_empty),
-        examples=round(count),
+        examples=examples,
         seconds=seconds,
         elapsed_seconds=elapsed_seconds,
-        is_constant=count > 1 and bool(np.all(lowest == highest)),
+        is_constant=examples > 1 and bool(np.all(lowest == highest)),
     )
 
 

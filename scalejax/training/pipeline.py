@@ -25,8 +25,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
+from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
 from scalejax.config.parallelism import PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
+from scalejax.models.packing import Documents, documents_of, packed
 from scalejax.training.gradient_sync.device_rows import PyTree
 
 _KINDS: tuple[PassKind | None, ...] = (None, "forward", "backward", "weights")
@@ -40,13 +42,16 @@ class Parameters(NamedTuple):
     """Those by which the loss is differentiated."""
     frozen: PyTree
     """The others."""
+    documents: Documents | None = None
+    """Not parameters, but what blocks are given beside them: the documents of a microbatch."""
 
     @property
     def whole(self) -> PyTree:
         """All of them, in one tree."""
         return jax.tree.map(
             lambda learning, frozen: frozen if learning is None else learning,
-            *self,
+            self.learning,
+            self.frozen,
             is_leaf=lambda leaf: leaf is None,
         )
 
@@ -132,11 +137,13 @@ class _Stage:
         self._here = lax.axis_index(PIPELINE)
         self._x = jax.eval_shape(network.first, ends.whole, _at(rows, 0))
         self._layers = jax.tree.leaves(blocks)[0].shape[1]
-        self._split = _Split.of(network.blocks, _layer(blocks, 0, 0), self._x)
+        first = {name: jnp.int32(0) for name in ("chunk", "microbatch")}
+        one = self._layer(first, 0)
+        self._split = _Split.of(network.blocks, one, self._x)
         self._passes = {"forward": self._forward, "backward": self._backward}
         self._parts = None
         if table.ticks.schedule == "zb_h1":
-            self._parts = _BackwardParts.of(self._split, _layer(blocks, 0, 0), self._x)
+            self._parts = _BackwardParts.of(self._split, one, self._x)
             self._passes = {
                 "forward": self._forward,
                 "backward": partial(self._backward_of_input, self._parts),
@@ -206,7 +213,7 @@ class _Stage:
             layer: Any, before: tuple[jax.Array, list[jax.Array]]
         ) -> tuple[jax.Array, list[jax.Array]]:
             x_BSD, buffers = before
-            x_BSD, saved = self._split.forward(_layer(self._blocks, own["chunk"], layer), x_BSD)
+            x_BSD, saved = self._split.forward(self._layer(own, layer), x_BSD)
             put = partial(_put, own["place"], layer)
             return x_BSD, [put(*each) for each in zip(buffers, saved, strict=True)]
 
@@ -234,7 +241,7 @@ class _Stage:
             gradient_BSD, of_blocks = before
             layer = self._layers - 1 - index
             at = partial(_taken, own["place"], layer)
-            blocks = _layer(self._blocks, own["chunk"], layer)
+            blocks = self._layer(own, layer)
             more, gradient_BSD = self._split.backward(
                 blocks, [at(buffer) for buffer in held.saved], gradient_BSD
             )
@@ -258,7 +265,7 @@ class _Stage:
             gradient_BSD, unweighed = before
             layer = self._layers - 1 - index
             saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
-            blocks = _layer(self._blocks, own["chunk"], layer)
+            blocks = self._layer(own, layer)
             gradient_BSD, needed = parts.of_input(blocks, saved, gradient_BSD)
             put = partial(_put, own["unweighed"], layer)
             return gradient_BSD, [put(*each) for each in zip(unweighed, needed, strict=True)]
@@ -275,10 +282,16 @@ class _Stage:
         def block(layer: Any, of_blocks: PyTree) -> PyTree:
             saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
             needed = [_taken(own["unweighed"], layer, buffer) for buffer in held.unweighed]
-            more = parts.of_weights(_layer(self._blocks, own["chunk"], layer), saved, needed)
+            more = parts.of_weights(self._layer(own, layer), saved, needed)
             return _added_at(own["chunk"], layer, of_blocks, more)
 
         return held._replace(of_blocks=lax.fori_loop(0, self._layers, block, held.of_blocks))
+
+    def _layer(self, own: dict[str, jax.Array], layer: Any) -> Parameters:
+        """One period of layers of a pass, and the documents of its microbatch."""
+        rows = {name: self._rows[name] for name in (SEGMENT_IDS, POSITIONS) if name in self._rows}
+        given = documents_of(_at(rows, own["microbatch"]))
+        return _layer(self._blocks, own["chunk"], layer)._replace(documents=given)
 
     def _with_embedding(self, own: dict[str, jax.Array], held: _Held) -> _Held:
         """`held` after a backward pass, with the gradient of the embedding on the first stage."""
@@ -312,6 +325,16 @@ def _if(
     return after
 
 
+def _given(
+    function: Callable[[PyTree, jax.Array], jax.Array],
+    params: Parameters,
+    learning: PyTree,
+    x: jax.Array,
+) -> jax.Array:
+    with packed(params.documents):
+        return function(params._replace(learning=learning).whole, x)
+
+
 @dataclass(frozen=True)
 class _Split:
     """The forward and the backward pass of a function as two functions, with what the first saves
@@ -333,7 +356,7 @@ class _Split:
 
         def forward(params: Parameters, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
             result, back = jax.vjp(
-                lambda learning, x: function(params._replace(learning=learning).whole, x),
+                partial(_given, function, params),
                 params.learning,
                 x,
             )

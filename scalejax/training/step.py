@@ -15,14 +15,14 @@ import optax
 from jax.sharding import Mesh
 
 from scalejax.config.checks import require_noise_scale_parts
-from scalejax.config.data import DatasetFacts
+from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
 from scalejax.models.moe import with_updated_bias
 from scalejax.models.pretrained import pretrained_weights
 from scalejax.training.data_parallel import combined_gradients
 from scalejax.training.gradient_sync.local_sgd import local_update
-from scalejax.training.gradients import Batch, gradients, mean_loss
+from scalejax.training.gradients import Batch, gradients, mean_loss, with_target_weights
 from scalejax.training.mesh import batch_sharding, replicated
 from scalejax.training.noise_scale import NoiseAverages, estimates
 from scalejax.training.optimizers.averaging import averaged
@@ -53,8 +53,9 @@ from scalejax.training.state import (
 def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
     """Shapes of one global batch of `run`, sharded over the batch axes of `mesh` if there is one.
 
-    Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32. Besides, float32
-    "weights" of the rows where not all of them count, and float32 "mix" of pairs for mixup.
+    Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32, as are
+    "segment_ids" and "positions" of packed documents. Besides, float32 "weights" of the rows where
+    not all of them count, and float32 "mix" of pairs for mixup.
     """
     dataset = run.dataset
     sharding = None if mesh is None else batch_sharding(mesh)
@@ -64,6 +65,8 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
         parts = {"inputs": ((feature_width(train_setup(run)),), jnp.float32)}
     for name in ("targets", "places") if dataset.is_masked else ("targets",):
         parts[name] = (dataset.target_shape, jnp.int32)
+    for name in (SEGMENT_IDS, POSITIONS) if dataset.is_packed else ():
+        parts[name] = (dataset.input_shape, jnp.int32)
     if run.is_weighted:
         parts["weights"] = ((), jnp.float32)
     if run.is_mixed:
@@ -247,6 +250,7 @@ def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
 def _update(
     setup: TrainSetup, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
+    batch = with_target_weights(batch)
     if (local_sgd := setup.run.config.local_sgd) is not None:
         return local_update(setup, local_sgd, mesh, state, batch)
     before = state.opt_state

@@ -1,6 +1,7 @@
 """Tokens in files: which example holds what, that none is lost, and what is refused."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,8 +18,8 @@ from scalejax.data.readers.tokens import cut
 from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
 
-STREAM = np.random.default_rng(0).integers(1, 1000, 500)
-"""Tokens but 0, which ends documents where it is put."""
+STREAM = np.random.default_rng(0).integers(1, 998, 500)
+"""Tokens but 0, which ends documents where it is put, and two that end files."""
 
 
 def write_raw(path, tokens, dtype="<u2"):
@@ -110,6 +111,7 @@ def packed(folder, ends, **changed):
     """Documents that end at `ends` of the stream, in two files, packed anew each epoch."""
     tokens = STREAM.copy()
     tokens[np.array(ends) - 1] = 0
+    tokens[[299, 499]] = 998, 999
     write_raw(folder / "a.bin", tokens[:300])
     write_npy(folder / "b.npy", tokens[300:])
     write_raw(folder / "test.raw", tokens[:20])
@@ -168,6 +170,28 @@ def test_an_example_is_the_same_whenever_it_is_taken(tmp_path):
     np.testing.assert_array_equal(source.take(np.array([0]))["inputs"][0], tokens[:8])
     other = open_source(config, "train", seed=2).take(np.arange(62), 5)["inputs"]
     assert (other != whole).any()
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate"])
+@pytest.mark.parametrize("epoch", [None, 3])
+def test_documents_are_told_apart(tmp_path, epoch, packing):
+    """In the order of the files and of an epoch: a token that ends a document, or a file, has no
+    target, and what follows is the first of another."""
+    config, tokens = packed(tmp_path, ENDS, document_mask=True)
+    config = replace(config, packing=packing)
+    end = 0 if packing == "documents" else None
+    plain = replace(config, document_mask=False, end_of_document=end)
+    whole = open_source(plain, "train", seed=3).take(np.arange(62), epoch)
+
+    rows = open_source(config, "train", seed=3).take(np.arange(62), epoch)
+
+    assert read_facts(config).is_packed
+    np.testing.assert_array_equal(rows["inputs"], whole["inputs"])
+    is_last = np.isin(whole["inputs"], [0, *tokens[[299, 499]]])
+    np.testing.assert_array_equal(rows["targets"], np.where(is_last, -100, whole["targets"]))
+    np.testing.assert_array_equal(rows["positions"][:, 1:] == 0, is_last[:, :-1])
+    np.testing.assert_array_equal(np.diff(rows["segment_ids"]), is_last[:, :-1])
+    assert (rows["positions"][:, 0] == 0).all()
 
 
 @settings(max_examples=50, deadline=None)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
 from scalejax.config.parallelism import ContextStrategy, Layout
 from scalejax.models.attention import causal_attention
 from scalejax.models.attention_blocks import block_gradients, block_result
+from scalejax.models.packing import documents_of, packed
 from scalejax.models.sharding import ShardingConstraints, in_token_order, sharding_context
 from scalejax.training.mesh import build_mesh
 
@@ -52,22 +54,36 @@ def test_blocks_of_odd_sizes_add_up_to_the_whole(pairs):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "context", "pairs"),
-    [("ring", 2, 6), ("ring", 3, 2), ("all_gather", 3, 2), ("all_to_all", 3, 1)],
+    ("strategy", "context", "pairs", "length"),
+    [
+        ("ring", 2, 6, None),
+        ("ring", 3, 2, 7),
+        ("all_gather", 3, 2, None),
+        ("all_gather", 2, 2, 4),
+        ("all_to_all", 3, 1, None),
+        ("all_to_all", 3, 1, 7),
+    ],
 )
 def test_every_strategy_is_attention_over_whole_samples(
-    strategy: ContextStrategy, context: int, pairs: int
+    strategy: ContextStrategy, context: int, pairs: int, length: int | None
 ):
     """Values and gradients; an even number of tokens of each shard, heads of keys for some of the
-    queries, and for all-to-alls fewer than devices."""
+    queries, and for all-to-alls fewer than devices. Documents of a length, with others of 3 tokens
+    between them, lie within chunks and across."""
     tokens = 2 * 5 * context
     arrays = (heads(0, tokens, 6), heads(1, tokens, pairs), heads(2, tokens, pairs))
     weights = heads(3, tokens, 6)
     mesh = build_mesh(Layout(context=context))
     constraints = ShardingConstraints(context_strategy=strategy, is_zigzag=strategy != "all_to_all")
+    batch = {}
+    if length is not None:
+        ids = np.repeat(np.arange(2 * tokens), [length, 3] * tokens)
+        ids = np.stack([ids[:tokens], ids[2 : tokens + 2]])
+        batch = {SEGMENT_IDS: jnp.asarray(ids), POSITIONS: jnp.zeros_like(ids)}
 
     def loss(q, k, v, order=lambda array: array):
-        return (order(weights) * causal_attention(q, k, v, "unfused")).sum()
+        with packed(documents_of(batch)):
+            return (order(weights) * causal_attention(q, k, v, "unfused")).sum()
 
     def over_context(*arrays):
         with sharding_context(mesh.abstract_mesh, constraints):

@@ -27,7 +27,10 @@ def measured(*sums: tuple[object, object, object]) -> EvaluationMeasurement:
     """The line of an evaluation whose batches have these sums of losses, hits and examples."""
     logits = {"lowest_logits": np.zeros(2), "highest_logits": np.ones(2)}
     names = ("loss_sum", "correct_sum", "count")
-    parts = [{**logits, **dict(zip(names, batch, strict=True))} for batch in sums]
+    parts = [
+        {**logits, **dict(zip(names, batch, strict=True)), "examples": np.asarray(batch[2]).sum()}
+        for batch in sums
+    ]
     return evaluation_measurement(RUN, parts, step=1, seconds=1.0, elapsed_seconds=1.0)
 
 

@@ -57,6 +57,7 @@ def tokens_facts(config: TokensConfig) -> DatasetFacts:
         input_shape=(config.tokens,),
         target_shape=(config.tokens,),
         classes=config.vocabulary,
+        is_packed=config.document_mask,
     )
 
 

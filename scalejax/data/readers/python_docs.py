@@ -7,6 +7,7 @@ import numpy as np
 from scalejax.config.data import PythonDocsConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.data.readers.documents import token_rows
 from scalejax.data.source import Reader, Split
 from scalejax.data.transforms.augmentation import Augmentation
 
@@ -19,9 +20,13 @@ TEST_FRACTION = 0.05
 @cache
 def python_docs() -> bytes:
     """The help topics of this Python, in the order of their names, UTF-8."""
+    return b"".join(_topics())
+
+
+def _topics() -> list[bytes]:
     from pydoc_data.topics import topics
 
-    return "".join(topics[name] for name in sorted(topics)).encode()
+    return [topics[name].encode() for name in sorted(topics)]
 
 
 def python_docs_facts(config: PythonDocsConfig) -> DatasetFacts:
@@ -44,6 +49,7 @@ def python_docs_facts(config: PythonDocsConfig) -> DatasetFacts:
         input_shape=(config.tokens,),
         target_shape=(config.tokens,),
         classes=BYTE_VALUES,
+        is_packed=config.document_mask,
     )
 
 
@@ -55,11 +61,16 @@ class PythonDocs(Reader, names=("python_docs",)):
     def __init__(self, config: PythonDocsConfig, split: Split, augmentation: Augmentation) -> None:
         counts = python_docs_facts(config)
         text = np.frombuffer(python_docs(), np.uint8)
+        first = 0
         if split == "train":
             self._length = counts.train_examples
         else:
             self._length = counts.test_examples
-            text = text[-(self._length * config.tokens + 1) :]
+            first = len(text) - (self._length * config.tokens + 1)
+            text = text[first:]
+        self._topic_ends = None
+        if config.document_mask:
+            self._topic_ends = np.cumsum([len(topic) for topic in _topics()]) - first
         self._windows = np.lib.stride_tricks.sliding_window_view(text, config.tokens + 1)
         self._tokens = config.tokens
 
@@ -69,5 +80,5 @@ class PythonDocs(Reader, names=("python_docs",)):
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The pieces at `indices`, and their targets: the pieces shifted by one byte."""
-        windows = self._windows[indices * self._tokens].astype(np.int32)
-        return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+        begins = indices * self._tokens
+        return token_rows(self._windows[begins].astype(np.int32), begins, self._topic_ends)

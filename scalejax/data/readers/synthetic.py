@@ -17,6 +17,7 @@ from scalejax.config.data import (
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
+from scalejax.data.readers.documents import token_rows
 from scalejax.data.source import Reader, Split
 from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.random import hashed
@@ -78,11 +79,15 @@ class SyntheticTokens(_Synthetic, names=("synthetic_tokens",)):
         size = OFFSETS + config.tokens + 1
         tokens = self._random.integers(config.vocabulary, size=size, dtype=np.int32)
         self._windows = _windows(tokens, config.tokens + 1)
+        self._document_ends = None
+        if (mean := config.document_tokens) is not None:
+            lengths = self._random.geometric(1 / mean, 2 * size // mean + 1)
+            self._document_ends = np.append(np.cumsum(lengths), size + lengths.sum())
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The sequences at `indices`, and their targets: the sequences shifted by one."""
-        windows = self._windows[self._hash(indices) % OFFSETS]
-        return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+        begins = (self._hash(indices) % OFFSETS).astype(np.int64)
+        return token_rows(self._windows[begins], begins, self._document_ends)
 
 
 class MaskedTokens(_Synthetic, names=("masked_tokens",)):

@@ -7,6 +7,7 @@ import numpy as np
 
 from scalejax.config.data import TokensConfig
 from scalejax.data.formats.tokens import token_files, token_span, tokens_facts
+from scalejax.data.readers.documents import token_rows
 from scalejax.data.readers.memmap import FlatFile, gathered
 from scalejax.data.source import Reader, Split, UnreadableExample, UsedPart
 from scalejax.data.transforms.augmentation import Augmentation
@@ -35,7 +36,7 @@ class TokenExamples(Reader, names=("tokens",)):
         self._begin, self._end = token_span(config, split)
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._documents: np.ndarray | None = None
-        if config.packing == "documents":
+        if config.has_documents:
             ends = _document_ends(self._files, config.end_of_document)
             first, last = np.searchsorted(ends, [self._begin, self._end], side="right")
             inner = ends[first:last]
@@ -59,13 +60,15 @@ class TokenExamples(Reader, names=("tokens",)):
             UnreadableExample: if a token is beyond the vocabulary, naming file and token.
             ConfigError: if a file cannot be read.
         """
-        begins = np.asarray(indices, np.int64) * self._config.tokens
+        firsts = begins = np.asarray(indices, np.int64) * self._config.tokens
         ends = begins + self._config.tokens + 1
-        if self._documents is None or epoch is None:
+        document_ends = None if self._documents is None else self._documents[1:] - self._begin
+        if self._documents is None or epoch is None or self._config.packing == "concatenate":
             begins, ends = begins + self._begin, ends + self._begin
         else:
             starts, places = self._order(epoch)
-            documents, begins, ends = cut(begins, ends, places[1:])
+            document_ends = places[1:]
+            documents, begins, ends = cut(begins, ends, document_ends)
             shift = starts[documents] - places[documents]
             begins, ends = begins + shift, ends + shift
         which, begins, ends = cut(begins, ends, self._file_ends)
@@ -81,7 +84,7 @@ class TokenExamples(Reader, names=("tokens",)):
                 f"beyond data.vocabulary={self._config.vocabulary} (or data.dtype is another)."
             )
         tokens = tokens.astype(np.int32).reshape(len(indices), -1)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        return token_rows(tokens, firsts, document_ends if self._config.document_mask else None)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each document of the epoch begins in the files, and, with where the last ends, in

@@ -152,6 +152,12 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
     if getattr(model, "mtp", None) is not None and layout.pipeline_schedule != "gpipe":
         accepted = 'with model.mtp, whose block is outside of the stages, use "gpipe"'
         raise ConfigError(refusal("layout.pipeline_schedule", layout.pipeline_schedule, accepted))
+    if layout.pipeline_schedule != "gpipe" and model.offloads_activations:
+        accepted = (
+            "its stages keep microbatches in flight in buffers on the device; leave model.remat's "
+            '"offload" out, or use "gpipe"'
+        )
+        raise ConfigError(refusal("layout.pipeline_schedule", layout.pipeline_schedule, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
     if model.layers < stages:
         accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"

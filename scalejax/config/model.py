@@ -62,6 +62,45 @@ input of GELU) and the output of attention; with tensor parallelism all-reduced 
 kept too, not communicated again (torchtitan's selective_ac_option "op", where wq, wk, wv, w1, w3
 are separate products). full: each block, all but its input."""
 
+ActivationName = Literal[
+    "decoder_layer_input", "qkv_proj", "kv_wa_proj", "query_wa_proj", "context", "out_proj",
+    "mlpwi", "mlpwo",
+]  # fmt: skip
+"""Activations of a block of a decoder, as MaxText names them: its input; queries, keys and values
+of all heads; the latents of keys and values and of queries, in latent attention; the output of
+attention, before and after its last matrix; the output of the first matrices of the feed-forward
+layer (of the shared experts, where a token has experts), and of the whole layer."""
+
+PRODUCT_NAMES: tuple[ActivationName, ...] = (
+    "qkv_proj", "kv_wa_proj", "query_wa_proj", "out_proj", "mlpwi", "mlpwo",
+)  # fmt: skip
+"""Those of them that products with matrices of parameters make."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedActivations:
+    """Activations of each block that the backward pass finds, by name; the others it recomputes.
+
+    As `jax.checkpoint_policies.save_and_offload_only_these_names`; MaxText's `remat_policy =
+    "custom"`.
+    """
+
+    save: tuple[ActivationName, ...] = ()
+    """Those that are kept on the device; "decoder_layer_input" is unless it is offloaded."""
+    offload: tuple[ActivationName, ...] = ()
+    """Those that are copied to the pinned memory of the host, and back for the backward pass."""
+
+    def __post_init__(self) -> None:
+        for name in self.offload:
+            if name in self.save:
+                accepted = "it is saved already; leave it out of one of the two"
+                raise ConfigError(refusal("model.remat.offload", name, accepted))
+
+
+DecoderRemat = Literal[Remat, "minimal_offloaded"] | SavedActivations
+"""`Remat`, or by name; minimal_offloaded: products with matrices of parameters are offloaded
+(MaxText's `remat_policy` of that name)."""
+
 OptionValue = bool | int | float | str
 """Value of an option of a user's own model."""
 
@@ -273,7 +312,7 @@ class DecoderConfig(ModelConfig):
         heads: int
         ffn_hidden: int | None
         tied_embeddings: bool
-        remat: Remat
+        remat: DecoderRemat
         attention: AttentionKind
 
     reads = ("text",)
@@ -281,6 +320,16 @@ class DecoderConfig(ModelConfig):
     """Whether the feed-forward layer has a gate: two projections up, and one down."""
     has_learned_positions: ClassVar[bool] = True
     """Whether positions have an embedding, and are not encoded by the blocks."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether it copies activations to the memory of the host."""
+        remat = self.remat
+        return (
+            bool(remat.offload)
+            if isinstance(remat, SavedActivations)
+            else (remat == "minimal_offloaded")
+        )
 
     @property
     def inner_width(self) -> int:
@@ -377,9 +426,11 @@ class GptConfig(DecoderConfig):
     """Width of the feed-forward layer; if absent, four times `hidden`."""
     tied_embeddings: bool = True
     """Whether the output layer shares the weights of the token embedding."""
-    remat: Remat = "none"
+    remat: DecoderRemat = "none"
     """Activation recomputation in the backward pass: none, selective (scores and softmax of
-    attention), selective_op (every second matrix product is kept), or full (each block)."""
+    attention), selective_op (every second matrix product is kept), full (each block),
+    minimal_offloaded (products are copied to the host), or a table of the names that are kept:
+    {save = ["qkv_proj"], offload = ["context"]}."""
     attention: AttentionKind = "auto"
     """fused: one cuDNN kernel (NVIDIA GPUs from compute capability 8.0 on, 16 bits). unfused:
     separate matrix products and softmax. auto: fused where the device has it."""
@@ -551,9 +602,11 @@ class LlamaConfig(DecoderConfig):
     """Epsilon of RMSNorm, added to the mean square before its root."""
     tied_embeddings: bool = False
     """Whether the output layer shares the weights of the token embedding."""
-    remat: Remat = "none"
+    remat: DecoderRemat = "none"
     """Activation recomputation in the backward pass: none, selective (scores and softmax of
-    attention), selective_op (every second matrix product is kept), or full (each block)."""
+    attention), selective_op (every second matrix product is kept), full (each block),
+    minimal_offloaded (products are copied to the host), or a table of the names that are kept:
+    {save = ["qkv_proj"], offload = ["context"]}."""
     moe: MoeConfig | None = None
     """A mixture of experts in place of the feed-forward layer; if absent, none."""
     attention: AttentionKind = "auto"

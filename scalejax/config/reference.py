@@ -66,7 +66,7 @@ def _table(kind: type, name: str) -> TableReference:
     fields = tuple(
         FieldReference(
             name=f"{name}.{field.name}".lstrip("."),
-            accepted="" if _kinds(hints[field.name]) else _accepted(hints[field.name]),
+            accepted=_accepted_here(hints[field.name]),
             default=_default(field),
             meaning=meanings.get(field.name, ""),
         )
@@ -88,6 +88,14 @@ def _kinds(hint: object) -> list[type]:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return [hint]
     return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
+
+
+def _accepted_here(hint: object) -> str:
+    """What a field accepts, in words; "" if it is a table, with fields of its own."""
+    if not _kinds(hint):
+        return _accepted(hint)
+    words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
+    return f"{_accepted(words[0])} | table" if words else ""
 
 
 def _accepted(hint: object) -> str:

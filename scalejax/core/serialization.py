@@ -196,7 +196,7 @@ def _validate(type_: type[T], text: str, where: str = "") -> T:
     try:
         return _adapter(type_).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = _of_meant_kind(error.errors(include_url=False))
         sentences = [_sentence(type_, detail, where) for detail in details[:_MOST_SENTENCES]]
         if more := len(details) - len(sentences):
             sentences.append(f"And {more:,} more problems of the same document.")
@@ -419,6 +419,26 @@ _EXPECTED = {
     "dataclass_type": "it must be a table",
     "dict_type": "it must be a table",
 }
+
+
+def _of_meant_kind(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """`details` without those of the kind that was not meant, where a field is a word or a table:
+    pydantic says of both why they do not fit, with the kind in the path."""
+    for detail in details:
+        for place, part in enumerate(detail["loc"]):
+            if not str(part).startswith("literal["):
+                continue
+            before, is_table = detail["loc"][:place], isinstance(detail["input"], dict)
+            kept: list[ErrorDetails] = []
+            for each in details:
+                kind = each["loc"][place : place + 1]
+                if each["loc"][:place] != before:
+                    kept.append(each)
+                elif (kind == (part,)) != is_table:
+                    each["loc"] = (*before, *each["loc"][place + 1 :])
+                    kept.append(each)
+            details = kept
+    return details
 
 
 def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:

@@ -20,6 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn  # tried with jax 
 from scalejax.config.model import (
     AttentionKind,
     DecoderConfig,
+    DecoderRemat,
     ModelConfig,
     Remat,
     window_scope,
@@ -32,7 +33,7 @@ from scalejax.models.context_attention import (
     over_shards,
 )
 from scalejax.models.packing import documents, same_document
-from scalejax.models.remat import kept
+from scalejax.models.remat import kept, named
 from scalejax.models.sharding import (
     axis_size,
     constrained_keys,
@@ -81,7 +82,7 @@ def causal_attention(
     v_BSGK: jax.Array,
     kind: AttentionKind,
     *,
-    remat: Remat = "none",
+    remat: DecoderRemat = "none",
     window: int | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
@@ -140,7 +141,7 @@ def full_attention(
 
 
 def _unfused(
-    remat: Remat,
+    remat: DecoderRemat,
     window: int | None,
     sinks_H: jax.Array | None,
     q_BSHK: jax.Array,
@@ -161,7 +162,7 @@ def _unfused(
         attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
     if remat in ("selective", "selective_op"):
         attend = jax.checkpoint(attend, prevent_cse=False)  # a scan already prevents it
-    return kept(attend(q_BSHK, k_BSGK, v_BSGK))
+    return kept(named(attend(q_BSHK, k_BSGK, v_BSGK), "context"))
 
 
 def _ungrouped(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.config.model import Remat
+from scalejax.config.model import DecoderRemat
 from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.models.lora import ADAPTERS
 from scalejax.models.network import parameter_path
@@ -71,7 +71,7 @@ def through_blocks(
     x_BSD: jax.Array,
     *,
     dtype: jnp.dtype,
-    remat: Remat,
+    remat: DecoderRemat,
     period: int = 1,
     is_staged: bool = True,
 ) -> jax.Array:
@@ -100,7 +100,7 @@ def through_blocks(
 
 
 def through_reporting_blocks(
-    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat, period: int = 1
+    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: DecoderRemat, period: int = 1
 ) -> tuple[jax.Array, Any]:
     """The residual stream after every one of the stacked `blocks`, [B, S, D], and what each
     reports, stacked. A block maps [B, S, D] to (the same, its report); arguments as for
@@ -110,7 +110,7 @@ def through_reporting_blocks(
 
 
 def _scanned(
-    blocks: nnx.Module, dtype: jnp.dtype, remat: Remat, period: int
+    blocks: nnx.Module, dtype: jnp.dtype, remat: DecoderRemat, period: int
 ) -> tuple[Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]], nnx.State]:
     """The scan over stacked `blocks`, and the parameters to scan over."""
     structure, stacked = nnx.split(blocks)
@@ -131,7 +131,7 @@ def _scanned(
 
 
 def _in_periods(
-    structure: nnx.GraphDef, remat: Remat, period: int
+    structure: nnx.GraphDef, remat: DecoderRemat, period: int
 ) -> Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]]:
     """A function of stacked layers and the residual stream that scans whole periods of layers, each
     of which is at its place in the period, and then passes the layers that are left."""

@@ -37,7 +37,7 @@ from scalejax.models.attention_blocks import (
     block_gradients,
     block_result,
 )
-from scalejax.models.remat import kept
+from scalejax.models.remat import kept, named
 from scalejax.models.sharding import axis_size
 
 KeySource = Literal["ring", "all_gather"]
@@ -219,8 +219,8 @@ def _forward(
             return of_others(time, _picked(gathered, (here - time) % shards), results), None
 
         (first, second), _ = _scanned(use, start, 1, shards)
-    out = kept(_joined(first.values, second.values).astype(q.dtype))
-    log_sums = kept(_joined(first.log_sums, second.log_sums, axis=2))
+    out = kept(named(_joined(first.values, second.values).astype(q.dtype), "context"))
+    log_sums = kept(named(_joined(first.log_sums, second.log_sums, axis=2), "context"))
     return out, (q, _Keys(k, v, segments), out, log_sums)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.config.model import Remat
+from scalejax.config.model import DecoderRemat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.blocks import through_blocks
 from scalejax.models.fsdp import gathered, linear, looked_up
@@ -35,7 +35,7 @@ class CausalNetwork(Network):
 
     dtype: jnp.dtype
     """Type in which matrices are multiplied."""
-    remat: Remat
+    remat: DecoderRemat
     """What the backward pass recomputes."""
     is_tied: bool
     """Whether the output layer is the token embedding."""

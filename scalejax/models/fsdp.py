@@ -17,7 +17,7 @@ from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import PartitionSpec
 
-from scalejax.config.model import Float8Type, Remat
+from scalejax.config.model import DecoderRemat, Float8Type
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.float8 import (
     Quantised,
@@ -28,6 +28,7 @@ from scalejax.models.float8 import (
     restored,
 )
 from scalejax.models.lora import AdaptedLayer, adapter_specs
+from scalejax.models.remat import is_recomputed
 from scalejax.models.sharding import (
     axis_size,
     constrained,
@@ -328,7 +329,7 @@ def linear(
     equation: str,
     kept: PartitionSpec,
     x: jax.Array,
-    remat: Remat,
+    remat: DecoderRemat,
 ) -> jax.Array:
     """`layer` applied to `x` in its type, with a kernel sharded over fsdp.
 
@@ -354,7 +355,7 @@ def adapted(
     equation: str,
     kept: PartitionSpec,
     x: jax.Array,
-    remat: Remat,
+    remat: DecoderRemat,
 ) -> jax.Array | None:
     """What the adapters of `layer` (`scalejax.models.lora`) add to its product with `x`: scale x
     (x A) B; None if it has none. Arguments as for `linear`."""
@@ -388,13 +389,13 @@ def multiplied(
     equation: str,
     kept: PartitionSpec,
     x: jax.Array,
-    remat: Remat,
+    remat: DecoderRemat,
     recipe: Float8Type | None = None,
 ) -> jax.Array:
     """The product of `x` and a kernel sharded over fsdp, in the 8-bit format `recipe` if there is
     one; other arguments as for `linear`."""
     kernel = kernel.astype(x.dtype)
-    is_gathered = remat in ("selective_op", "full")
+    is_gathered = is_recomputed(remat)
     result: jax.Array
     if recipe is not None:
         brought = gathered(kernel, kept) if is_gathered else kernel

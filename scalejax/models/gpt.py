@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import AttentionKind, GptConfig, Remat
+from scalejax.config.model import AttentionKind, DecoderRemat, GptConfig
 from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
@@ -20,7 +20,7 @@ from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
 from scalejax.models.packing import documents
-from scalejax.models.remat import kept, kept_without_inner
+from scalejax.models.remat import kept, kept_without_inner, named
 from scalejax.models.sharding import constrained_between, in_token_order
 
 INIT_STD = 0.02
@@ -42,7 +42,7 @@ class Attention(nnx.Module):
         dtype = jnp.dtype(config.compute_dtype)
         head_size = config.hidden // config.heads
         self.kind: AttentionKind = config.attention
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
         self.qkv = nnx.LinearGeneral(
             config.hidden,
@@ -61,12 +61,14 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Causal attention of every token, [B, S, D]."""
-        qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
+        qkv_BSNHK = linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat)
+        qkv_BSNHK = kept(named(qkv_BSNHK, "qkv_proj"))
         q_BSHK, k_BSHK, v_BSHK = map(constrained_between, jnp.unstack(qkv_BSNHK, axis=2))
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
         mixed_BSHK = constrained_between(mixed_BSHK)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
-        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
+        out_BSD = linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
+        return named(out_BSD, "out_proj")
 
 
 class FeedForward(nnx.Module):
@@ -74,7 +76,7 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         self.up = nnx.Linear(
             config.hidden,
             config.inner_width,
@@ -92,12 +94,13 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        inner_BSF = kept(constrained_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
+        inner_BSF = linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)
+        inner_BSF = kept(named(constrained_between(inner_BSF), "mlpwi"))
 
         def narrowed(inner_BSF: jax.Array) -> jax.Array:
             return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)
 
-        return kept_without_inner(narrowed, self.remat)(inner_BSF)
+        return named(kept_without_inner(narrowed, self.remat)(inner_BSF), "mlpwo")
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
@@ -126,7 +129,7 @@ class Gpt(CausalNetwork, names=("gpt",)):
 
     def __init__(self, config: GptConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
 
         def embedding(entries: int) -> nnx.Embed:
             return nnx.Embed(

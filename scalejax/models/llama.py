@@ -17,7 +17,7 @@ from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import AttentionKind, LlamaConfig, MlaConfig, Remat
+from scalejax.config.model import AttentionKind, DecoderRemat, LlamaConfig, MlaConfig
 from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
@@ -34,7 +34,7 @@ from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, R
 from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.packing import documents
-from scalejax.models.remat import kept, kept_without_inner
+from scalejax.models.remat import kept, kept_without_inner, named
 from scalejax.models.sharding import constrained_between, constrained_for_layer, in_token_order
 
 INIT_STD = 0.02
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.kind: AttentionKind = config.attention
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         block = config.block
         self.window = block.window(0)
         self.theta = config.rope_theta
@@ -88,7 +88,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Causal attention of every token, [B, S, D]."""
-        qkv_BSGNK = kept(linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat))
+        qkv_BSGNK = linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat)
+        qkv_BSGNK = kept(named(qkv_BSGNK, "qkv_proj"))
         batch, tokens, _, _, size = qkv_BSGNK.shape
         q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
         every = (q_BSHK, qkv_BSGNK[:, :, :, -2], qkv_BSGNK[:, :, :, -1])
@@ -109,7 +110,8 @@ class Attention(nnx.Module):
         )
         mixed_BSHK = constrained_between(mixed_BSHK)
         mixed_BSF = mixed_BSHK.reshape(batch, tokens, -1)
-        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+        out_BSD = linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+        return named(out_BSD, "out_proj")
 
     def _normalised(self, norm: nnx.RMSNorm, heads_BSHK: jax.Array) -> jax.Array:
         """Queries or keys through their norm: each head by itself, or all of a token together."""
@@ -131,7 +133,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, mla: MlaConfig, *, rngs: nnx.Rngs):
         self.kind: AttentionKind = config.attention
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         self.window = config.block.window(0)
         self.theta = config.rope_theta
         self.local_theta = config.block.local_rope_theta or config.rope_theta
@@ -155,11 +157,12 @@ class LatentAttention(nnx.Module):
         batch, tokens, _ = x_BSD.shape
         theta = self.theta if self.window is None else self.local_theta
         q_BSHK = constrained_between(self._queries(x_BSD))
-        both_BSL = kept(linear(self.kv_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat))
+        both_BSL = linear(self.kv_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat)
+        both_BSL = kept(named(both_BSL, "kv_wa_proj"))
         latent_BSL = normalised(self.kv_norm, both_BSL[..., : self.latent])
         place_BS1K = _rotated(both_BSL[:, :, None, self.latent :], theta, self.rotated)
         kv_BSHK = linear(self.kv_up, "bsl,lhk->bshk", OF_LATENT, latent_BSL, self.remat)
-        kv_BSHK = constrained_between(kv_BSHK)
+        kv_BSHK = named(constrained_between(kv_BSHK), "qkv_proj")
         bare = q_BSHK.shape[-1] - self.rotated
         place_BSHK = jnp.broadcast_to(place_BS1K, (batch, tokens, self.heads, self.rotated))
         k_BSHK = jnp.concatenate([kv_BSHK[..., :bare], place_BSHK], axis=-1)
@@ -170,15 +173,19 @@ class LatentAttention(nnx.Module):
             q_BSHK, k_BSHK, v_BSHJ, self.kind, remat=self.remat, window=self.window
         )
         mixed_BSF = constrained_between(mixed_BSHJ).reshape(batch, tokens, -1)
-        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+        out_BSD = linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSF, self.remat)
+        return named(out_BSD, "out_proj")
 
     def _queries(self, x_BSD: jax.Array) -> jax.Array:
         """Queries of all heads, [B, S, H, K], not rotated yet."""
         if hasattr(self, "q"):
-            return kept(linear(self.q, "bsd,dhk->bshk", OF_LATENT, x_BSD, self.remat))
-        latent_BSL = kept(linear(self.q_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat))
+            q_BSHK = linear(self.q, "bsd,dhk->bshk", OF_LATENT, x_BSD, self.remat)
+            return kept(named(q_BSHK, "qkv_proj"))
+        latent_BSL = linear(self.q_down, "bsd,dl->bsl", LATENT, x_BSD, self.remat)
+        latent_BSL = kept(named(latent_BSL, "query_wa_proj"))
         latent_BSL = normalised(self.q_norm, latent_BSL)
-        return linear(self.q_up, "bsl,lhk->bshk", OF_LATENT, latent_BSL, self.remat)
+        q_BSHK = linear(self.q_up, "bsl,lhk->bshk", OF_LATENT, latent_BSL, self.remat)
+        return named(q_BSHK, "qkv_proj")
 
 
 def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
@@ -215,7 +222,7 @@ class FeedForward(nnx.Module):
     third (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         self.activated = _GATED_ACTIVATIONS[config.block.activation]
         self.gated = _layer(config, config.hidden, (2, config.ffn_hidden), rngs)
         self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
@@ -229,12 +236,13 @@ class FeedForward(nnx.Module):
             inner_BSF = self.activated(gate_BSF, up_BSF)
             return linear(self.down, "bsf,fd->bsd", DOWN, inner_BSF, self.remat)
 
-        return kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF)
+        return named(kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF), "mlpwo")
 
     def _gate_and_up(self, x_BSD: jax.Array) -> Sequence[jax.Array]:
         """Gate and up projections, each [B, S, F], in one product unless one is recomputed."""
         if self.remat != "selective_op":
             gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
+            gated_BSNF = named(gated_BSNF, "mlpwi")
             return jnp.unstack(gated_BSNF, axis=2)
         kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
         columns = P(FSDP, TENSOR)
@@ -293,19 +301,20 @@ class UngatedFeedForward(nnx.Module):
     """Two linear layers with the activation function between them."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         self.activated = _ACTIVATIONS[config.block.activation]
         self.up = _layer(config, config.hidden, (config.ffn_hidden,), rngs)
         self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        up_BSF = kept(constrained_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
+        up_BSF = linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)
+        up_BSF = kept(named(constrained_between(up_BSF), "mlpwi"))
 
         def narrowed(up_BSF: jax.Array) -> jax.Array:
             return linear(self.down, "bsf,fd->bsd", DOWN, self.activated(up_BSF), self.remat)
 
-        return kept_without_inner(narrowed, self.remat)(up_BSF)
+        return named(kept_without_inner(narrowed, self.remat)(up_BSF), "mlpwo")
 
 
 class Block(PreNormBlock):
@@ -360,7 +369,7 @@ class Llama(CausalNetwork, names=("llama",)):
 
     def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         self.is_tied = config.tied_embeddings
         self.period = config.block.period
         self.embedding_scale = config.hidden**0.5 if config.scaled_embeddings else None

@@ -31,10 +31,11 @@ from flax.typing import Initializer
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from scalejax.config.model import LlamaConfig, ModelConfig, Remat
+from scalejax.config.model import DecoderRemat, LlamaConfig, ModelConfig
 from scalejax.config.moe import BlocksAtEvenLoad, MoeConfig, block_rows
 from scalejax.config.parallelism import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.models.network import PartitionRules
+from scalejax.models.remat import is_recomputed, named
 from scalejax.models.sharding import constraints, divisible, is_of_layout, is_zigzag, zigzag_chunks
 
 EXPERT_GATED = P(EXPERT, FSDP, None, TENSOR)
@@ -161,7 +162,7 @@ class MoeFeedForward(nnx.Module):
 
     def __init__(self, config: LlamaConfig, moe: MoeConfig, *, rngs: nnx.Rngs):
         self.moe = moe
-        self.remat: Remat = config.remat
+        self.remat: DecoderRemat = config.remat
         init = nnx.initializers.normal(0.02)
         self.router = nnx.Param(init(rngs.params(), (config.hidden, moe.experts), jnp.float32))
         if moe.router.balance == "bias":
@@ -237,7 +238,7 @@ class MoeFeedForward(nnx.Module):
             for name, pair in matrices.items()
         }
         # A block that is computed again gathers them again with it.
-        is_again = self.remat in ("selective_op", "full")
+        is_again = is_recomputed(self.remat)
         if is_again:
             parts = {name: tuple(map(_gathered, pair)) for name, pair in parts.items()}
         is_sequence_parallel = bool(_sequence_axes()) and TENSOR in own.used
@@ -254,13 +255,13 @@ class MoeFeedForward(nnx.Module):
             )
         if "shared" in parts:
             gated_DNF, down_FD = parts["shared"]
-            hidden_BSNF = _multiplied("bsd,dnf->bsnf", x_BSD, gated_DNF)
+            hidden_BSNF = named(_multiplied("bsd,dnf->bsnf", x_BSD, gated_DNF), "mlpwi")
             made_BSD += _multiplied("bsf,fd->bsd", _swiglu(hidden_BSNF), down_FD)
         if is_sequence_parallel:
             made_BSD = lax.psum_scatter(made_BSD, TENSOR, scatter_dimension=1, tiled=True)
         elif TENSOR in own.used:
             made_BSD = _summed_over_tensor(made_BSD)
-        return made_BSD, self._reported(own, routing, loads_BE, kept)
+        return named(made_BSD, "mlpwo"), self._reported(own, routing, loads_BE, kept)
 
     def _reported(
         self, own: "_Axes", routing: Routing, loads_BE: jax.Array, kept: jax.Array

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from scalejax.config.model import Remat
+from scalejax.config.model import DecoderRemat
 from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.models.packing import Documents, documents, packed
@@ -39,7 +39,7 @@ def through_stages(
     stacked: Any,
     x_BSD: jax.Array,
     stages: int,
-    remat: Remat,
+    remat: DecoderRemat,
 ) -> jax.Array:
     """The residual stream after all blocks, [B, S, D].
 

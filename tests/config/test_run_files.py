@@ -132,6 +132,26 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ),
         ({"model": {"name": "custom", "path": "nonsense"}}, r"model\.path=\'nonsense\'.*module:"),
         (
+            {"model": {"name": "gpt", "remat": "fulll"}},
+            r"^[^\n]*model\.remat='fulll' is refused: did you mean 'full'\? [^\n]*$",
+        ),
+        (
+            {"model": {"name": "gpt", "remat": {"save": ["qkv"]}}},
+            r"^[^\n]*model\.remat\.save\.0='qkv' .*did you mean 'qkv_proj'[^\n]*$",
+        ),
+        (
+            {"model": {"name": "gpt", "remat": {"save": ["mlpwi"], "offload": ["mlpwi"]}}},
+            r"model\.remat\.offload='mlpwi' .*saved already",
+        ),
+        (
+            {
+                "model": {"name": "gpt", "remat": "minimal_offloaded"},
+                "data": {"name": "synthetic_tokens"},
+                "layout": {"pipeline": 2, "pipeline_schedule": "1f1b"},
+            },
+            r"layout\.pipeline_schedule='1f1b' .*leave model\.remat's",
+        ),
+        (
             {"layout.optimizer_memory_host_offload": True, "optimizer.momentum": 0},
             r"optimizer_memory_host_offload=True .*'sgd' without momentum has no state",
         ),

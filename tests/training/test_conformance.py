@@ -25,7 +25,7 @@ import pytest
 
 from scalejax.config.model import Remat
 from scalejax.config.optimizer import OptimizerConfig, SgdConfig
-from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -104,6 +104,19 @@ TODAY = {
                 "attention_sinks": True,
                 "activation": "gelu",
                 "post_norms": True,
+            },
+        },
+        "data": "tokens",
+    },
+    "experts": {
+        "model": {
+            **ZOO["llama"]["model"],
+            "layers": 2,
+            "moe": {
+                "experts": 4,
+                "experts_per_token": 2,
+                "expert_hidden": 32,
+                "shared_experts": 1,
             },
         },
         "data": "tokens",
@@ -530,6 +543,44 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
     run = resolve(replace(config, model=replace(config.model, remat="selective_op")))
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "microbatches", "remat"),
+    [
+        ("gpt", {"data": 1, "fsdp": 2}, 1, {"save": ["qkv_proj"], "offload": ["context", "mlpwi"]}),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                (
+                    "experts",
+                    {"data": 1, "fsdp": 2, "expert": 2},
+                    1,
+                    {"save": ["mlpwi"], "offload": ["decoder_layer_input", "mlpwo", "context"]},
+                ),
+                (
+                    "gpt",
+                    {"data": 1, "pipeline": 2, "pipeline_chunks": 2},
+                    4,
+                    "minimal_offloaded",
+                ),
+                (
+                    "gpt",
+                    {"data": 1, "pipeline": 2, "pipeline_schedule": "1f1b"},
+                    4,
+                    {"save": ["qkv_proj", "context", "mlpwi"]},
+                ),
+            ]
+        ),
+    ],
+)
+def test_what_is_kept_by_name_trains_what_one_device_trains(model, axes, microbatches, remat):
+    """On the device or copied to the host, of dense and expert blocks, in stages or not. Two
+    gradients compile."""
+    config = run_of(model, "adamw", axes, microbatches).config
+    run = resolve(with_fields(config, {"model.remat": remat}))
+
+    assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
 @pytest.mark.skipif(

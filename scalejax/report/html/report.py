@@ -22,9 +22,10 @@ from scalejax.report.html.emulation import add_emulations
 from scalejax.report.html.page import Page
 from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
+from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal.sweep import arm_cells, arm_headings, results_in_words
 from scalejax.simulator.frameworks import XLA
-from scalejax.simulator.predict import Prediction, ScalingPrediction, merged_notes
+from scalejax.simulator.predict import ScalingPrediction, merged_notes
 from scalejax.sweep.results import arms
 from scalejax.training.input_stalls import WORTH_SAYING
 
@@ -351,31 +352,10 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
 def _add_study(page: Page, study: ScalingPrediction) -> None:
     first = study.predictions[0]
     page.add(f"<h2>{escape(study.title)}</h2>")
-    fixed = {"weak": "the batch of each device", "strong": "the global batch"}[study.scaling]
     by = "" if first.framework == XLA.name else f", by the framework {escape(first.framework)}"
-    page.add(
-        f"<p>{study.scaling.capitalize()} scaling{by}: {fixed} stays as devices are added.</p>"
-    )
-    page.add_table(
-        [
-            "devices",
-            "global batch",
-            "step",
-            "p10",
-            "p90",
-            "epoch",
-            "run",
-            "samples/s",
-            "MFU",
-            "efficiency",
-            "peak memory",
-            "fits",
-        ],
-        [
-            _study_row(each, kept)
-            for each, kept in zip(study.predictions, study.efficiencies, strict=True)
-        ],
-    )
+    kept = scaling_tables.kept_samples(study)
+    page.add(f"<p>{study.scaling.capitalize()} scaling{by}: {kept} as devices are added.</p>")
+    page.add_parts([scaling_tables.figures_of(study), scaling_tables.ranges(study.predictions)])
     page.add_chart(
         "Where the time of a step goes",
         "Compute: matrix products and convolutions. Memory: operations that wait for the "
@@ -393,20 +373,3 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
         charts.memory(study),
     )
     page.add_notes(merged_notes(study.predictions))
-
-
-def _study_row(each: Prediction, kept: float) -> list[str]:
-    return [
-        f"{each.device_count:,}",
-        UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
-        format_seconds(each.step_seconds),
-        format_seconds(each.p10_step_seconds),
-        format_seconds(each.p90_step_seconds),
-        format_seconds(each.epoch_seconds),
-        format_seconds(each.run_seconds),
-        format_count(each.samples_per_second),
-        format_fraction(each.mfu),
-        format_fraction(kept),
-        format_bytes(each.peak_memory_bytes),
-        "yes" if each.fits else "no",
-    ]

@@ -32,16 +32,11 @@ _BROKEN_HEADINGS = {
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     """The figures for each device count, then the breakdown of the step time."""
-    first = prediction.predictions[0]
-    kept = f"{first.global_batch} samples per step"
-    if prediction.scaling == "weak" and first.global_batch and first.per_device_batch:
-        sharing = first.device_count * first.per_device_batch // first.global_batch
-        where = "per device" if sharing == 1 else f"on every {sharing} devices"
-        kept = f"{first.per_device_batch} samples {where}"
+    first, kept = prediction.predictions[0], kept_samples(prediction)
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
     )
-    yield _figures(prediction)
+    yield figures_of(prediction)
     if any(each.p10_step_seconds or each.goodput for each in prediction.predictions):
         yield ranges(prediction.predictions)
     yield time_split(prediction.predictions)
@@ -52,7 +47,17 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     yield notes(prediction.predictions)
 
 
-def _figures(prediction: ScalingPrediction) -> Table:
+def kept_samples(prediction: ScalingPrediction) -> str:
+    """What stays as devices are added, in words."""
+    first = prediction.predictions[0]
+    if prediction.scaling == "weak" and first.global_batch and first.per_device_batch:
+        sharing = first.device_count * first.per_device_batch // first.global_batch
+        where = "per device" if sharing == 1 else f"on every {sharing} devices"
+        return f"{first.per_device_batch} samples {where}"
+    return f"{first.global_batch} samples per step"
+
+
+def figures_of(prediction: ScalingPrediction) -> Table:
     """Table with a row for each device count, on one line if possible.
 
     Where the table is wider than a screen, times use one unit; if it is still too wide, long

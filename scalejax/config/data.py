@@ -4,15 +4,12 @@ Opens no files: what they hold is read by `scalejax.data.facts`.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import Family
 
-FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package `dataset-fashion-mnist` puts the full set."""
 FilterValue = bool | int | float | str
 """Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
 Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
@@ -97,12 +94,6 @@ class DataConfig(Family):
     """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
 
     @property
-    def found_here(self) -> dict[str, str]:
-        """Fields that stand for what is installed, and what they are on this machine; facts that
-        were kept come before `known_facts` then."""
-        return {}
-
-    @property
     def may_be_missing(self) -> bool:
         """Whether its words ask for what may not be installed, which its reader finds out."""
         return False
@@ -112,6 +103,10 @@ class DataConfig(Family):
         """Its counts and shapes where they follow from its words; None where they are in files,
         which `scalejax.data.facts.read_facts` reads."""
         return None
+
+    def found_in(self, facts: DatasetFacts) -> dict[str, str]:
+        """Fields that stand for what is installed, and what they are where the data has `facts`."""
+        return {}
 
     @property
     def petastorm(self) -> PetastormConfig | None:
@@ -135,24 +130,24 @@ class FashionMnistConfig(DataConfig):
     package `dataset-fashion-mnist`. auto: full where it is installed, else embedded."""
 
     @property
-    def is_full(self) -> bool:
-        """Whether the full edition is used: asked for, or with "auto" installed."""
-        return self.edition == "full" or (self.edition == "auto" and FASHION_MNIST_FOLDER.is_dir())
-
-    @property
-    def found_here(self) -> dict[str, str]:
-        """The edition that is used."""
-        return {"edition": "full" if self.is_full else "embedded"}
-
-    @property
     def may_be_missing(self) -> bool:
         """The full edition; with "auto" it is only used where it is there."""
         return self.edition == "full"
 
     @property
-    def known_facts(self) -> DatasetFacts:
-        """Its counts and shapes."""
-        train, test = (60_000, 10_000) if self.is_full else (10_000, 2_000)
+    def known_facts(self) -> DatasetFacts | None:
+        """Its counts and shapes, but with "auto" those of what is installed."""
+        return None if self.edition == "auto" else self.facts_of(self.edition)
+
+    def found_in(self, facts: DatasetFacts) -> dict[str, str]:
+        """The edition that has these facts."""
+        is_full = facts.train_examples == self.facts_of("full").train_examples
+        return {"edition": "full" if is_full else "embedded"}
+
+    @staticmethod
+    def facts_of(edition: Literal["embedded", "full"]) -> DatasetFacts:
+        """Counts and shapes of an edition."""
+        train, test = (60_000, 10_000) if edition == "full" else (10_000, 2_000)
         return DatasetFacts(
             train_examples=train,
             test_examples=test,

@@ -273,9 +273,7 @@ def resolve(
             no facts.
     """
     known = config.data.known_facts
-    # Words come first, but what was installed where facts were kept only these say.
-    if facts is None or (known is not None and not config.data.found_here):
-        facts = known
+    facts = known or facts  # words come first
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"
         raise ConfigError(refusal("data.name", config.data.name, accepted))

@@ -89,7 +89,7 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         # Named, because on other devices "those of one device" would be another number.
         samples = run.split.microbatch * layout.batch_shards // run.bn_groups
         fields["layout.bn_group_size"] = samples
-    for name, found in config.data.found_here.items():
+    for name, found in config.data.found_in(run.dataset).items():
         fields[f"data.{name}"] = found
     for part in ("train", "test"):  # the run may go on in another working directory
         location = getattr(config.data, part, None)

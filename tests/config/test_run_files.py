@@ -239,13 +239,13 @@ def test_flag_values_are_toml_or_text():
 
 def test_the_full_edition_is_refused_where_it_is_not_installed(run_toml, monkeypatch, tmp_path):
     """The refusal is the command that installs it."""
-    for module in ("config.data", "data.readers.fashion_mnist"):
-        monkeypatch.setattr(f"scalejax.{module}.FASHION_MNIST_FOLDER", tmp_path / "nowhere")
+    monkeypatch.setattr("scalejax.data.readers.fashion_mnist.FOLDER", tmp_path / "nowhere")
 
     full = load_config(run_toml, {"data.edition": "full"})
     with pytest.raises(ConfigError, match="apt-get install dataset-fashion-mnist"):
         read_facts(full.data)
     auto = load_config(run_toml, {"data.edition": "auto"})
+    assert auto.data.known_facts is None  # a config opens nothing
     assert read_facts(auto.data).train_examples == 10_000
 
 

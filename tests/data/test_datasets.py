@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from scalejax.config import data
 from scalejax.config.data import (
     FIRST_TOKEN,
     MASK_TOKEN,
@@ -161,8 +160,7 @@ def test_embedded_fashion_mnist_is_balanced_and_has_the_stated_mean():
 
 def test_full_fashion_mnist_is_read_from_idx_files(tmp_path, monkeypatch):
     """The Debian package's files are read past their headers; damage is named."""
-    monkeypatch.setattr(data, "FASHION_MNIST_FOLDER", tmp_path)
-    monkeypatch.setattr(fashion_mnist, "FASHION_MNIST_FOLDER", tmp_path)
+    monkeypatch.setattr(fashion_mnist, "FOLDER", tmp_path)
     images = np.arange(2 * 28 * 28, dtype=np.uint8)
     for name, header, values in (
         ("train-images-idx3-ubyte.gz", 16, images),
@@ -306,9 +304,7 @@ def test_evaluation_counts_every_example_once(length, batches):
     assert masks.sum() == length
 
 
-@pytest.mark.skipif(
-    not data.FASHION_MNIST_FOLDER.is_dir(), reason="the Debian package is not installed"
-)
+@pytest.mark.skipif(not fashion_mnist.FOLDER.is_dir(), reason="the Debian package is not installed")
 def test_the_debian_package_holds_the_full_set():
     """60,000 + 10,000 images, of the mean that the facts state."""
     config = FashionMnistConfig(edition="full")

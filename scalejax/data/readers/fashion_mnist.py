@@ -5,15 +5,18 @@ import zipfile
 import zlib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from scalejax.config.data import FASHION_MNIST_FOLDER, FashionMnistConfig
+from scalejax.config.data import FashionMnistConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.source import Reader, Split
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
+FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package `dataset-fashion-mnist` puts the full set."""
 EMBEDDED = Path(__file__).parents[1] / "fashion_10000_2000.npz"
 """A class-balanced subset, 10,000 to train on and 2,000 to test on; MIT, see the notice beside."""
 
@@ -24,7 +27,7 @@ class FashionMnist(Reader, names=("fashion_mnist",)):
     def __init__(
         self, config: FashionMnistConfig, split: Split, augmentation: Augmentation = AS_IS
     ) -> None:
-        images, classes = _full(split) if config.is_full else _embedded(split)
+        images, classes = (_full if _edition(config) == "full" else _embedded)(split)
         self._images = images.reshape(-1, 28, 28, 1)
         self._classes = classes.astype(np.int32)
         self._augmentation = augmentation
@@ -36,13 +39,13 @@ class FashionMnist(Reader, names=("fashion_mnist",)):
         Raises:
             ConfigError: if the full edition is asked for, and not installed.
         """
-        if config.edition == "full" and not FASHION_MNIST_FOLDER.is_dir():
+        if config.edition == "full" and not FOLDER.is_dir():
             accepted = (
-                f"{FASHION_MNIST_FOLDER} is not there; install it with "
+                f"{FOLDER} is not there; install it with "
                 '"apt-get install dataset-fashion-mnist", or use "embedded"'
             )
             raise ConfigError(refusal("data.edition", config.edition, accepted))
-        return config.known_facts
+        return config.facts_of(_edition(config))
 
     def __len__(self) -> int:
         """Number of images."""
@@ -52,6 +55,13 @@ class FashionMnist(Reader, names=("fashion_mnist",)):
         """The images and classes at `indices`."""
         examples = {"inputs": self._images[indices], "targets": self._classes[indices]}
         return self._augmentation.of(indices, epoch).applied(examples)
+
+
+def _edition(config: FashionMnistConfig) -> Literal["embedded", "full"]:
+    """The edition that is read: with "auto", the full one where it is installed."""
+    if config.edition == "auto":
+        return "full" if FOLDER.is_dir() else "embedded"
+    return config.edition
 
 
 @cache  # the runs of one process, such as those of `quickstart`, share it
@@ -65,8 +75,8 @@ def _embedded(split: Split) -> tuple[np.ndarray, np.ndarray]:
 
 def _full(split: Split) -> tuple[np.ndarray, np.ndarray]:
     prefix = "train" if split == "train" else "t10k"
-    images = _idx(FASHION_MNIST_FOLDER / f"{prefix}-images-idx3-ubyte.gz", header_bytes=16)
-    classes = _idx(FASHION_MNIST_FOLDER / f"{prefix}-labels-idx1-ubyte.gz", header_bytes=8)
+    images = _idx(FOLDER / f"{prefix}-images-idx3-ubyte.gz", header_bytes=16)
+    classes = _idx(FOLDER / f"{prefix}-labels-idx1-ubyte.gz", header_bytes=8)
     return images, classes
 
 

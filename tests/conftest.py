@@ -16,6 +16,8 @@ import hypothesis
 import jax
 import pytest
 
+from scalejax.core.environment import set_required_flags
+
 # A shell has what it runs in the background ignore Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,6 +38,7 @@ if jax.__version_info__[:2] <= (0, 12):
     QUICK_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__[:2] <= (0, 10):
     QUICK_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+set_required_flags()
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}")
     jax.devices()

@@ -27,7 +27,7 @@ try:
     from scalejax.cli.commands import COMMANDS
     from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
-    from scalejax.core.environment import avoid_absent_accelerator
+    from scalejax.core.environment import avoid_absent_accelerator, set_required_flags
     from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
     from scalejax.core.serialization import parse_value
 except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what was typed after `scalejax`; if None, that of this process.
     """
     avoid_absent_accelerator()
+    set_required_flags()
     try:
         command, overrides = parse(sys.argv[1:] if arguments is None else list(arguments))
         with _notes_of_renamed_fields():

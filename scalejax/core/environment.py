@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,8 @@ GPU_FLAGS = (
 )
 """XLA flags that schedule a step for NVIDIA GPUs, both to train it and to cost it."""
 
+_OLDER_SHARDINGS = "--xla_enable_hlo_sharding_v3=false"
+
 MAX_CPU_DEVICES = 512
 """Most virtual devices of one machine: 100,000 took 14,000 threads and 19 GB."""
 
@@ -37,7 +40,37 @@ _ACCELERATOR_FILES = (_NVIDIA_DRIVER, "/dev/dxg", "/dev/kfd", "/dev/accel0", "/d
 def compiler_settings() -> dict[str, str]:
     """Environment variables set by the user that change how XLA compiles a step."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
+    found = {name: os.environ.get(name, "") for name in names}
+    for flag in required_flags():
+        found["XLA_FLAGS"] = found["XLA_FLAGS"].replace(flag, "").strip()
+    return {name: value for name, value in found.items() if value}
+
+
+def required_flags() -> tuple[str, ...]:
+    """XLA flags without which the installed compiler ends the process on some steps.
+
+    That of jax 0.12 writes shardings anew (HloShardingV3), and aborts where a `shard_map` stands in
+    another whose axis comes later in the mesh, with further axes left to the compiler
+    (named_sharding.cc: "Manual axes must be sorted by mesh axis index"; 0.12.0.1, on CPUs and GPUs
+    alike): stages of a pipeline within shards of the batch. It takes them as jax 0.10 wrote them.
+    Other versions may not know the flag, at which they would end.
+    """
+    return (_OLDER_SHARDINGS,) if version("jaxlib").startswith("0.12.") else ()
+
+
+def set_required_flags() -> None:
+    """Have XLA, which reads its flags once, when JAX starts, read `required_flags` too; without
+    effect on a JAX that runs already."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if has_required_flags() or (bridge is not None and bridge.backends_are_initialized()):
+        return
+    flags = (*required_flags(), os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def has_required_flags() -> bool:
+    """Whether the environment has `required_flags`, as far as there are any."""
+    return set(required_flags()) <= set(os.environ.get("XLA_FLAGS", "").split())
 
 
 def nvidia_gpus() -> int:

@@ -10,6 +10,7 @@ Shapes: B batch, S query tokens, T key tokens, H heads of queries, G heads of ke
 heads of queries per head of keys and values, K size of a head.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +131,8 @@ def block_gradients(
 
 def has_fused_blocks() -> bool:
     """Whether this JAX has the kernels of fused blocks, which are private (`jax.nn` rounds the
-    log-sum-exp to 16 bits, and gives no gradient of a part); tried with jax 0.10.2."""
+    log-sum-exp to 16 bits, and gives no gradient of a part); tried with jax 0.10.2 and
+    0.12.0.1."""
     names = ("dot_product_attention", _BACKWARD, "MaskType", "AttentionLayout")
     return all(hasattr(_cudnn(), name) for name in names)
 
@@ -173,6 +175,8 @@ def _fused_gradients(
     if segments is not None:
         mask = same_document(*segments)[:, None]
         bias = cudnn.combine_bias_and_mask(None, mask, q_BSHK.dtype)
+    # A function of scores, which JAX has known since 0.12 and older ones refuse.
+    newer = {"score_mod": None} if _takes_score_mod(cudnn) else {}
     dq, dk, dv = getattr(cudnn, _BACKWARD).bind(
         q_BSHK,
         k_BTGK,
@@ -187,9 +191,14 @@ def _fused_gradients(
         variadic_args=(segments is not None, False),
         layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=None,
+        **newer,
         **_options(q_BSHK, is_causal),
     )
     return dq, dk, dv
+
+
+def _takes_score_mod(cudnn: Any) -> bool:
+    return "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
 
 
 def _scores(

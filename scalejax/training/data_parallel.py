@@ -14,6 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.model import DecoderConfig
 from scalejax.config.parallelism import DATA
+from scalejax.config.run import ResolvedRun
+from scalejax.core.environment import has_required_flags, required_flags
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, attention
 from scalejax.models.sharding import ShardingConstraints, sharding_context
 from scalejax.training.gradient_sync.device_rows import device_rows
@@ -103,6 +106,34 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
     return over_devices
 
 
+def require_stages_in_shards(run: ResolvedRun) -> None:
+    """Refuse stages of a pipeline, each in a `shard_map`, within shards of the batch where the
+    compiler would end this process at them.
+
+    Raises:
+        ConfigError: if it would.
+    """
+    layout = run.config.layout
+    is_by_stage = layout.pipeline_schedule != "gpipe" or layout.pipeline_chunks > 1
+    if run.layout.pipeline == 1 or not is_by_stage or not _is_per_shard(run):
+        return
+    if not has_required_flags():
+        flags = " ".join(required_flags())
+        accepted = (
+            "with 1F1B, ZB-H1 or chunks it must be 1 with this version of JAX, whose compiler "
+            f'aborts otherwise, unless XLA_FLAGS="{flags}" is in the environment when JAX starts '
+            "(the command scalejax sets it)"
+        )
+        raise ConfigError(refusal("layout.data", run.layout.data, accepted))
+
+
+def _is_per_shard(run: ResolvedRun) -> bool:
+    """Whether each shard of the batch computes its gradient before they are reduced, but for
+    BatchNorm."""
+    is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
+    return run.layout.data > 1 and not (is_single and run.config.layout.zero_stage < 2)
+
+
 def _reduced_once_per_step(
     setup: TrainSetup,
     mesh: Mesh,
@@ -125,9 +156,7 @@ def _reduced_once_per_step(
     zero_stage = run.config.layout.zero_stage
     # Of experts the statistics are counts, summed where they are made.
     has_batch_norm = jax.tree.leaves(model_state) and not run.config.model.expert_count
-    is_left_to_compiler = run.layout.data == 1 or has_batch_norm
-    is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
-    if is_left_to_compiler or (is_single and zero_stage < 2):
+    if has_batch_norm or not _is_per_shard(run):
         return *gradients(setup, bn, params, model_state, batch, scale), sync_state
     parts = data_parts(setup, mesh)
 

@@ -20,7 +20,7 @@ from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
 from scalejax.models.moe import with_updated_bias
 from scalejax.models.pretrained import pretrained_weights
-from scalejax.training.data_parallel import combined_gradients
+from scalejax.training.data_parallel import combined_gradients, require_stages_in_shards
 from scalejax.training.gradient_sync.local_sgd import local_update
 from scalejax.training.gradients import Batch, gradients, mean_loss, with_target_weights
 from scalejax.training.mesh import batch_sharding, replicated
@@ -141,8 +141,10 @@ def build_step(
         schedule: the learning rate by step; if None, that of the config.
 
     Raises:
-        ConfigError: if the network cannot be built for the data set.
+        ConfigError: if the network cannot be built for the data set, or the compiler that is
+            installed cannot take the step.
     """
+    require_stages_in_shards(run)
     setup = train_setup(run, mesh, schedule)
     if phase:  # with the optimizer and the schedule of the whole run
         setup = replace(setup, run=in_phase(setup.run, run.phases[phase]))

@@ -8,7 +8,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from scalejax.core.environment import GPU_FLAGS, compiler_settings, machine_cores
+from scalejax.core.environment import (
+    GPU_FLAGS,
+    compiler_settings,
+    machine_cores,
+    required_flags,
+)
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import GIB
 from scalejax.core.workers import Pool, Worker, WorkerFailed
@@ -120,7 +125,7 @@ def _text(path: Path) -> str:
 
 def _environment() -> dict[str, str]:
     """This process's environment, without the variables that select devices of its own JAX."""
-    settings = compiler_settings()
+    settings, flags = compiler_settings(), (*required_flags(), *_FLAGS)
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -134,7 +139,7 @@ def _environment() -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         **settings,
         # The user's flags come last and have the last word, as when the step trains.
-        "XLA_FLAGS": " ".join((*_FLAGS, settings.get("XLA_FLAGS", ""))).strip(),
+        "XLA_FLAGS": " ".join((*flags, settings.get("XLA_FLAGS", ""))).strip(),
     }
 
 

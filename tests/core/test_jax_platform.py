@@ -1,11 +1,18 @@
 """Promises of where JAX runs."""
 
 import os
+import sys
 
 import pytest
 
 from scalejax.core import environment
-from scalejax.core.environment import GPU_FLAGS, choose_platform
+from scalejax.core.environment import (
+    GPU_FLAGS,
+    choose_platform,
+    compiler_settings,
+    has_required_flags,
+    set_required_flags,
+)
 from scalejax.core.errors import ConfigError
 
 
@@ -52,3 +59,18 @@ def test_more_virtual_devices_than_a_machine_bears_are_refused(driver):
     """100,000 took 14,000 threads and 19 GB before anything else refused them."""
     with pytest.raises(ConfigError, match=r"cpu_devices=100000 .*at most 512"):
         choose_platform(100_000)
+
+
+@pytest.mark.parametrize(("installed", "count"), [("0.10.2", 0), ("0.12.0.1", 1)])
+def test_the_compiler_gets_the_flag_that_it_needs(driver, monkeypatch, installed, count):
+    """Before JAX starts, once, and in front of the user's; it is not counted among the user's."""
+    monkeypatch.setattr(environment, "version", lambda package: installed)
+    monkeypatch.delitem(sys.modules, "jax._src.xla_bridge", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/dump")
+    assert has_required_flags() is (count == 0)
+    set_required_flags()
+    set_required_flags()
+
+    assert has_required_flags()
+    assert os.environ["XLA_FLAGS"].split()[count:] == ["--xla_dump_to=/tmp/dump"]
+    assert compiler_settings() == {"XLA_FLAGS": "--xla_dump_to=/tmp/dump"}

@@ -21,6 +21,16 @@ def heads(index: int, tokens: int, count: int, size: int = 6) -> jax.Array:
     return jax.random.normal(jax.random.key(index), (2, tokens, count, size))
 
 
+def test_this_jax_lowers_fused_blocks_for_gpus():
+    """Their kernels are private, and take other arguments in other versions."""
+    heads = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    log_sums = jax.ShapeDtypeStruct((2, 4, 128), jnp.float32)
+    gradients = jax.jit(partial(block_gradients, "fused", is_causal=True))
+    traced = gradients.trace(heads, heads, heads, heads, log_sums, heads)
+
+    assert "__cudnn$fmhaSoftmaxBackward" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize("pairs", [6, 2])
 def test_blocks_of_odd_sizes_add_up_to_the_whole(pairs):
     """Queries 5 to 9 of 10 over keys 0 to 4 and 5 to 9, in JAX's own attention and gradients."""

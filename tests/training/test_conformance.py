@@ -27,6 +27,7 @@ from scalejax.config.model import Remat
 from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.config.schedule import ScheduleConfig
+from scalejax.core import environment
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.models import attention, is_cast, parameter_path
@@ -583,9 +584,6 @@ def test_what_is_kept_by_name_trains_what_one_device_trains(model, axes, microba
     assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="XLA for CPUs aborts on these steps (jax 0.12.0.1)"
-)
 @pytest.mark.parametrize(
     ("schedule", "layout"),
     pairs(
@@ -607,6 +605,17 @@ def test_stages_that_alternate_train_what_one_device_trains(schedule, layout):
     run = resolve(replace(config, model=replace(config.model, remat=remat)))
 
     assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
+
+
+def test_stages_are_refused_where_the_compiler_would_end_the_process(monkeypatch):
+    """That of jax 0.12 without its flag; one sentence says which."""
+    monkeypatch.setattr(environment, "version", lambda package: "0.12.0.1")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    layout = {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}
+    run = run_of("gpt", "sgd", layout, microbatches=4)
+
+    with pytest.raises(ConfigError, match=r"layout.data=2 .*XLA_FLAGS=.*hlo_sharding_v3=false"):
+        build_step(run, build_mesh(run.layout))
 
 
 @pytest.mark.slow_except("latent attention-tensor=4, tokens split")

@@ -159,16 +159,24 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         )
         raise ConfigError(refusal("layout.pipeline_schedule", layout.pipeline_schedule, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
-    if model.layers < stages:
+    # Dense layers before those with experts are in no stage, or in the first one besides its share.
+    dense = 0 if (moe := getattr(model, "moe", None)) is None else moe.dense_layers
+    layers, field = (
+        model.layers - dense,
+        "model.layers-moe.dense_layers" if dense else "model.layers",
+    )
+    if layers < stages:
         accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
-        raise ConfigError(refusal("model.layers", model.layers, accepted))
+        raise ConfigError(refusal(field, layers, accepted))
     if stages > 1 and model.period > 1:
         parts, named = stages * chunks * model.period, "layout.pipeline*chunks*global_every"
-        require_multiple("model.layers", model.layers, parts, named)
+        require_multiple(field, layers, parts, named)
     if chunks > 1:
-        require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
-        microbatches = batch.microbatches
-        require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
+        require_multiple(field, layers, stages * chunks, "layout.pipeline*chunks")
+    is_shared = dense > 0 or getattr(model, "mtp", None) is not None
+    if chunks > 1 or (is_shared and layout.pipeline_schedule == "gpipe"):
+        # Chunks take microbatches in groups; layers in no stage are computed in equal shares.
+        require_multiple("batch.microbatches", batch.microbatches, stages, "layout.pipeline")
 
 
 def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
@@ -182,9 +190,12 @@ def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
         if layout.mode != "jit":
             accepted = 'loads of experts are of all devices; use "jit"'
             raise ConfigError(refusal("layout.mode", layout.mode, accepted))
-        if layout.pipeline > 1:
-            accepted = "a stage does not report loads of experts; use 1"
-            raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
+        if layout.pipeline_schedule == "zb_h1":
+            accepted = (
+                "one loop over blocks of tokens makes the gradients of experts and of their input: "
+                'they are no two passes; use "1f1b"'
+            )
+            raise ConfigError(refusal("layout.pipeline_schedule", "zb_h1", accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:

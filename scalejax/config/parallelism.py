@@ -104,14 +104,18 @@ def fill_data_axis(device_count: int, **others: int) -> Layout:
     return Layout(data=device_count // taken, **others)
 
 
-def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+def stage_layers(layers: int, stages: int, before: int = 0) -> tuple[int, ...]:
     """Layers of each pipeline stage: as equal as possible, the first stages one more than others.
 
     The last ones are shorter, because the last stage also has the output layer wherever stages do
-    not share it.
+    not share it. Where the first stage computes `before` layers that come before these, it has so
+    many fewer.
     """
-    least, long_stages = divmod(layers, stages)
-    return (least + 1,) * long_stages + (least,) * (stages - long_stages)
+    least, long_stages = divmod(layers + before, stages)
+    first, *others = (least + 1,) * long_stages + (least,) * (stages - long_stages)
+    if first < before:
+        return (0, *stage_layers(layers, stages - 1))
+    return (first - before, *others)
 
 
 ContextStrategy = Literal["all_gather", "ring", "all_to_all"]

@@ -19,9 +19,17 @@ PassKind = Literal["forward", "backward", "weights"]
 """What a stage computes of a microbatch: its output; the gradients of its input and its weights;
 with "zb_h1", where "backward" is the gradient of its input alone, that of its weights."""
 
-GATES = ("forward_pass", "backward_pass", "weights_pass", "first_part", "last_part")
+GATES = (
+    "forward_pass",
+    "backward_pass",
+    "weights_pass",
+    "first_part",
+    "last_part",
+    "layer_of_stage",
+)
 """Scopes of what only some stages compute in a slot, by which a compiled step is read: passes, and
-in them the embedding of the first stage and the output layer of the last."""
+in them what comes before the layers of the first stage, the output layer of the last, and layers of
+those that have most."""
 
 EXCHANGE = "stage_exchange"
 """Scope of the two exchanges between stages that follow slots in turn."""

@@ -16,7 +16,7 @@ from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.models.lora import ADAPTERS
 from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
-from scalejax.models.pipeline import through_stages
+from scalejax.models.pipeline import shared_by_stages, through_stages
 from scalejax.models.remat import kept, recomputed
 from scalejax.models.sharding import axis_size, constrained_for_layer, constrained_residual
 
@@ -87,26 +87,43 @@ def through_blocks(
         dtype: type in which matrices are multiplied.
         remat: what the backward pass recomputes; "selective" is implemented by the block.
         period: layers after which the kinds of layers repeat.
-        is_staged: whether the stages of a pipeline share them; otherwise each has them all.
+        is_staged: whether stages of a pipeline each hold some of them; otherwise each computes all
+            of them, for its share of the microbatches.
     """
-    scanned, stacked = _scanned(blocks, dtype, remat, period)
-
-    def through(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
-        return scanned(layers, x_BSD)[0]
-
-    if is_staged and (stages := axis_size(PIPELINE)) > 1:
-        return through_stages(through, stacked, x_BSD, stages, remat)
-    return through(stacked, x_BSD)
+    return _through(blocks, x_BSD, dtype, remat, period, is_staged, is_reporting=False)[0]
 
 
 def through_reporting_blocks(
-    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: DecoderRemat, period: int = 1
+    blocks: nnx.Module,
+    x_BSD: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    remat: DecoderRemat,
+    period: int = 1,
+    is_staged: bool = True,
 ) -> tuple[jax.Array, Any]:
     """The residual stream after every one of the stacked `blocks`, [B, S, D], and what each
-    reports, stacked. A block maps [B, S, D] to (the same, its report); arguments as for
-    `through_blocks`."""
+    reports, [layers, ...]; in a pipeline of each microbatch, [microbatches, layers, ...]. A block
+    maps [B, S, D] to (the same, its report); arguments as for `through_blocks`."""
+    return _through(blocks, x_BSD, dtype, remat, period, is_staged, is_reporting=True)
+
+
+def _through(
+    blocks: nnx.Module,
+    x_BSD: jax.Array,
+    dtype: jnp.dtype,
+    remat: DecoderRemat,
+    period: int,
+    is_staged: bool,
+    *,
+    is_reporting: bool,
+) -> tuple[jax.Array, Any]:
     scanned, stacked = _scanned(blocks, dtype, remat, period)
-    return scanned(stacked, x_BSD)
+    if (stages := axis_size(PIPELINE)) == 1:
+        return scanned(stacked, x_BSD)
+    if is_staged:
+        return through_stages(scanned, stacked, x_BSD, stages, remat, is_reporting=is_reporting)
+    return shared_by_stages(scanned, stacked, x_BSD)
 
 
 def _scanned(

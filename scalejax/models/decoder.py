@@ -62,7 +62,7 @@ class CausalNetwork(Network):
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
         # Gathered over fsdp here, once: both ends of the network may use the token embedding.
         tokens_VD = self._table(self.tokens, TOKENS)
-        x_BSD = self._embedded(tokens_VD, inputs)
+        x_BSD = self.through_first_blocks(self._embedded(tokens_VD, inputs))
         x_BSD = self.through_blocks(x_BSD)
         return self._logits(tokens_VD if self.is_tied else self._table(self.output, TOKENS), x_BSD)
 
@@ -70,7 +70,8 @@ class CausalNetwork(Network):
         """Logits [B, S, V] of the token after each of `inputs` [B, S], and of the one after that.
 
         h' = M [norm(h); norm(embedding of the next token)] goes through one block, a norm of its
-        own and the output layer, which is shared. Stages of a pipeline each compute all of it.
+        own and the output layer, which is shared. Stages of a pipeline each compute the block for
+        some of the microbatches.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, equations 21 to 23.
 
@@ -80,7 +81,8 @@ class CausalNetwork(Network):
         """
         tokens_VD = self._table(self.tokens, TOKENS)
         output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
-        x_BSD = self.through_blocks(self._embedded(tokens_VD, inputs))
+        x_BSD = self.through_first_blocks(self._embedded(tokens_VD, inputs))
+        x_BSD = self.through_blocks(x_BSD)
         next_BSD = self._embedded(tokens_VD, targets)
         both = (
             normalised(norm, part)
@@ -99,8 +101,12 @@ class CausalNetwork(Network):
         )
 
     def embedded(self, inputs: jax.Array) -> jax.Array:
-        """The residual stream before the first block, [B, S, D], of tokens [B, S]."""
-        return self._embedded(self._table(self.tokens, TOKENS), inputs)
+        """The residual stream before the blocks that stages hold, [B, S, D], of tokens [B, S]."""
+        return self.through_first_blocks(self._embedded(self._table(self.tokens, TOKENS), inputs))
+
+    def through_first_blocks(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after blocks before `blocks` and unlike them; here there are none."""
+        return x_BSD
 
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after the blocks that this network holds, [B, S, D]."""

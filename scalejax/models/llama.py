@@ -30,7 +30,14 @@ from scalejax.models.blocks import (
 )
 from scalejax.models.decoder import JOIN, TOKENS, CausalNetwork
 from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of
-from scalejax.models.moe import PARTITION_RULES, MoeFeedForward, RouterReport, Routers
+from scalejax.models.moe import (
+    PARTITION_RULES,
+    MoeFeedForward,
+    RouterReport,
+    Routers,
+    load_of_all,
+    with_later_layers,
+)
 from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.packing import documents
@@ -406,18 +413,28 @@ class Llama(CausalNetwork, names=("llama",)):
         """Embedded tokens, scaled where the config says so; positions are the blocks'."""
         return x_BSD if self.embedding_scale is None else x_BSD * self.embedding_scale
 
+    def through_first_blocks(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after the dense blocks before those with experts."""
+        if self.moe is None or not self.moe.dense_layers:
+            return x_BSD
+        return through_blocks(
+            self.dense_blocks,
+            x_BSD,
+            dtype=self.dtype,
+            remat=self.remat,
+            period=self.period,
+            is_staged=False,
+        )
+
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after all blocks; what routers report is kept in `routers`."""
         if self.moe is None:
             return super().through_blocks(x_BSD)
-        options = {"dtype": self.dtype, "remat": self.remat, "period": self.period}
-        if self.moe.dense_layers:
-            x_BSD = through_blocks(self.dense_blocks, x_BSD, **options)
-        x_BSD, reports = through_reporting_blocks(self.blocks, x_BSD, **options)
+        x_BSD, reports = through_reporting_blocks(
+            self.blocks, x_BSD, dtype=self.dtype, remat=self.remat, period=self.period
+        )
         self.routers = Routers(reports)
-        if self.moe.router.balance == "bias":
-            load = self.blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
-            load[...] = load[...] + reports.load_E
+        _count_loads(self.blocks, self.moe, reports)
         return x_BSD
 
     def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
@@ -426,13 +443,11 @@ class Llama(CausalNetwork, names=("llama",)):
         if self.moe is None:
             return super().through_mtp_block(x_BSD)
         x_BSD, reports = through_reporting_blocks(
-            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat
+            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat, is_staged=False
         )
         before = self.routers.get_value()
-        self.routers = Routers(jax.tree.map(lambda *each: jnp.concatenate(each), before, reports))
-        if self.moe.router.balance == "bias":
-            load = self.mtp_blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
-            load[...] = load[...] + reports.load_E
+        self.routers = Routers(with_later_layers(before, reports))
+        _count_loads(self.mtp_blocks, self.moe, reports)
         return x_BSD
 
     @staticmethod
@@ -453,6 +468,13 @@ class Llama(CausalNetwork, names=("llama",)):
             (r"mtp_join/kernel$", JOIN),
             (r"(tokens|output)/embedding$", TOKENS),
         )
+
+
+def _count_loads(blocks: nnx.Module, moe: MoeConfig, reports: RouterReport) -> None:
+    """Add the loads of a forward pass to those of the step, where a bias follows from them."""
+    if moe.router.balance == "bias":
+        load = blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
+        load[...] = load[...] + load_of_all(reports)
 
 
 def _layer(

@@ -82,7 +82,20 @@ class RouterReport(NamedTuple):
 
 
 class Routers(nnx.Variable):
-    """The `RouterReport` of a forward pass, of all layers, stacked."""
+    """The `RouterReport` of a forward pass, of all layers, stacked: [layers, ...], or in a pipeline
+    of each microbatch by itself, [microbatches, layers, ...]."""
+
+
+def load_of_all(reports: RouterReport) -> jax.Array:
+    """Assignments of each expert of each layer, of all microbatches, [L, E]."""
+    load = reports.load_E
+    return load.reshape(-1, *load.shape[-2:]).sum(axis=0) if load.ndim > 2 else load
+
+
+def with_later_layers(reports: RouterReport, later: RouterReport) -> RouterReport:
+    """Reports of some layers, and then of others after them."""
+    axis = reports.z_loss.ndim - 1
+    return jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), reports, later)
 
 
 ROUTER_METRICS = ("auxiliary_loss", "router_z_loss", "expert_load", "dropped_share")
@@ -90,25 +103,36 @@ ROUTER_METRICS = ("auxiliary_loss", "router_z_loss", "expert_load", "dropped_sha
 
 
 def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What the routers of a network add to the loss after its forward pass, and their metrics.
+    """What the routers of a network add to the loss after its forward pass, and their metrics;
+    means over microbatches where a pipeline had several.
 
     Metrics are of losses without their weights, means over layers, so that 1 is even balance; of
     "expert_load" the largest of any expert over the mean of its layer; and of "dropped_share" the
     mean over layers.
     """
     report: RouterReport = network.routers.get_value()  # type: ignore[attr-defined]  of a routed network
+    return weighed_losses(report, moe).mean(), router_metrics(report)
+
+
+def weighed_losses(report: RouterReport, moe: MoeConfig) -> jax.Array:
+    """What routers add to the loss, the sum over layers; of each microbatch where reports are."""
     router = moe.router
-    loss = router.z_loss_weight * report.z_loss.sum()
+    loss = router.z_loss_weight * report.z_loss.sum(axis=-1)
     if router.balance == "auxiliary_loss":
-        loss += router.auxiliary_loss_weight * report.auxiliary_loss.sum()
-    load_LE = report.load_E
+        loss += router.auxiliary_loss_weight * report.auxiliary_loss.sum(axis=-1)
+    return loss
+
+
+def router_metrics(report: RouterReport) -> dict[str, jax.Array]:
+    """The metrics of `router_losses`."""
+    load_LE = report.load_E  # also [M, L, E]
     metrics = (
         report.auxiliary_loss.mean(),
         report.z_loss.mean(),
-        jnp.max(load_LE.max(axis=-1) / load_LE.mean(axis=-1)),
+        jnp.max(load_LE.max(axis=-1) / load_LE.mean(axis=-1), axis=-1).mean(),
         report.dropped_share.mean(),
     )
-    return loss, dict(zip(ROUTER_METRICS, metrics, strict=True))
+    return dict(zip(ROUTER_METRICS, metrics, strict=True))
 
 
 def with_updated_bias(model: ModelConfig, model_state: Any) -> Any:

@@ -15,8 +15,12 @@ it is discarded.
 Where stages do not divide the layers, the first ones hold one more than the others. All wait for
 those at each tick; meanwhile a shorter stage runs a layer of zeros, which adds nothing to the
 residual stream. These zeros are no parameters and are not trained.
+
+Layers unlike the rest, such as dense ones before those with experts, belong to no stage: all stages
+compute them, each for its share of the microbatches.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,41 +39,52 @@ from scalejax.models.sharding import constrained, constrained_for_head, constrai
 
 
 def through_stages(
-    blocks: Callable[[Any, jax.Array], jax.Array],
+    blocks: Callable[[Any, jax.Array], tuple[jax.Array, Any]],
     stacked: Any,
     x_BSD: jax.Array,
     stages: int,
     remat: DecoderRemat,
-) -> jax.Array:
-    """The residual stream after all blocks, [B, S, D].
+    *,
+    is_reporting: bool = False,
+) -> tuple[jax.Array, Any]:
+    """The residual stream after all blocks, [B, S, D], and what they report of each microbatch, in
+    the order of the network, [microbatches, layers, ...].
 
     Parameters are stored in the order of the network whatever the chunks, so that checkpoints are
     valid for any layout; with several chunks each step redistributes them to the stages first.
 
     Args:
         blocks: maps (parameters of some blocks, stacked; residual stream) to the residual stream
-            after them. A block adds to the stream; one whose parameters are zeros adds nothing.
+            after them, and what each of them reports, stacked. A block adds to the stream; one
+            whose parameters are zeros adds nothing.
         stacked: parameters of all blocks, layers first.
         x_BSD: the residual stream before the first block.
         stages: devices along the pipeline axis; times the chunks, where there are several, they
             divide the layers.
         remat: what the backward pass recomputes of each block, as `blocks` implements it.
+        is_reporting: whether blocks report something, as those with experts do. Stages are then
+            manual, and not a dimension over which blocks are mapped: of a loop whose length depends
+            on the data, that would copy all results in each round.
     """
     chunks, microbatches = constraints().chunks, constraints().microbatches
-    dealt = jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, stages), stacked)
+    counts = stage_layers(jax.tree.leaves(stacked)[0].shape[0], stages)
+    dealt = jax.tree.map(lambda leaf: dealt_to_stages(leaf, chunks, counts), stacked)
     rows_MBSD = _by_stage(_split(x_BSD, microbatches), leading=(None,))
     documents_MBS = jax.tree.map(lambda leaf: _split(leaf, microbatches), documents())
     here = jnp.arange(stages)
 
-    def of_stage(layers: Any, x_BSD: jax.Array, of_rows: Documents | None) -> jax.Array:
+    def of_stage(layers: Any, x_BSD: jax.Array, of_rows: Documents | None) -> Any:
         with packed(of_rows):
             return blocks(layers, x_BSD)
 
-    every = jax.vmap(of_stage, spmd_axis_name=PIPELINE)
+    if is_reporting:
+        every = _at_every_stage(of_stage)
+    else:
+        every = jax.vmap(of_stage, spmd_axis_name=PIPELINE)
 
     def at_work(
         dealt: Any, chunk_P: jax.Array, state_PBSD: jax.Array, documents_PBS: Documents | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         return every(_picked(dealt, chunk_P), state_PBSD, documents_PBS)
 
     def documents_at(time: jax.Array) -> Documents | None:
@@ -81,26 +96,80 @@ def through_stages(
     if chunks > 1:
         at_work = recomputed_with_picks(at_work, remat)
 
-    def tick(state_PBSD: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def tick(state_PBSD: jax.Array, time: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         group, place = jnp.divmod(time, stages * chunks)
         entering = jnp.clip(group * stages + place, 0, microbatches - 1)
         handed_PBSD = jnp.roll(state_PBSD, 1, axis=0)
         is_entering = (here == 0) & (place < stages)
         state_PBSD = _either(is_entering, rows_MBSD[entering], handed_PBSD)
         chunk = jnp.maximum(time - here, 0) // stages % chunks
-        state_PBSD = at_work(dealt, chunk, _by_stage(state_PBSD), documents_at(time))
+        state_PBSD, report = at_work(dealt, chunk, _by_stage(state_PBSD), documents_at(time))
         state_PBSD = _by_stage(state_PBSD)
-        return state_PBSD, state_PBSD
+        return state_PBSD, (state_PBSD, report)
 
     empty = _by_stage(jnp.zeros((stages, *rows_MBSD.shape[1:]), x_BSD.dtype))
     ticks = PipelineTicks("gpipe", stages, microbatches, chunks)
-    _, made_TPBSD = jax.lax.scan(tick, empty, jnp.arange(ticks.work + ticks.idle))
+    _, (made_TPBSD, reports) = jax.lax.scan(tick, empty, jnp.arange(ticks.work + ticks.idle))
     group, place = np.divmod(np.arange(microbatches), stages)
-    leaving = (group * chunks + chunks - 1) * stages + place + stages - 1
+    entered_MC = (group[:, None] * chunks + np.arange(chunks)) * stages + place[:, None]
+    leaving = entered_MC[:, -1] + stages - 1
     # A sum in which only the last stage's term is not 0: the compiler reduce-scatters it.
     is_last = (here == stages - 1)[None, :, None, None, None]
     last_MPBSD = jnp.where(is_last, made_TPBSD[leaving], 0)
-    return constrained_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
+    x_BSD = constrained_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
+
+    def of_layers(report_TPL: jax.Array) -> jax.Array:
+        # First to all stages, in which each has all indices below.
+        report_TPL = constrained(report_TPL, P())
+        report_MCPL = report_TPL[entered_MC[..., None] + np.arange(stages), np.arange(stages)]
+        return of_dealt_layers(report_MCPL, counts)
+
+    return x_BSD, jax.tree.map(of_layers, reports)
+
+
+def _at_every_stage(of_stage: Callable[..., tuple[jax.Array, Any]]) -> Callable[..., Any]:
+    """`of_stage` for arrays whose first dimension is that of the stages."""
+
+    def own(*arguments: Any) -> tuple[jax.Array, Any]:
+        made = of_stage(*jax.tree.map(lambda leaf: leaf[0], arguments))
+        return jax.tree.map(lambda leaf: leaf[None], made)
+
+    return _over_stages(own, P(PIPELINE))
+
+
+def _over_stages(own: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+    """`own` in a `shard_map` over the stages, which leaves the other axes to the compiler; its
+    results have the stages as first dimension."""
+    return jax.shard_map(
+        own,
+        in_specs=in_specs,
+        out_specs=P(PIPELINE),
+        axis_names={PIPELINE},
+        check_vma=False,
+    )
+
+
+def shared_by_stages(
+    blocks: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x_BSD: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The residual stream after blocks that belong to no stage, [B, S, D], and what they report of
+    each microbatch, [microbatches, layers, ...]: each stage computes its share of the microbatches,
+    which the stages divide. Other arguments as of `through_stages`."""
+
+    def by_stage(leaf: jax.Array) -> jax.Array:
+        rest = (P.UNCONSTRAINED,) * (leaf.ndim - 1)
+        return constrained(_split(leaf, constraints().microbatches), P(PIPELINE, BATCH_AXES, *rest))
+
+    def own(stacked: Any, rows_MBSD: jax.Array, documents_MBS: Documents | None) -> Any:
+        def one(given: tuple[jax.Array, Documents | None]) -> tuple[jax.Array, Any]:
+            with packed(given[1]):
+                return blocks(stacked, given[0])
+
+        return jax.lax.map(one, (rows_MBSD, documents_MBS))
+
+    rows = jax.tree.map(by_stage, (x_BSD, documents()))
+    rows_MBSD, reports = _over_stages(own, (P(), P(PIPELINE), P(PIPELINE)))(stacked, *rows)
+    return _joined(_by_stage(rows_MBSD, leading=(None,))), reports
 
 
 @partial(jax.checkpoint, prevent_cse=False)
@@ -112,21 +181,37 @@ def _either(is_entering_P: jax.Array, entering_BSD: jax.Array, handed_PBSD: jax.
     return jnp.where(is_entering_P[:, None, None, None], entering_BSD[None], handed_PBSD)
 
 
-def dealt_to_stages(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
+def dealt_to_stages(leaf: jax.Array, chunks: int, counts: tuple[int, ...]) -> jax.Array:
     """[layers, ...] as [chunks, stages, layers of a chunk, ...], sharded over the stages; zeros
-    where a stage has one layer less than others."""
-    layers, *rest = leaf.shape
-    if layers % stages:
-        counts = stage_layers(layers, stages)
-        long = counts.count(most := counts[0])
-        first, last = jnp.split(leaf, [long * most])
-        last = last.reshape(stages - long, most - 1, *rest)
-        last = jnp.pad(last, [(0, 0), (0, 1), *[(0, 0)] * len(rest)])
-        leaf = jnp.concatenate([first.reshape(long, most, *rest), last])
+    where a stage has fewer layers than others, of which `counts` says how many each has."""
+    rest, most = leaf.shape[1:], max(counts)
+    if min(counts) < most:
+        parts, start = [], 0
+        for count, stages in _runs(counts):
+            part = leaf[start : start + count * stages].reshape(stages, count, *rest)
+            parts.append(jnp.pad(part, [(0, 0), (0, most - count), *[(0, 0)] * len(rest)]))
+            start += count * stages
+        leaf = jnp.concatenate(parts)
         # Before stages take theirs: its gradient is then put in parts again as a whole, once.
         leaf = constrained(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
-    leaf = leaf.reshape(chunks, stages, -1, *rest)
+    leaf = leaf.reshape(chunks, len(counts), -1, *rest)
     return constrained(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
+
+
+def _runs(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(layers, stages) of neighbouring stages of equally many layers, in order."""
+    return [(count, len(list(stages))) for count, stages in itertools.groupby(counts)]
+
+
+def of_dealt_layers(dealt_MCPL: jax.Array, counts: tuple[int, ...]) -> jax.Array:
+    """[microbatches, chunks, stages, layers of a chunk, ...] in the order of the network,
+    [microbatches, layers, ...], without the layers that stages do not have."""
+    microbatches, _, _, most = dealt_MCPL.shape[:4]
+    flat = dealt_MCPL.reshape(microbatches, -1, *dealt_MCPL.shape[4:])
+    if min(counts) == most:
+        return flat
+    places = [stage * most + np.arange(count) for stage, count in enumerate(counts)]
+    return flat[:, np.concatenate(places)]
 
 
 def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
@@ -147,13 +232,7 @@ def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk[0], keepdims=False), dealt
         )
 
-    return jax.shard_map(
-        pick,
-        in_specs=(P(None, PIPELINE), P(PIPELINE)),
-        out_specs=P(PIPELINE),
-        axis_names={PIPELINE},
-        check_vma=False,
-    )(dealt, chunk_P)
+    return _over_stages(pick, (P(None, PIPELINE), P(PIPELINE)))(dealt, chunk_P)
 
 
 def _by_stage(activations: jax.Array, leading: tuple[str | None, ...] = (PIPELINE,)) -> jax.Array:

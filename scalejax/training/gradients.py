@@ -16,14 +16,15 @@ from jax import lax
 
 from scalejax.config.dataset_facts import IGNORED_TARGET, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import LlamaConfig, activation_type
+from scalejax.config.parallelism import stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
-from scalejax.models.moe import router_losses
+from scalejax.models.moe import load_of_all, router_losses, router_metrics, weighed_losses
 from scalejax.models.normalization import weigh_rows
 from scalejax.models.packing import documents_of, packed
-from scalejax.models.pipeline import dealt_to_stages
+from scalejax.models.pipeline import dealt_to_stages, of_dealt_layers
 from scalejax.models.sharding import in_token_order, is_partly_manual
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
 from scalejax.training.optimizers.fine_tuning import trainable, updated
@@ -271,27 +272,35 @@ def by_timetable(
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes."""
-    run = setup.run
+    run, model = setup.run, setup.run.config.model
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
-    microbatches, period = run.split.microbatches, getattr(run.config.model, "period", 1)
+    microbatches, period = run.split.microbatches, getattr(model, "period", 1)
     ticks = PipelineTicks(run.config.layout.pipeline_schedule, stages, microbatches, chunks)
-    dtype = jnp.dtype(activation_type(run.config.model))
+    dtype = jnp.dtype(activation_type(model))
+    moe = model.moe if isinstance(model, LlamaConfig) else None
+    statistics = model_state.get(_BLOCKS, {})
 
-    def network_of(ends: PyTree, blocks: PyTree) -> CausalNetwork:
-        network = network_with(setup, bn, {**ends, _BLOCKS: blocks}, model_state)
+    def network_of(ends: PyTree, blocks: PyTree, own: PyTree) -> CausalNetwork:
+        state = {**model_state, _BLOCKS: own} if own else model_state
+        network = network_with(setup, bn, {**ends, _BLOCKS: blocks}, state)
         assert isinstance(network, CausalNetwork)  # noqa: S101  the config refuses others
         return network
 
     def first(ends: PyTree, rows: Batch) -> jax.Array:
         inputs = in_token_order(rows["inputs"])
         with packed(documents_of(rows)):
-            return network_of(ends, params[_BLOCKS]).embedded(inputs)
+            return network_of(ends, params[_BLOCKS], statistics).embedded(inputs)
 
-    def middle(blocks: PyTree, x_BSD: jax.Array) -> jax.Array:
-        return network_of(_without_blocks(params), blocks).through_blocks(x_BSD)
+    def middle(blocks: PyTree, x_BSD: jax.Array) -> Any:
+        network = network_of(_without_blocks(params), *blocks)
+        x_BSD = network.through_blocks(x_BSD)
+        if moe is None:
+            return (x_BSD, None), None
+        report = network.routers.get_value()  # type: ignore[attr-defined]  of a routed network
+        return (x_BSD, weighed_losses(report, moe)), report
 
     def last(ends: PyTree, x_BSD: jax.Array, rows: Batch) -> tuple[jax.Array, PyTree]:
-        logits = network_of(ends, params[_BLOCKS]).logits(x_BSD)
+        logits = network_of(ends, params[_BLOCKS], statistics).logits(x_BSD)
         losses, hits = loss_and_accuracy(setup, logits, rows, is_training=True)
         if "weights" in rows:
             losses, hits = losses * rows["weights"], hits * rows["weights"]
@@ -299,9 +308,17 @@ def by_timetable(
         loss, accuracy = loss / microbatches, hits.mean() / microbatches
         return loss, {"loss": loss, "accuracy": accuracy}
 
+    def weight(rows: Batch) -> jax.Array:
+        return rows.get("scale", jnp.ones((), jnp.float32)) / microbatches
+
+    layers = jax.tree.leaves(params[_BLOCKS])[0].shape[0]
+    is_split_freely = moe is not None and chunks == 1 and period == 1
+    before = moe.dense_layers if moe is not None and is_split_freely else 0
+    counts = stage_layers(layers, stages, before)
+
     def dealt(blocks: PyTree) -> PyTree:
         def in_periods(leaf: jax.Array) -> jax.Array:
-            leaf = dealt_to_stages(leaf, chunks, stages)
+            leaf = dealt_to_stages(leaf, chunks, counts)
             return leaf.reshape(*leaf.shape[:2], -1, period, *leaf.shape[3:])
 
         return jax.tree.map(in_periods, blocks)
@@ -310,13 +327,23 @@ def by_timetable(
         lambda leaf, own: leaf if own is None else None, params, learning, is_leaf=_is_none
     )
     cast = partial(jax.tree_util.tree_map_with_path, partial(cast_kernel, dtype))
-    blocks = Parameters(*(dealt(cast(tree[_BLOCKS])) for tree in (learning, frozen)))
-    ends = Parameters(*(_without_blocks(tree) for tree in (learning, frozen)))
+    no_statistics = jax.tree.map(lambda _: None, statistics)
+    blocks = Parameters(
+        (dealt(cast(learning[_BLOCKS])), no_statistics),
+        (dealt(cast(frozen[_BLOCKS])), dealt(statistics)),
+    )
+
+    def cast_ends(tree: PyTree) -> PyTree:
+        ends = _without_blocks(tree)
+        return {name: cast(part) if name in _STACKED else part for name, part in ends.items()}
+
+    ends = Parameters(*map(cast_ends, (learning, frozen)))
     rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), batch)
     if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
         rows["scale"] = jnp.broadcast_to(scale, microbatches)
-    of_ends, of_dealt, metrics = scheduled_gradients(
-        Network(first, middle, last), timetable(ticks), ends, blocks, rows
+    own = None if moe is None or min(counts) == max(counts) else counts
+    of_ends, (of_dealt, _), metrics, reports = scheduled_gradients(
+        Network(first, middle, last, weight, own), timetable(ticks), ends, blocks, rows
     )
     whole = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), learning[_BLOCKS]
@@ -325,11 +352,23 @@ def by_timetable(
     gradient = {name: of_blocks if name == _BLOCKS else of_ends[name] for name in learning}
     if run.config.train.noise_scale is not None:
         metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
+    if reports is not None:
+        flat = jax.tree.map(
+            lambda leaf: leaf.reshape(*leaf.shape[:3], -1, *leaf.shape[5:]), reports
+        )
+        report = jax.tree.map(partial(of_dealt_layers, counts=counts), flat)
+        metrics |= router_metrics(report)
+        if statistics:
+            layer = statistics["feed_forward"]
+            layer = {**layer, "load": layer["load"] + load_of_all(report)}
+            model_state = {**model_state, _BLOCKS: {**statistics, "feed_forward": layer}}
     return gradient, model_state, metrics
 
 
 _BLOCKS = "blocks"
 """Name of the stacked blocks of a causal network."""
+_STACKED = ("dense_blocks", "mtp_blocks")
+"""Names of other stacked blocks, which are outside of the stages."""
 
 
 def _without_blocks(params: PyTree) -> PyTree:

@@ -62,17 +62,24 @@ class Network(NamedTuple):
 
     first: Callable[[PyTree, PyTree], jax.Array]
     """Maps (ends, rows of a microbatch) to the residual stream before the first block."""
-    blocks: Callable[[PyTree, jax.Array], jax.Array]
-    """Maps (some blocks, stacked; residual stream) to the residual stream after them."""
+    blocks: Callable[[PyTree, jax.Array], tuple[tuple[jax.Array, jax.Array | None], PyTree]]
+    """Maps (some blocks, stacked; residual stream) to the residual stream after them and what they
+    add to the loss of a microbatch, or None; and to what they report."""
     last: Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
     """Maps (ends, residual stream, rows) to the loss that is differentiated, and metrics."""
+    weight: Callable[[PyTree], jax.Array]
+    """Maps the rows of a microbatch to the weight in that loss of what blocks add to it."""
+    layers: tuple[int, ...] | None
+    """Periods of layers of each stage where some have fewer than others, and do not compute what
+    they are padded with; None where all compute equally many."""
 
 
 def scheduled_gradients(
     network: Network, table: Timetable, ends: Parameters, blocks: Parameters, rows: PyTree
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Gradients of what learns of `ends` and of `blocks`, summed over the microbatches in float32,
-    and the sum of their metrics.
+) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    """Gradients of what learns of `ends` and of `blocks`, summed over the microbatches in float32;
+    the sum of their metrics; and what blocks report, [microbatches, chunks, stages, periods of
+    layers of a chunk, ...], zeros of layers that a stage does not have.
 
     Args:
         network: its parts.
@@ -84,17 +91,19 @@ def scheduled_gradients(
     """
     by_stage = P(None, PIPELINE)
 
-    def stage(ends: Parameters, blocks: Parameters, rows: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def stage(ends: Parameters, blocks: Parameters, rows: PyTree) -> tuple[PyTree, ...]:
         own = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
-        of_ends, of_blocks, metrics = _Stage(network, table, ends, own, rows).run()
-        of_blocks = jax.tree.map(lambda leaf: leaf[:, None], of_blocks)
+        held = _Stage(network, table, ends, own, rows).run()
+        of_blocks = jax.tree.map(lambda leaf: leaf[:, None], held.of_blocks)
+        reports = jax.tree.map(lambda leaf: leaf[:, :, None], held.reports)
         # Every part has been computed by one stage; of the others these are 0.
-        return lax.psum(of_ends, PIPELINE), of_blocks, lax.psum(metrics, PIPELINE)
+        of_ends, metrics = lax.psum((held.of_ends, held.metrics), PIPELINE)
+        return of_ends, of_blocks, metrics, reports
 
     return jax.shard_map(
         stage,
         in_specs=(P(), by_stage, P()),
-        out_specs=(P(), by_stage, P()),
+        out_specs=(P(), by_stage, P(), P(None, None, PIPELINE)),
         axis_names={PIPELINE},
         check_vma=False,
     )(ends, blocks, rows)
@@ -117,6 +126,8 @@ class _Held(NamedTuple):
     """Gradient of the blocks so far."""
     metrics: PyTree
     """Metrics so far."""
+    reports: PyTree
+    """What blocks have reported so far, [microbatches, chunks, layers of a chunk, ...]."""
 
 
 class _Stage:
@@ -150,8 +161,8 @@ class _Stage:
                 "weights": partial(self._backward_of_weights, self._parts),
             }
 
-    def run(self) -> tuple[PyTree, PyTree, PyTree]:
-        """Gradients of ends and blocks, and metrics, after all slots."""
+    def run(self) -> _Held:
+        """Gradients of ends and blocks, metrics and reports, after all slots."""
 
         def buffer(places: int, like: Any) -> jax.Array:
             return jnp.zeros((places, *like.shape), like.dtype)
@@ -160,6 +171,7 @@ class _Stage:
         places = {name: int(column.max()) + 1 for name, column in columns.items()}
         rows, ends = _at(self._rows, 0), self._ends.whole
         metrics = jax.eval_shape(self._network.last, ends, self._x, rows)[1]
+        of_layer = (self._table.ticks.microbatches, self._table.ticks.chunks, self._layers)
         held = _Held(
             message=jnp.zeros(self._x.shape, self._x.dtype),
             received={
@@ -177,9 +189,27 @@ class _Stage:
             of_ends=_zeros(self._ends.learning),
             of_blocks=_zeros(self._blocks.learning),
             metrics=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), metrics),
+            reports=jax.tree.map(
+                lambda leaf: jnp.zeros((*of_layer, *leaf.shape), leaf.dtype), self._split.report
+            ),
         )
         held, _ = lax.scan(self._slot, held, jax.tree.map(jnp.asarray, columns))
-        return held.of_ends, held.of_blocks, held.metrics
+        return held
+
+    def _over_layers(
+        self, block: Callable[[Any, PyTree], PyTree], before: PyTree, *, is_reversed: bool = False
+    ) -> PyTree:
+        """`block(layer, before)` for each layer of a chunk of this stage, one after another."""
+        counts = self._network.layers
+
+        def each(index: Any, before: PyTree) -> PyTree:
+            layer = self._layers - 1 - index if is_reversed else index
+            if counts is None:
+                return block(layer, before)
+            own = jnp.asarray(counts)[self._here]
+            return _if(layer < own, partial(block, layer), before, "layer_of_stage")
+
+        return lax.fori_loop(0, self._layers, each, before)
 
     def _slot(self, held: _Held, row: dict[str, jax.Array]) -> tuple[_Held, None]:
         own = {name: entry[self._here] if entry.ndim else entry for name, entry in row.items()}
@@ -209,15 +239,16 @@ class _Stage:
             "first_part",
         )
 
-        def block(
-            layer: Any, before: tuple[jax.Array, list[jax.Array]]
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            x_BSD, buffers = before
-            x_BSD, saved = self._split.forward(self._layer(own, layer), x_BSD)
-            put = partial(_put, own["place"], layer)
-            return x_BSD, [put(*each) for each in zip(buffers, saved, strict=True)]
+        def block(layer: Any, before: tuple[jax.Array, list[jax.Array], PyTree]) -> PyTree:
+            x_BSD, buffers, reports = before
+            x_BSD, report, saved = self._split.forward(self._layer(own, layer), x_BSD)
+            put = partial(_put, (own["place"], layer))
+            buffers = [put(*each) for each in zip(buffers, saved, strict=True)]
+            at = own["microbatch"], own["chunk"], layer
+            return x_BSD, buffers, jax.tree.map(partial(_put, at), reports, report)
 
-        y_BSD, buffers = lax.fori_loop(0, self._layers, block, (x_BSD, held.saved))
+        before = x_BSD, held.saved, held.reports
+        y_BSD, buffers, reports = self._over_layers(block, before)
 
         def with_loss(before: tuple[jax.Array, PyTree, PyTree]) -> tuple[jax.Array, PyTree, PyTree]:
             y_BSD, of_ends, metrics = before
@@ -234,23 +265,25 @@ class _Stage:
 
         before = y_BSD, held.of_ends, held.metrics
         message, of_ends, metrics = _if(own["is_own"] == 1, with_loss, before, "last_part")
-        return held._replace(message=message, saved=buffers, of_ends=of_ends, metrics=metrics)
+        held = held._replace(message=message, saved=buffers, of_ends=of_ends, metrics=metrics)
+        return held._replace(reports=reports)
 
     def _backward(self, own: dict[str, jax.Array], held: _Held) -> _Held:
-        def block(index: Any, before: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
+        weight = None
+        if self._split.adds_loss:
+            weight = self._network.weight(_at(self._rows, own["microbatch"]))
+
+        def block(layer: Any, before: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
             gradient_BSD, of_blocks = before
-            layer = self._layers - 1 - index
             at = partial(_taken, own["place"], layer)
             blocks = self._layer(own, layer)
-            more, gradient_BSD = self._split.backward(
-                blocks, [at(buffer) for buffer in held.saved], gradient_BSD
-            )
-
+            saved = [at(buffer) for buffer in held.saved]
+            more, gradient_BSD = self._split.backward(blocks, saved, (gradient_BSD, weight))
             return gradient_BSD, _added_at(own["chunk"], layer, of_blocks, more)
 
         received_BSD = _at(held.received["backward"], own["from"])
         before = received_BSD, held.of_blocks
-        gradient_BSD, of_blocks = lax.fori_loop(0, self._layers, block, before)
+        gradient_BSD, of_blocks = self._over_layers(block, before, is_reversed=True)
         held = held._replace(message=gradient_BSD, of_blocks=of_blocks)
         return self._with_embedding(own, held)
 
@@ -260,19 +293,18 @@ class _Stage:
         """The gradient of the input alone, and what those of the weights need besides."""
 
         def block(
-            index: Any, before: tuple[jax.Array, list[jax.Array]]
+            layer: Any, before: tuple[jax.Array, list[jax.Array]]
         ) -> tuple[jax.Array, list[jax.Array]]:
             gradient_BSD, unweighed = before
-            layer = self._layers - 1 - index
             saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
             blocks = self._layer(own, layer)
             gradient_BSD, needed = parts.of_input(blocks, saved, gradient_BSD)
-            put = partial(_put, own["unweighed"], layer)
+            put = partial(_put, (own["unweighed"], layer))
             return gradient_BSD, [put(*each) for each in zip(unweighed, needed, strict=True)]
 
         received_BSD = _at(held.received["backward"], own["from"])
         before = received_BSD, held.unweighed
-        gradient_BSD, unweighed = lax.fori_loop(0, self._layers, block, before)
+        gradient_BSD, unweighed = self._over_layers(block, before, is_reversed=True)
         held = held._replace(message=gradient_BSD, unweighed=unweighed)
         return self._with_embedding(own, held)
 
@@ -285,7 +317,7 @@ class _Stage:
             more = parts.of_weights(self._layer(own, layer), saved, needed)
             return _added_at(own["chunk"], layer, of_blocks, more)
 
-        return held._replace(of_blocks=lax.fori_loop(0, self._layers, block, held.of_blocks))
+        return held._replace(of_blocks=self._over_layers(block, held.of_blocks))
 
     def _layer(self, own: dict[str, jax.Array], layer: Any) -> Parameters:
         """One period of layers of a pass, and the documents of its microbatch."""
@@ -326,11 +358,8 @@ def _if(
 
 
 def _given(
-    function: Callable[[PyTree, jax.Array], jax.Array],
-    params: Parameters,
-    learning: PyTree,
-    x: jax.Array,
-) -> jax.Array:
+    function: Callable[[PyTree, jax.Array], Any], params: Parameters, learning: PyTree, x: jax.Array
+) -> Any:
     with packed(params.documents):
         return function(params._replace(learning=learning).whole, x)
 
@@ -341,7 +370,9 @@ class _Split:
     for the second between them. Parameters are not saved, nor what follows from them alone."""
 
     traced: ClosedJaxpr
-    """(parameters, x) to (result, what the backward pass needs)."""
+    """(parameters, x) to (result and what is reported, what the backward pass needs)."""
+    made: Any
+    """Shapes of the result, x and an addition to the loss or None, and of what is reported."""
     back: Any
     """Structure of the backward function."""
     is_saved: tuple[bool, ...]
@@ -349,61 +380,83 @@ class _Split:
 
     @classmethod
     def of(
-        cls, function: Callable[[PyTree, jax.Array], jax.Array], params: Parameters, x: Any
+        cls, function: Callable[[PyTree, jax.Array], Any], params: Parameters, x: Any
     ) -> "_Split":
         """The passes of `function` for arguments of these shapes."""
         structure = []
 
-        def forward(params: Parameters, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            result, back = jax.vjp(
+        def forward(params: Parameters, x: jax.Array) -> tuple[PyTree, list[jax.Array]]:
+            result, back, report = jax.vjp(
                 partial(_given, function, params),
                 params.learning,
                 x,
+                has_aux=True,
             )
             leaves, back = jax.tree.flatten(back)
             structure.append(back)
-            return result, leaves
+            return (result, report), leaves
 
-        traced = jax.make_jaxpr(forward)(params, x)
+        traced, (made, needed) = jax.make_jaxpr(forward, return_shape=True)(params, x)
         jaxpr = traced.jaxpr
         moving = {jaxpr.invars[-1]}
         for each in jaxpr.eqns:
             if any(not isinstance(var, Literal) and var in moving for var in each.invars):
                 moving.update(each.outvars)
-        is_saved = tuple(
-            not isinstance(var, Literal) and var in moving for var in jaxpr.outvars[1:]
-        )
-        return cls(traced, structure[0], is_saved)
+        needed = jaxpr.outvars[len(jaxpr.outvars) - len(needed) :]
+        is_saved = tuple(not isinstance(var, Literal) and var in moving for var in needed)
+        return cls(traced, made, structure[0], is_saved)
+
+    @property
+    def report(self) -> Any:
+        """Shapes of what is reported."""
+        return self.made[1]
+
+    @property
+    def adds_loss(self) -> bool:
+        """Whether the function adds to the loss."""
+        return self.made[0][1] is not None
 
     @property
     def saved(self) -> list[Any]:
         """Shapes of what is saved."""
         return [
             jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-            for shape, is_saved in zip(self.traced.out_avals[1:], self.is_saved, strict=True)
+            for shape, is_saved in zip(
+                self.traced.out_avals[-len(self.is_saved) :], self.is_saved, strict=True
+            )
             if is_saved
         ]
 
-    def forward(self, params: Parameters, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """The result, and what is saved."""
-        result, *needed = jaxpr_as_fun(self.traced)(*jax.tree.leaves(params), x)
-        return result, list(itertools.compress(needed, self.is_saved))
+    def _all(self, params: Parameters, x: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The leaves of what is made, and all that the backward pass needs."""
+        made = jaxpr_as_fun(self.traced)(*jax.tree.leaves(params), x)
+        count = len(made) - len(self.is_saved)
+        return made[:count], made[count:]
+
+    def forward(
+        self, params: Parameters, x: jax.Array
+    ) -> tuple[jax.Array, PyTree, list[jax.Array]]:
+        """x of the result, what is reported, and what is saved."""
+        made, needed = self._all(params, x)
+        (x, _), report = jax.tree.unflatten(jax.tree.structure(self.made), made)
+        return x, report, list(itertools.compress(needed, self.is_saved))
 
     def backward(
-        self, params: Parameters, saved: list[jax.Array], gradient: jax.Array
+        self,
+        params: Parameters,
+        saved: list[jax.Array],
+        gradients: tuple[jax.Array, jax.Array | None],
     ) -> tuple[PyTree, jax.Array]:
-        """Gradients of the parameters that learn and of x."""
+        """Gradients of the parameters that learn and of x, of those of the result."""
         x = self.traced.in_avals[-1]
         # Nothing that depends on x is used of this: the compiler leaves it out.
-        _, *needed = jaxpr_as_fun(self.traced)(
-            *jax.tree.leaves(params), jnp.zeros(x.shape, x.dtype)
-        )
+        _, needed = self._all(params, jnp.zeros(x.shape, x.dtype))
         own = iter(saved)
         needed = [
             next(own) if is_saved else leaf
             for leaf, is_saved in zip(needed, self.is_saved, strict=True)
         ]
-        return jax.tree.unflatten(self.back, needed)(gradient)
+        return jax.tree.unflatten(self.back, needed)(gradients)
 
 
 @dataclass(frozen=True)
@@ -430,7 +483,7 @@ class _BackwardParts:
         structure = []
 
         def backward(params: Parameters, saved: list[jax.Array], gradient: jax.Array) -> PyTree:
-            of_params, of_x = split.backward(params, saved, gradient)
+            of_params, of_x = split.backward(params, saved, (gradient, None))
             leaves, tree = jax.tree.flatten(of_params)
             structure.append(tree)
             return leaves, of_x
@@ -589,10 +642,10 @@ def _taken(first: Any, second: Any, array: jax.Array) -> jax.Array:
     return lax.dynamic_slice(array, start, (1, 1, *array.shape[2:]))[0, 0]
 
 
-def _put(first: Any, second: Any, array: jax.Array, entry: jax.Array) -> jax.Array:
-    """`array` with `entry` at [first, second]."""
-    start = (first, second, *(0,) * (array.ndim - 2))
-    return lax.dynamic_update_slice(array, entry[None, None], start)
+def _put(place: tuple[Any, ...], array: jax.Array, entry: jax.Array) -> jax.Array:
+    """`array` with `entry` at `place`, its first indices."""
+    start = (*place, *(0,) * entry.ndim)
+    return lax.dynamic_update_slice(array, jnp.expand_dims(entry, range(len(place))), start)
 
 
 def _added_at(first: Any, second: Any, total: PyTree, more: PyTree) -> PyTree:
@@ -600,7 +653,7 @@ def _added_at(first: Any, second: Any, total: PyTree, more: PyTree) -> PyTree:
 
     def added(total: jax.Array, more: jax.Array) -> jax.Array:
         old = _taken(first, second, total)
-        return _put(first, second, total, old + more.astype(total.dtype))
+        return _put((first, second), total, old + more.astype(total.dtype))
 
     return jax.tree.map(added, total, more)
 

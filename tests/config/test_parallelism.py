@@ -88,6 +88,12 @@ def test_stages_hold_all_layers_and_none_a_second_more_than_another(layers, stag
     assert list(held) == sorted(held, reverse=True)
 
 
+def test_the_first_stage_has_fewer_layers_after_those_it_computes_besides():
+    """DeepSeek-V3's 58 after 3 dense ones; with more than its share it has none."""
+    assert stage_layers(58, 16, before=3) == (1, *(4,) * 12, *(3,) * 3)
+    assert stage_layers(4, 3, before=5) == (0, 2, 2)
+
+
 def test_local_statistics_are_those_of_one_device():
     """Eight devices of four samples at a time make eight groups."""
     split = BatchSplit(global_batch=64, layout=Layout(data=8), microbatches=2)

@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "router": {**SIGMOID, "balance": "bias", "bias_update_rate": 0.05},
     },
 }
+KINDS["bias without another token"] = KINDS["bias"]
 """Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router, with
 its prediction of the token after the next."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -84,8 +85,51 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         2,
         "none",
     ),
+    "capacity, pipeline=2 x expert=2, 1F1B": (
+        "capacity",
+        {"pipeline": 2, "expert": 2, "pipeline_schedule": "1f1b"},
+        2,
+        "full",
+    ),
+    "dropless, expert=2 x pipeline=2 x data=2": (
+        "dropless",
+        {"expert": 2, "pipeline": 2, "data": 2},
+        4,
+        "none",
+    ),
+    "bias, expert=2 x pipeline=2 x data=2, ZeRO 1": (
+        "bias",
+        {"expert": 2, "pipeline": 2, "data": 2, "zero_stage": 1},
+        2,
+        "selective_op",
+    ),
+    "capacity, fsdp=2 x tensor=2 x pipeline=2": (
+        "capacity",
+        {"fsdp": 2, "tensor": 2, "pipeline": 2},
+        4,
+        "full",
+    ),
+    "dropless, expert=2 x pipeline=2 x data=2, 1F1B": (
+        "dropless",
+        {"expert": 2, "pipeline": 2, "data": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "none",
+    ),
+    "bias, expert=2 x pipeline=2 x data=2, 1F1B, ZeRO 1": (
+        "bias without another token",
+        {"expert": 2, "pipeline": 2, "data": 2, "zero_stage": 1, "pipeline_schedule": "1f1b"},
+        4,
+        "selective_op",
+    ),
+    "capacity, fsdp=2 x tensor=2 x pipeline=2, 1F1B": (
+        "capacity",
+        {"fsdp": 2, "tensor": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "selective_op",
+    ),
 }
-"""Fields of `model.moe`, axes, microbatches and recompute."""
+"""Fields of `model.moe`, axes, microbatches and recompute. In a pipeline stages have unlike numbers
+of layers with experts, or dense layers before them."""
 
 
 def run_of(kind: str, layout: dict[str, Any], microbatches: int = 1, remat: str = "none"):
@@ -143,7 +187,7 @@ def on_one_device(kind: str, microbatches: int) -> Any:
     return train(run_of(kind, {}, microbatches), initial_state(kind))
 
 
-@pytest.mark.slow_except(*list(LAYOUTS)[:3])
+@pytest.mark.slow_except(*list(LAYOUTS)[:3], "capacity, pipeline=2 x expert=2, 1F1B")
 @pytest.mark.parametrize("title", LAYOUTS)
 def test_experts_train_over_every_axis_what_one_device_trains(title):
     """Losses, losses of routers, loads, drops, parameters and biases. It compiles two steps."""

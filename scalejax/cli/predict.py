@@ -134,11 +134,18 @@ class Explain(CostCommand):
     """A recorded profile of the step (scalejax train --profile), to compare with."""
     trace_output: Annotated[Path | None, flag("TRACE.json")] = None
     """Write a trace of the predicted step here, for ui.perfetto.dev."""
+    memory_choices: bool = False
+    """Compile the step with each other recompute and offload too, and show what they save."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile the step, print the explanation, write the output files."""
         from scalejax.measure.trace import recorded_trace
-        from scalejax.planning.explain_run import CASES, compare_trace, explain_run
+        from scalejax.planning.explain_run import (
+            CASES,
+            compare_trace,
+            explain_run,
+            with_memory_choices,
+        )
         from scalejax.report.terminal import explanation as explanation_tables
         from scalejax.simulator.perfetto import write_trace
 
@@ -160,6 +167,17 @@ class Explain(CostCommand):
                 facts=facts,
                 on_progress=on_progress,
             )
+        if self.memory_choices:
+            with progress.compiling_programs() as on_progress:
+                explained = with_memory_choices(
+                    explained,
+                    config,
+                    cluster,
+                    site=site,
+                    framework=framework,
+                    facts=facts,
+                    on_progress=on_progress,
+                )
         if recorded:
             explained = compare_trace(explained, cluster, recorded)
         first = explained.shortage

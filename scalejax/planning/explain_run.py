@@ -3,21 +3,28 @@
 Knows neither compiler nor equations: those are `profile` and `explain`.
 """
 
+import contextlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.model import DecoderConfig, Remat
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
-from scalejax.core.errors import ConfigError, ProfileError
+from scalejax.core.errors import ConfigError, ProfileError, UnknownHardware
 from scalejax.core.progress import OnProgress, no_display
+from scalejax.core.serialization import JsonValue
 from scalejax.core.units import counted
 from scalejax.data.facts import resolve
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.device_state import under_load
-from scalejax.simulator.explain import Explanation, explain, match_trace
+from scalejax.simulator.explain import Explanation, MemoryChoice, explain, match_trace
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.perfetto import MeasuredTrace
+from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob, profile_many
 
@@ -94,6 +101,71 @@ def explain_run(
     if shortage is not None:
         explanation = replace(explanation, notes=(shortage, *explanation.notes))
     return ExplainedRun(explanation=explanation, program=programs[0], shortage=shortage)
+
+
+def with_memory_choices(
+    explained: ExplainedRun,
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    site: Site = NO_SITE,
+    framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
+    on_progress: OnProgress = no_display,
+) -> ExplainedRun:
+    """`explained` with what each recompute and offload takes and saves; arguments as there.
+
+    Each is compiled, since the compiler decides what it recomputes by itself, and when it copies;
+    what a run cannot have, or cannot be costed, is left out.
+    """
+    jobs: dict[str, ProfileJob] = {}
+    for field, value in _memory_changes(config):
+        change = f"{field} = {json.dumps(value)}"
+        with contextlib.suppress(ConfigError):
+            changed = with_fields(config, {field: value})
+            run = resolve(changed, explained.program.device_count, facts)
+            jobs[change] = ProfileJob(run=run, cluster=cluster, framework=framework, name=change)
+    choices = [_choice("as it is", explained.program, cluster, site)]
+    for change, program in _compiled(jobs, on_progress).items():
+        with contextlib.suppress(UnknownHardware):  # the memory of the host
+            choices.append(_choice(change, program, cluster, site))
+    choices.sort(key=lambda each: each.peak_memory_bytes)
+    explanation = replace(explained.explanation, memory_choices=tuple(choices))
+    return replace(explained, explanation=explanation)
+
+
+def _compiled(jobs: Mapping[str, ProfileJob], on_progress: OnProgress) -> dict[str, Program]:
+    """Programs of the jobs that the compiler takes: of all at once, or else one by one."""
+    try:
+        return dict(zip(jobs, profile_many(list(jobs.values()), on_progress), strict=True))
+    except ProfileError:
+        programs: dict[str, Program] = {}
+        for name, job in jobs.items():
+            with contextlib.suppress(ProfileError):
+                (programs[name],) = profile_many([job], on_progress)
+        return programs
+
+
+def _memory_changes(config: RunConfig) -> list[tuple[str, JsonValue]]:
+    """Each other recompute of the network, and whether optimizer state is offloaded."""
+    own = getattr(config.model, "remat", None)
+    offload = "layout.optimizer_memory_host_offload"
+    others = [] if own is None else [name for name in get_args(Remat) if name != own]
+    if isinstance(config.model, DecoderConfig) and own != "minimal_offloaded":
+        others.append("minimal_offloaded")
+    is_offloaded = config.layout.optimizer_memory_host_offload
+    return [*(("model.remat", name) for name in others), (offload, not is_offloaded)]
+
+
+def _choice(change: str, program: Program, cluster: Cluster, site: Site) -> MemoryChoice:
+    predicted = predict(program, cluster, site=site)
+    return MemoryChoice(
+        change=change,
+        step_seconds=predicted.step_seconds,
+        peak_memory_bytes=predicted.peak_memory_bytes,
+        host_bytes=program.memory.host_bytes,
+        fits=predicted.fits,
+    )
 
 
 def compare_trace(

@@ -9,11 +9,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scalejax.core.units import UNKNOWN, counted, format_fraction, format_seconds
+from scalejax.core.units import (
+    UNKNOWN,
+    counted,
+    format_bytes,
+    format_fraction,
+    format_seconds,
+)
 from scalejax.report.terminal.tables import figures
 from scalejax.simulator.explain import (
     Explanation,
     Improvement,
+    MemoryChoice,
     Term,
     TraceMatch,
     UnexpectedCollective,
@@ -41,6 +48,9 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
     yield from findings(explained)
     yield Text("What a factor of two buys", style="bold")
     yield improvements(explained.improvements)
+    if explained.memory_choices:
+        yield Text("What recompute and offload save", style="bold")
+        yield memory_choices(explained.memory_choices)
     notes = [note for note in explained.notes if note != first]
     yield Text("\n".join(f"Note: {note}." for note in notes), style="dim")
     if explained.trace is not None:
@@ -199,6 +209,26 @@ def improvements(found: Sequence[Improvement]) -> Table:
         meaning = each.meaning if each.fits else f"{each.meaning}; does not fit into memory"
         table.add_row(
             each.change, format_seconds(each.step_seconds), f"x {each.speedup:.2f}", meaning
+        )
+    return table
+
+
+def memory_choices(found: Sequence[MemoryChoice]) -> Table:
+    """Table of the step's time and memory by what it recomputes and offloads, the least memory
+    first."""
+    table = figures("memory", "saves", "of host", "step", "takes")
+    table.add_column("of what", overflow="fold")
+    own = next(each for each in found if each.change == "as it is")
+    for each in found:
+        saved = own.peak_memory_bytes - each.peak_memory_bytes
+        sign = "-" if saved < 0 else ""
+        table.add_row(
+            format_bytes(each.peak_memory_bytes),
+            "" if each is own else sign + format_bytes(abs(saved)),
+            format_bytes(each.host_bytes) if each.host_bytes else "",
+            format_seconds(each.step_seconds),
+            "" if each is own else f"x {each.step_seconds / own.step_seconds:.2f}",
+            each.change if each.fits else f"{each.change}; does not fit into memory",
         )
     return table
 

@@ -3,7 +3,7 @@
 Arithmetic on a compiled program and a cluster; knows no JAX, and nothing of how it is shown.
 """
 
-from scalejax.simulator.explain.explanation import Explanation, Term, explain
+from scalejax.simulator.explain.explanation import Explanation, MemoryChoice, Term, explain
 from scalejax.simulator.explain.trace_match import TraceMatch, match_trace
 from scalejax.simulator.explain.unexpected_collectives import UnexpectedCollective
 from scalejax.simulator.explain.what_if import Improvement, improvements
@@ -11,6 +11,7 @@ from scalejax.simulator.explain.what_if import Improvement, improvements
 __all__ = [
     "Explanation",
     "Improvement",
+    "MemoryChoice",
     "Term",
     "TraceMatch",
     "UnexpectedCollective",

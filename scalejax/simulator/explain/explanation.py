@@ -62,6 +62,22 @@ class CostlyOperation:
     operation has no FLOP."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryChoice:
+    """A step that recomputes or offloads otherwise, in time and memory."""
+
+    change: str
+    """The field and its value: 'model.remat = "full"'; "as it is" of the run's own."""
+    step_seconds: float
+    """Time of one step."""
+    peak_memory_bytes: int
+    """Peak memory of one device, the runtime's own reserve included."""
+    host_bytes: int
+    """Memory of the host that a device holds."""
+    fits: bool
+    """Whether it fits into the memory of device and host."""
+
+
 @document("explanation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Tabular):
@@ -101,6 +117,9 @@ class Explanation(Tabular):
     """Name of the framework whose step is explained."""
     trace: TraceMatch | None = None
     """Comparison with a profiler trace; None without one."""
+    memory_choices: tuple[MemoryChoice, ...] = ()
+    """The step as it is, and with each other recompute and offload, by rising memory; () unless
+    asked for."""
 
     @property
     def title(self) -> str:

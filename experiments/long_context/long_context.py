@@ -26,19 +26,22 @@ LLAMA: dict[str, JsonValue] = {
 """Llama 3 8B (arXiv 2407.21783, table 3), recomputed in full."""
 VOCABULARY = 128_256
 ROWS = (
-    (131_072, 8, "all_gather"),
-    (131_072, 8, "ring"),
-    (131_072, 8, "all_to_all"),
-    (131_072, 16, "ring"),
-    (262_144, 8, "ring"),
-    (1_048_576, 8, "ring"),
-    (1_048_576, 8, "all_to_all"),
-    (1_048_576, 16, "ring"),
+    (131_072, 8, "all_gather", 0),
+    (131_072, 8, "ring", 0),
+    (131_072, 8, "all_to_all", 0),
+    (131_072, 16, "ring", 0),
+    (262_144, 8, "ring", 0),
+    (1_048_576, 8, "ring", 0),
+    (1_048_576, 8, "all_to_all", 0),
+    (1_048_576, 16, "ring", 0),
+    (1_048_576, 8, "ring", 1),
+    (1_048_576, 16, "ring", 1),
 )
-"""(tokens of a sample, devices along context, strategy); 4 devices along tensor share each."""
+"""(tokens of a sample, devices along context, strategy, ZeRO stage); 4 devices along tensor share
+each."""
 
 
-def run_of(tokens: int, context: int, strategy: str) -> ResolvedRun:
+def run_of(tokens: int, context: int, strategy: str, zero_stage: int) -> ResolvedRun:
     """The run of a row: one sample a step, tokens divided over tensor between layers."""
     tables: dict[str, JsonValue] = {
         "model": LLAMA,
@@ -52,6 +55,7 @@ def run_of(tokens: int, context: int, strategy: str) -> ResolvedRun:
             "context_strategy": strategy,
             "tensor": 4,
             "sequence_parallel": True,
+            "zero_stage": zero_stage,
         },
     }
     return resolve(build(RunConfig, tables))
@@ -88,14 +92,14 @@ def main() -> None:
         jobs = [ProfileJob(run=run_of(*row), cluster=CLUSTER) for row in ROWS]
         found = [figures(program) for program in profile_many(jobs, backend="cuda")]
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    titles = ("tokens", "context", "strategy", "step, s", "state, GB", "all else, GB")
+    titles = ("tokens", "context", "strategy", "ZeRO", "step, s", "state, GB", "all else, GB")
     titles += ("fits 80 GB", "attention, PFLOP", "over context, GB")
     print(f"| {' | '.join(titles)} |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"|{'---|' * len(titles)}")
     for row, each in zip(ROWS, json.loads(RESULTS.read_text(encoding="utf-8")), strict=True):
-        tokens, context, strategy = row
+        tokens, context, strategy, zero_stage = row
         print(
-            f"| {tokens:,} | {context} | {strategy} | {each['step_seconds']:.2f} "
+            f"| {tokens:,} | {context} | {strategy} | {zero_stage} | {each['step_seconds']:.2f} "
             f"| {each['state_bytes'] / 1e9:.1f} | {each['temporary_bytes'] / 1e9:.1f} "
             f"| {'yes' if each['fits'] else 'no'} | {each['attention_flop'] / 1e15:.2f} "
             f"| {each['context_bytes'] / 1e9:.2f} |"

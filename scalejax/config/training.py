@@ -85,8 +85,8 @@ class LayoutConfig:
     """What is sharded over the data axis: 0 nothing; 1 parameters and optimizer state, each device
     updating its shard and all-gathering the rest for use; 2 the gradients as well (Rajbhandari et
     al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole.
-    Where there is an expert axis, what 1 shards is sharded over it too. The fsdp axis is stage
-    3."""
+    Where there is an expert or a context axis, what 1 shards is sharded over it too (Megatron-LM's
+    distributed optimizer: over data and context). The fsdp axis is stage 3."""
     optimizer_memory_host_offload: bool = False
     """Whether optimizer state lies in the pinned memory of the host, and is copied to the devices
     for each update and back (MaxText's name; the idea is of Ren et al. 2021, ZeRO-Offload, arXiv

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config.model import activation_type
-from scalejax.config.parallelism import DATA, EXPERT
+from scalejax.config.parallelism import CONTEXT, DATA, EXPERT
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
@@ -348,8 +348,8 @@ def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """`sharding` with one dimension of `leaf` sharded over the data axis as well, and over expert
-    where that shards none, as of all parameters but those of experts; unchanged where no dimension
-    is divisible.
+    and context where these shard none, as expert does the parameters of experts alone; unchanged
+    where no dimension is divisible.
 
     Takes the largest unsharded dimension, or else the largest: most device counts divide it,
     unlike the number of layers.
@@ -360,8 +360,9 @@ def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) 
         return sharding
     order = sorted(range(leaf.ndim), key=lambda index: (len(split[index]) > 0, -leaf.shape[index]))
     spec = also_over(DATA, spec, leaf.shape, mesh.shape, order)
-    if mesh.shape[EXPERT] > 1 and not any(EXPERT in axes for axes in split):
-        spec = also_over(EXPERT, spec, leaf.shape, mesh.shape, order)
+    for axis in (EXPERT, CONTEXT):
+        if mesh.shape[axis] > 1 and not any(axis in axes for axes in split):
+            spec = also_over(axis, spec, leaf.shape, mesh.shape, order)
     return NamedSharding(mesh, spec)
 
 

@@ -93,12 +93,12 @@ def test_axes_multiply_to_the_devices(devices: int, global_batch: int):
 
 
 def test_two_devices_by_hand():
-    """One sample: two stages (of 8 blocks in one chunk), two contexts with attention in three ways,
-    or two along tensor with tokens whole or divided; data and fsdp have nothing to divide. Each
-    with the four kinds of recompute."""
+    """One sample: two stages (of 8 blocks in one chunk), two contexts with attention in three ways
+    and state whole or divided, or two along tensor with tokens whole or divided; data and fsdp have
+    nothing to divide. Each with the four kinds of recompute."""
     found = list(strategies(SHAPE, 2, 1))
 
-    assert len(found) == (1 + 3 + 2) * 4
+    assert len(found) == (1 + 3 * 2 + 2) * 4
 
 
 def test_gathered_attention_is_fused_where_shards_have_two_chunks():

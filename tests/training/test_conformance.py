@@ -11,6 +11,7 @@ keeps what is rounding small.
 
 import functools
 import itertools
+import math
 import socket
 import subprocess
 import sys
@@ -866,24 +867,30 @@ def test_gradients_of_microbatches_cross_the_data_axis_once():
         ("mlp", {"data": 8}, 1),
         ("gpt", {"data": 4, "tensor": 2}, 2),
         ("mlp", {"data": 2, "fsdp": 2, "tensor": 2, "optimizer_memory_host_offload": True}, 1),
+        ("gpt", {"data": 2, "context": 4}, 2),
+        ("gpt", {"data": 1, "context": 2, "context_strategy": "ring", "tensor": 2}, 1),
+        ("gpt", {"data": 2, "context": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}, 2),
     ],
 )
 def test_an_optimizer_in_parts_trains_what_one_device_trains(model, layout, microbatches):
-    """ZeRO 1: every device keeps and updates its part, and gathers parameters to use them; it may
-    keep it in the memory of the host."""
+    """ZeRO 1: every device of data and context keeps and updates its part, and gathers parameters
+    to use them; it may keep it in the memory of the host."""
     run = run_of(model, "adamw", {**layout, "zero_stage": 1}, microbatches)
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
 
-def test_state_in_parts_is_kept_in_parts():
+@pytest.mark.parametrize(
+    ("model", "layout"), [("mlp", {"data": 8}), ("gpt", {"data": 2, "context": 4})]
+)
+def test_state_in_parts_is_kept_in_parts(model, layout):
     """Of 8 devices, each holds an eighth of the parameters and of Adam's moments."""
-    run = run_of("mlp", "adamw", {"data": 8, "zero_stage": 1})
-    _, state = train(run, 1)
+    run = run_of(model, "adamw", {**layout, "zero_stage": 1})
+    state = build_step(run, build_mesh(run.layout)).state
 
     for kept in (state.params, state.opt_state):
         large = [leaf for leaf in jax.tree.leaves(kept) if leaf.size > 1]
-        held = sum(leaf.addressable_shards[0].data.size for leaf in large)
+        held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in large)
         assert held == pytest.approx(sum(leaf.size for leaf in large) / 8, rel=0.01)
 
 

@@ -120,7 +120,8 @@ def _reason(
         return "no axis calls for one: an array changes its sharding"
     if collective.name == "collective_permute":
         return "no axis calls for one: shards move to their neighbours"
-    if collective.name == "all_gather" and axes == (DATA,) and axes in scattered:
+    is_of_zero = axes[0] == DATA and {DATA, EXPERT, CONTEXT}.issuperset(axes)
+    if collective.name == "all_gather" and is_of_zero and any(DATA in each for each in scattered):
         return None
     if collective.name == "all_gather" and DATA in axes:
         return "parameters are whole along data: an activation or the batch is gathered"

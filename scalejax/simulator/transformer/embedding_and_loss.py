@@ -6,7 +6,7 @@ As in `block`, read off compiled programs and derived from shapes. Knows no hard
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scalejax.config.parallelism import DATA, EXPERT, FSDP, PIPELINE, TENSOR, Layout
+from scalejax.config.parallelism import CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR, Layout
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer.block import heads, kept_stacks
 from scalejax.simulator.transformer.operations import Writer, combined
@@ -359,8 +359,9 @@ def _gather(
             write.fusion(f"{name}.cast", own * _F32_BYTES, own * used_bytes)
     experts = sum(count for name, count in counts.items() if is_of_experts(name))
     rest = (sum(counts.values()) - experts) * used_bytes
-    write.start("gather", "all_gather", rest, (DATA, EXPERT), buffers=16)
-    write.start("gather.experts", "all_gather", experts * used_bytes, (DATA,), buffers=2)
+    write.start("gather", "all_gather", rest, (DATA, EXPERT, CONTEXT), buffers=16)
+    own_axes = (DATA, CONTEXT)
+    write.start("gather.experts", "all_gather", experts * used_bytes, own_axes, buffers=2)
     write.wait("gather")
     write.wait("gather.experts")
 

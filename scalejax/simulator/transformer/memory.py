@@ -107,7 +107,8 @@ class DeviceMemory:
         if not is_sharded:
             return size
         experts = min(size, self._of_experts)
-        return (size - experts) // zero_parts(self._layout) + experts // self._layout.data
+        of_experts = zero_parts(self._layout, of_experts=True)
+        return (size - experts) // zero_parts(self._layout) + experts // of_experts
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
         """Peak bytes of everything besides the state and the batch."""

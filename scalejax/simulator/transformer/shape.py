@@ -292,7 +292,8 @@ class Strategy:
                     require_multiple("kv_heads", shape.kv_heads, divisor, "tensor*context")
         if self.zero_stage:
             divisor = zero_parts(layout) * layout.fsdp
-            require_multiple("hidden", shape.hidden, divisor, f"{layout.batch_axes}")
+            axes = f"{layout.batch_axes}*context" if layout.context > 1 else layout.batch_axes
+            require_multiple("hidden", shape.hidden, divisor, f"{axes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,9 +442,9 @@ def is_of_experts(name: str) -> bool:
 
 
 def zero_parts(layout: Layout, *, of_experts: bool = False) -> int:
-    """Devices over which ZeRO shards a parameter: those along data, and along expert of all
-    parameters but those of experts."""
-    return layout.data * (1 if of_experts else layout.expert)
+    """Devices over which ZeRO shards a parameter: those along data and context, and along expert of
+    all parameters but those of experts."""
+    return layout.data * layout.context * (1 if of_experts else layout.expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,11 +543,11 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         strategy.sequence_parallel,
         strategy.context_strategy,
         is_summed_once,
-        # As compiled; with fsdp and context gradients are summed by other collectives.
+        # As compiled; with fsdp gradients are summed by other collectives.
         strategy.zero_stage == 1
         and not is_summed_once
         and zero_parts(layout) > 1
-        and layout.fsdp == layout.context == 1,
+        and layout.fsdp == 1,
     )
 
 
@@ -557,7 +558,7 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
     if sums_once(shape, strategy):
         return None
     is_scattered = strategy.zero_stage == 1 and zero_parts(layout) > 1
-    is_scattered = is_scattered and layout.fsdp == layout.context == 1
+    is_scattered = is_scattered and layout.fsdp == 1
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
 
 

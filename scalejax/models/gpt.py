@@ -35,6 +35,18 @@ so that each half of a block needs one sum over it. Over fsdp the first dimensio
 gathered without being transposed; of places the width, as of tokens."""
 
 
+def block_rules(over_layers: str | None) -> PartitionRules:
+    """The rules above for stacked blocks whose layers are split over a mesh axis, or None."""
+    return (
+        (r"qkv/kernel$", P(over_layers, *QKV)),
+        (r"qkv/bias$", P(over_layers, *QKV[1:])),
+        (r"projection/kernel$", P(over_layers, *PROJECTION)),
+        (r"up/kernel$", P(over_layers, *UP)),
+        (r"up/bias$", P(over_layers, TENSOR)),
+        (r"down/kernel$", P(over_layers, *DOWN)),
+    )
+
+
 class Attention(nnx.Module):
     """Causal self-attention; the softmax is in float32."""
 
@@ -98,13 +110,13 @@ class FeedForward(nnx.Module):
         inner_BSF = kept(named(constrained_between(inner_BSF), "mlpwi"))
 
         def narrowed(inner_BSF: jax.Array) -> jax.Array:
-            return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)
+            return linear(self.down, "bsf,fd->bsd", DOWN, gelu(inner_BSF), self.remat)
 
         return named(kept_without_inner(narrowed, self.remat)(inner_BSF), "mlpwo")
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
-def _gelu(x: jax.Array) -> jax.Array:
+def gelu(x: jax.Array) -> jax.Array:
     """GELU recomputed from `x` in the backward pass: otherwise seven intermediate results of the
     width of `x` would be saved, a quarter of a block's time to write and read."""
     return jax.nn.gelu(x, approximate=True)
@@ -158,12 +170,7 @@ class Gpt(CausalNetwork, names=("gpt",)):
     def partition_rules() -> PartitionRules:
         """The rules above, with the stacked layers sharded over the pipeline axis."""
         return (
-            (r"qkv/kernel$", P(PIPELINE, *QKV)),
-            (r"qkv/bias$", P(PIPELINE, None, TENSOR, None)),
-            (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
-            (r"up/kernel$", P(PIPELINE, *UP)),
-            (r"up/bias$", P(PIPELINE, TENSOR)),
-            (r"down/kernel$", P(PIPELINE, *DOWN)),
+            *block_rules(PIPELINE),
             (r"^blocks/", P(PIPELINE)),
             (r"(tokens|output)/embedding$", TOKENS),
             (r"places/embedding$", PLACES),

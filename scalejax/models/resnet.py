@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ResNetConfig
-from scalejax.config.parallelism import FSDP, TENSOR
-from scalejax.models.convolution import Unit, classified, classifier, max_pool
+from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
 
@@ -114,9 +112,4 @@ class ResNet(Network, names=("resnet18", "resnet34", "resnet50", "resnet101", "r
     @staticmethod
     def partition_rules() -> PartitionRules:
         """Output channels over the tensor axis, input channels over fsdp."""
-        return (
-            (r"convolution/kernel$", P(None, None, FSDP, TENSOR)),
-            (r"norm/(scale|bias)$", P(TENSOR)),
-            (r"head/kernel$", P(FSDP, TENSOR)),
-            (r"head/bias$", P(TENSOR)),
-        )
+        return UNIT_RULES

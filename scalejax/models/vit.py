@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import Remat, VitConfig
-from scalejax.config.parallelism import FSDP, TENSOR
+from scalejax.config.parallelism import FSDP
 from scalejax.models.attention import full_attention
 from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.fsdp import gathered, linear
+from scalejax.models.gpt import DOWN, PLACES, PROJECTION, QKV, UP, block_rules, gelu
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept
@@ -31,10 +32,8 @@ PLACES_INIT = nnx.initializers.normal(0.02)
 EPSILON = 1e-6
 """Added to a variance before its root (Flax's default, which the published code takes)."""
 
-QKV, UP = P(FSDP, None, TENSOR, None), P(FSDP, TENSOR)
-PROJECTION = DOWN = P((TENSOR, FSDP), None)
-PATCHES, PLACES = P(FSDP, None), P(None, FSDP)
-"""How matrices are split: as those of gpt."""
+PATCHES = P(FSDP, None)
+"""How the first matrix is split; the others are as those of gpt."""
 
 
 class Attention(nnx.Module):
@@ -70,14 +69,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each place by itself, [B, S, D]."""
-        inner_BSF = _gelu(kept(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
+        inner_BSF = gelu(kept(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
         return linear(self.down, "bsf,fd->bsd", DOWN, inner_BSF, self.remat)
-
-
-@partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
-def _gelu(x: jax.Array) -> jax.Array:
-    """GELU recomputed from `x` in the backward pass, as in gpt."""
-    return jax.nn.gelu(x, approximate=True)
 
 
 class Block(nnx.Module):
@@ -150,12 +143,7 @@ class Vit(Network, names=("vit",)):
         """The rules above, with a dimension for the stacked layers; the head, which processes few
         rows, is replicated."""
         return (
-            (r"qkv/kernel$", P(None, *QKV)),
-            (r"qkv/bias$", P(None, None, TENSOR, None)),
-            (r"projection/kernel$", P(None, *PROJECTION)),
-            (r"up/kernel$", P(None, *UP)),
-            (r"up/bias$", P(None, TENSOR)),
-            (r"down/kernel$", P(None, *DOWN)),
+            *block_rules(None),
             (r"patches/kernel$", PATCHES),
             (r"places/embedding$", PLACES),
         )

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -196,20 +196,26 @@ def end_with_caller(caller: int) -> None:
 
 
 @contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: int
+) -> Iterator[None]:
+    """Have `handler` handle these signals within; only in the main thread, which alone may."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does; only in the main thread."""
+    return handling(_interrupt, signal.SIGTERM)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 # Cores that this process may use to make batches.

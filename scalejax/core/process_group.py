@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from scalejax.core.environment import end_with_caller
+from scalejax.core.environment import end_with_caller, handling
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 
 COORDINATOR, PROCESSES, PROCESS = (
@@ -101,7 +101,8 @@ def join(place: Place | None) -> None:
     if place.bind_address is not None:
         _keep_collectives_here()
     try:
-        with _ending_by_interrupts():
+        # Python would wait for the call within to return.
+        with handling(signal.SIG_DFL, signal.SIGINT):
             _initialize(place)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -125,19 +126,6 @@ def _initialize(place: Place) -> None:
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
         coordinator_bind_address=place.bind_address,
     )
-
-
-@contextmanager
-def _ending_by_interrupts() -> Iterator[None]:
-    """Let SIGINT end this process at once: Python would wait for the call within to return."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _keep_collectives_here() -> None:

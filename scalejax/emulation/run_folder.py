@@ -5,7 +5,6 @@ any other; `emulation.json` holds the rest.
 """
 
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import fields
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.core import serialization
+from scalejax.core.environment import handling
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.checks import emulated_run, require_progress
@@ -138,14 +138,8 @@ def _noting_interrupts() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_usual or threading.current_thread() is not threading.main_thread():
+    with handling(note, signal.SIGINT) if is_usual else nullcontext():
         yield received
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _was_cut_off(files: RunFolder) -> bool:

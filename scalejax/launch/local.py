@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from scalejax.core import heartbeat, process_group
-from scalejax.core.environment import process_fields
+from scalejax.core.environment import handling, process_fields
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
 from scalejax.core.process_group import REFUSED
@@ -113,25 +113,18 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
             print(f"restart {restarts} of {job.most_restarts}, {words}", file=out)
 
 
-class Signals:
+class Signals(contextlib.ExitStack):
     """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.received: list[int] = []
         """Those that came, in order."""
-        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(
-                    number, lambda number, frame: self.received.append(number)
-                )
+        noted = handling(lambda n, _: self.received.append(n), signal.SIGINT, signal.SIGTERM)
+        self.enter_context(noted)
         return self
-
-    def __exit__(self, *unused: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  what `signal` returned
 
     def require_none(self) -> None:
         """Raise KeyboardInterrupt if any came."""

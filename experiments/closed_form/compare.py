@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from scalejax.config.model import DecoderConfig
 from scalejax.config.parallelism import BATCH_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError
@@ -21,12 +20,12 @@ from scalejax.core.serialization import build
 from scalejax.core.units import GIB
 from scalejax.hardware import load_cluster
 from scalejax.planning.search import workspace_bytes
-from scalejax.planning.search.run import shape_of
+from scalejax.planning.search.run import shape_of, strategy_of
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
-from scalejax.simulator.transformer import Strategy, transformer_program
+from scalejax.simulator.transformer import transformer_program
 from scalejax.validation.archive import read_archive, write_archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
@@ -251,18 +250,9 @@ def derivation_of(title: str) -> Derivation:
 
 def closed_form(run: ResolvedRun) -> Program:
     """The step of `run` from its dimensions."""
-    model, chip = run.config.model, CLUSTER.chip
-    assert isinstance(model, DecoderConfig)  # noqa: S101
-    strategy = Strategy(
-        split=run.split,
-        recompute=model.remat,
-        zero_stage=run.config.layout.zero_stage,
-        sequence_parallel=run.config.layout.sequence_parallel,
-        context_strategy=run.config.layout.context_strategy,
-    )
-    return transformer_program(
-        shape_of(run.config, chip), strategy, workspace_bytes=workspace_bytes(chip)
-    )
+    chip = CLUSTER.chip
+    shape = shape_of(run.config, chip)
+    return transformer_program(shape, strategy_of(run), workspace_bytes=workspace_bytes(chip))
 
 
 def archive_of(jax: str) -> Path:

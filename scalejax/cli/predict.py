@@ -327,6 +327,9 @@ class Validate(PlainCommand):
     """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
     """Plot predicted against measured times here: png, svg or pdf."""
+    closed_form: bool = False
+    """Take the closed form of the step where it knows a row, in milliseconds; compile the others.
+    """
     dry_run: bool = False
     """Only say which rows can be expressed as runs, and compile nothing: seconds for any ledger."""
 
@@ -352,7 +355,12 @@ class Validate(PlainCommand):
             cases = [case_of(row) for row in rows]
         else:
             with progress.compiling_programs() as on_progress:
-                cases = compile_cases(rows, framework=framework, on_progress=on_progress)
+                cases = compile_cases(
+                    rows,
+                    framework=framework,
+                    on_progress=on_progress,
+                    closed_form=self.closed_form,
+                )
         found = validation(self.ledger.name, cases)
         tables.show(tables.validation(found))
         if self.json is not None:

@@ -81,6 +81,7 @@ def compile_cases(
     archive: Archive | None = None,
     on_progress: OnProgress = no_display,
     compiles: bool = True,
+    closed_form: bool = False,
 ) -> list[CompiledCase | Skipped]:
     """Each row with program and cluster, or the reason why it is skipped; in order.
 
@@ -90,13 +91,14 @@ def compile_cases(
         archive: archive to read programs from first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether to compile what is not in the archive.
+        closed_form: whether to take the closed form of the step where it knows a row.
     """
     cases = [
         case if isinstance(case, Skipped) else replace(case, framework=framework or case.framework)
         for case in map(case_of, rows)
     ]
     wanted = [case for case in cases if isinstance(case, Case)]
-    programs = archived_programs(archive, on_progress, compiles=compiles)
+    programs = archived_programs(archive, on_progress, compiles=compiles, closed_form=closed_form)
     found = iter(find_programs(wanted, programs))
     return [case if isinstance(case, Skipped) else _compiled(case, next(found)) for case in cases]
 
@@ -156,6 +158,7 @@ def _result(case: CompiledCase | Case | Skipped) -> RowResult:
         states_layout=case.row.states_layout,
         is_mapped=not isinstance(case, Skipped) or case.is_mapped,
         nearest=() if isinstance(case, Skipped) else case.nearest,
+        is_closed_form=isinstance(case, CompiledCase) and case.program.backend == "closed_form",
     )
 
 

@@ -11,6 +11,7 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case, one_line
+from scalejax.validation.closed_form import ClosedFormPrograms
 from scalejax.xla.batch import Programs
 
 
@@ -19,6 +20,7 @@ def archived_programs(
     on_progress: OnProgress = no_display,
     *,
     compiles: bool = True,
+    closed_form: bool = False,
 ) -> Programs:
     """Programs that are read from an archive where they are there.
 
@@ -27,12 +29,14 @@ def archived_programs(
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether programs that are not in the archive are read from the user's cache or
             compiled; otherwise they are skipped.
+        closed_form: whether the closed form of the step is taken where it knows a run.
     """
     if archive is None:
         # The user's own flags for the compiler change the programs; the archive knows none.
         archive = Archive({}) if compiler_settings() else read_archive()
     # Archived programs are for GPUs, whether or not their compiler is installed.
-    return Programs(
+    made = ClosedFormPrograms if closed_form else Programs
+    return made(
         archived=archive.program, on_progress=on_progress, backend="cuda", compiles=compiles
     )
 

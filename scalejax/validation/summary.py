@@ -45,6 +45,8 @@ class RowResult:
     """Whether it could be expressed as a run."""
     nearest: tuple[str, ...] = ()
     """What was expressed by what is nearest to it, as scalejax does not have the thing itself."""
+    is_closed_form: bool = False
+    """Whether its step was predicted in closed form, and not compiled."""
 
     @property
     def is_predicted(self) -> bool:
@@ -80,6 +82,8 @@ class KindSummary:
     """Of these, those that could be expressed as a run."""
     predicted: int
     """Of these, those that were predicted."""
+    in_closed_form: int
+    """Of these, those whose step is in closed form."""
     nearest: int
     """Of those that are mapped, those that are only nearly what the row says (`RowResult`)."""
     skipped: tuple[tuple[str, int, int], ...]
@@ -105,6 +109,7 @@ def _of_kind(kind: RowKind, results: Sequence[RowResult]) -> KindSummary:
         stating=len(stating),
         mapped=sum(result.is_mapped for result in stating),
         predicted=sum(result.is_predicted for result in stating),
+        in_closed_form=sum(result.is_closed_form for result in stating),
         nearest=sum(result.is_mapped and bool(result.nearest) for result in stating),
         skipped=tuple((name, n, of_stating[name]) for name, n in reasons.most_common()),
     )

@@ -7,6 +7,7 @@ steps.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import DecoderConfig, LlamaConfig
@@ -31,7 +32,12 @@ from scalejax.planning.search import (
 )
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
-from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
+from scalejax.simulator.transformer import (
+    Recompute,
+    Strategy,
+    TransformerShape,
+    transformer_program,
+)
 from scalejax.xla import ProfileJob, has_cuda_compiler, profile_many, require_type
 
 SEARCHED_FIELDS: dict[str, JsonValue] = {
@@ -455,6 +461,32 @@ def run_of(config: RunConfig, strategy: Strategy, facts: DatasetFacts | None = N
         ),
         layout.device_count,
         facts,
+    )
+
+
+def strategy_of(run: ResolvedRun) -> Strategy:
+    """The strategy of a run, which `run_of` puts into one; pipelines are 1F1B.
+
+    Raises:
+        ConfigError: if the closed form has no such strategy.
+    """
+    config = run.config
+    layout, model = config.layout, config.model
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError(refusal("model.name", model.name, "the closed form knows gpt and llama"))
+    recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
+    if recompute is None or layout.optimizer_memory_host_offload:
+        name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"
+        accepted = "the closed form does not know it; use scalejax predict"
+        raise ConfigError(refusal(name, True if recompute else model.remat, accepted))
+    return Strategy(
+        split=run.split,
+        recompute=recompute,
+        zero_stage=layout.zero_stage,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_chunks=layout.pipeline_chunks,
+        context_strategy=layout.context_strategy,
+        moments=config.optimizer.moments,
     )
 
 

@@ -156,6 +156,8 @@ def _coverage(found: Validation) -> Iterator[RenderableType]:
         "time and an axis, and did not stall); mapped and predicted are of these. mapped: "
         "expressed as a run; nearest: by what is nearest, as --json says row by row."
     )
+    if closed := sum(row.is_closed_form for row in found.rows):
+        yield f"{counted(closed, 'row')} by the closed form of the step, which compiles nothing."
     skipped = [(each.kind, *reason) for each in found.kinds for reason in each.skipped]
     if skipped:
         reasons = facts()

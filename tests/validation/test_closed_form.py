@@ -1,0 +1,45 @@
+"""Rows predicted by the closed form of the step, which compiles nothing."""
+
+import pytest
+from ledger_cases import GPT, RESNET, case
+
+from scalejax.config.run import with_fields
+from scalejax.core.errors import ConfigError
+from scalejax.data.facts import resolve
+from scalejax.planning.search.run import strategy_of
+from scalejax.validation import compile_cases, evaluate
+from scalejax.validation.archive import Archive
+
+
+def test_rows_that_the_closed_form_knows_need_no_compiler(row):
+    """As their framework runs them, also in a pipeline; other networks are compiled as ever."""
+    megatron = {"framework": "Megatron-Core MoE", "hidden": "256", "ffn_hidden": "512"}
+    experts = {"model": "qwen3_moe", "kv_heads": "4", "experts": "16", "experts_per_token": "2"}
+    experts |= {"expert_hidden": "64", "expert_parallel": "4", "data": "8", "fsdp": "1"}
+    stages = {"pipeline": "2", "fsdp": "4", "pipeline_chunks": "1", "recompute": "full"}
+    titan = {"framework": "torchtitan", "year": "2024"}
+    cells = GPT, GPT | stages, GPT | megatron | experts, RESNET, GPT | titan
+    rows = [row(each | {"hardware": "h100_sxm_80gb", "intra_node_link": ""}) for each in cells]
+
+    cases = compile_cases(rows, archive=Archive({}), compiles=False, closed_form=True)
+    plain, staged, mixture, images, eager = evaluate(cases)
+
+    for each in (plain, staged, mixture):
+        assert each.status == "ok"
+        assert each.is_closed_form
+    for each in (images, eager):
+        assert not each.is_closed_form
+        assert each.skip_reason == "its program is not in the archive"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model.remat", "minimal_offloaded"), ("layout.optimizer_memory_host_offload", True)],
+)
+def test_what_the_closed_form_does_not_know_of_a_run_is_refused(field, value, row):
+    """Recompute that names activations, and state in the memory of the host."""
+    run = case(row(GPT)).runs[0]
+
+    config = with_fields(run.config, {field: value})
+    with pytest.raises(ConfigError, match=field):
+        strategy_of(resolve(config, 8, run.dataset))

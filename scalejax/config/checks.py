@@ -359,6 +359,25 @@ def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfi
         raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
 
 
+def require_single_main_params(
+    optimizer: OptimizerConfig,
+    fine_tuning: FineTuningConfig | None,
+    averaging: AveragingConfig | None,
+    gradient_sync: GradientSyncConfig | None,
+) -> None:
+    """Refuse parameters in 16 bits where their base or mean would need a type of its own."""
+    dtype = getattr(optimizer, "main_params_dtype", "float32")
+    is_averaged = averaging is not None or (
+        gradient_sync is not None and gradient_sync.averages_parameters
+    )
+    if dtype != "float32" and (is_averaged or fine_tuning is not None):
+        accepted = (
+            "averages of parameters and fine_tuning keep float32 ones (a frozen base: "
+            'fine_tuning.base_dtype); use "float32"'
+        )
+        raise ConfigError(refusal("optimizer.main_params_dtype", dtype, accepted))
+
+
 def require_offloadable_state(
     layout: LayoutConfig, optimizer: OptimizerConfig, gradient_sync: GradientSyncConfig | None
 ) -> None:

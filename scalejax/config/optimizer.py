@@ -107,6 +107,13 @@ class AdamWConfig(OptimizerConfig):
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type in which the first moment is kept; it is updated in float32 (Optax's and
     MaxText's name)."""
+    nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type in which the second moment is kept; it is updated in float32. Rounded to the
+    nearest of 8 bits, it falls no more with `beta2` above 0.998, which takes less than 1 / 512 of
+    it each time."""
+    main_params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type in which matrices and embeddings are kept and updated (Megatron-Core's name);
+    bfloat16, rounded to the nearest, loses updates below 1 / 512 of a parameter."""
 
     def __post_init__(self) -> None:
         _require_moments(self)

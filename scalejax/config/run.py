@@ -34,6 +34,7 @@ from scalejax.config.checks import (
     require_ramp_within_run,
     require_shardable_gradients,
     require_single_average,
+    require_single_main_params,
     require_single_rate,
     require_supported_convolutions,
     require_unmasked_rows,
@@ -144,6 +145,9 @@ class RunConfig:
         require_batch_norm_statistics(model, self.optimizer, self.averaging)
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
+        require_single_main_params(
+            self.optimizer, self.fine_tuning, self.averaging, self.gradient_sync
+        )
         require_offloadable_state(self.layout, self.optimizer, self.gradient_sync)
         require_cacheable_features(self.fine_tuning, self.input)
         require_adaptable_model(self.fine_tuning, model)

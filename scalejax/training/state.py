@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config.model import activation_type
+from scalejax.config.optimizer import AdamWConfig
 from scalejax.config.parallelism import CONTEXT, DATA, EXPERT
-from scalejax.config.run import ResolvedRun
+from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
 from scalejax.models.sharding import also_over, split_axes
@@ -43,9 +44,9 @@ class TrainState:
     step: PyTree
     """Updates made so far, int32."""
     params: PyTree
-    """Parameters, float32, frozen ones as `fine_tuning.base_dtype` says; by path. With local SGD,
-    this field and the next two hold one copy for each device along the data axis, [devices,
-    ...]."""
+    """Parameters, float32, frozen ones as `fine_tuning.base_dtype` says and all as
+    `optimizer.main_params_dtype` does; by path. With local SGD, this field and the next two hold
+    one copy for each device along the data axis, [devices, ...]."""
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
@@ -70,7 +71,23 @@ def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
         raise ConfigError(refusal("model.name", setup.run.config.model.name, accepted)) from error
     config = setup.run.config
     params = with_base_type(config.fine_tuning, config.model, nnx.to_pure_dict(params))
+    params = _in_main_type(config, params)
     return params, nnx.to_pure_dict(statistics)
+
+
+def _in_main_type(config: RunConfig, params: PyTree) -> PyTree:
+    """`params` with what is used in the compute type alone, matrices and embeddings, in the type in
+    which the optimizer keeps them."""
+    optimizer = config.optimizer
+    if not isinstance(optimizer, AdamWConfig) or optimizer.main_params_dtype == "float32":
+        return params
+    dtype = optimizer.main_params_dtype
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            leaf.astype(dtype) if is_cast(config.model, parameter_path(path)) else leaf
+        ),
+        params,
+    )
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:

@@ -155,6 +155,13 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
             {"layout.optimizer_memory_host_offload": True, "optimizer.momentum": 0},
             r"optimizer_memory_host_offload=True .*'sgd' without momentum has no state",
         ),
+        (
+            {
+                "optimizer": {"name": "adamw", "main_params_dtype": "bfloat16"},
+                "averaging": {"name": "ema"},
+            },
+            r"optimizer\.main_params_dtype='bfloat16' .*averages of parameters",
+        ),
         ({"seed": -1}, r"seed=-1 is refused"),
         ({"seed": 2**32}, r"seed=4294967296 is refused"),
     ],

@@ -1,6 +1,7 @@
 """Updates: published vectors by hand, equality with Optax, masks, and layers one by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -176,14 +177,15 @@ def adam(g: np.ndarray, state: dict[str, Any], t: int, epsilon: float) -> np.nda
     return state["m"] / (1 - 0.9**t) / (np.sqrt(state["v"] / (1 - 0.999**t)) + epsilon)
 
 
-def test_a_first_moment_in_bfloat16_is_rounded_where_it_is_kept():
+@pytest.mark.parametrize(("field", "name"), [("mu_dtype", "mu"), ("nu_dtype", "nu")])
+def test_a_moment_in_bfloat16_is_rounded_where_it_is_kept(field, name):
     """The update reads it before it is rounded: the first one is the same, bit by bit."""
-    config, updates, moments = AdamWConfig(mu_dtype="bfloat16"), [], []
+    config, updates, moments = replace(AdamWConfig(), **{field: "bfloat16"}), [], []
     for each in (AdamWConfig(), config):
         optimizer = build_optimizer(each, rate, stacked=())
         update, state = optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
         updates.append(update)
-        moments.append(optax.tree.get(state, "mu"))
+        moments.append(optax.tree.get(state, name))
 
     jax.tree.map(np.testing.assert_array_equal, *updates)
     kept, rounded = moments[1], jax.tree.map(lambda leaf: leaf.astype("bfloat16"), moments[0])

@@ -140,9 +140,13 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
-    if getattr(config.optimizer, "mu_dtype", "float32") != "float32":
-        accepted = 'the closed form counts moments in float32; use "float32", or scalejax predict'
-        raise ConfigError(refusal("optimizer.mu_dtype", "bfloat16", accepted))
+    for name in ("mu_dtype", "nu_dtype", "main_params_dtype"):
+        if getattr(config.optimizer, name, "float32") != "float32":
+            accepted = 'the closed form counts state in float32; use "float32", or scalejax predict'
+            raise ConfigError(refusal(f"optimizer.{name}", "bfloat16", accepted))
+    if config.layout.optimizer_memory_host_offload:
+        accepted = "the closed form knows no offload; leave it out, or use scalejax predict"
+        raise ConfigError(refusal("layout.optimizer_memory_host_offload", True, accepted))
     if config.gradient_sync is not None:
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))

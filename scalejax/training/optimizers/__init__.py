@@ -67,18 +67,30 @@ def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransfor
 
 @build_optimizer.register
 def _adamw(config: AdamWConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype)
     return optax.chain(
-        optax.scale_by_adam(
-            config.beta1, config.beta2, config.epsilon, mu_dtype=_kept_type(config)
-        ),
+        _with_second_moment_in(config.nu_dtype, adam),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
 
 
-def _kept_type(config: AdamWConfig) -> str | None:
-    """The type of the first moment; None for that of the parameters."""
-    return None if config.mu_dtype == "float32" else config.mu_dtype
+def _with_second_moment_in(dtype: str, adam: GradientTransformation) -> GradientTransformation:
+    """`adam` in float32 whatever the type of the parameters, its second moment kept in `dtype`
+    (Optax has a type of the first alone)."""
+
+    def kept(state: Any, dtype: Any) -> Any:
+        return state._replace(nu=jax.tree.map(lambda leaf: leaf.astype(dtype), state.nu))
+
+    def init(params: Any) -> Any:
+        return kept(adam.init(params), dtype)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), updates)
+        updates, state = adam.update(updates, kept(state, jnp.float32), params)
+        return updates, kept(state, dtype)
+
+    return GradientTransformation(init, update)
 
 
 @build_optimizer.register

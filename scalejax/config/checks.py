@@ -149,9 +149,6 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         raise ConfigError(refusal("layout.context_strategy", strategy, accepted))
     if layout.context_strategy == "all_to_all":
         _require_heads_over_context(model, layout)
-    if getattr(model, "mtp", None) is not None and layout.pipeline_schedule != "gpipe":
-        accepted = 'with model.mtp, whose block is outside of the stages, use "gpipe"'
-        raise ConfigError(refusal("layout.pipeline_schedule", layout.pipeline_schedule, accepted))
     if layout.pipeline_schedule != "gpipe" and model.offloads_activations:
         accepted = (
             "its stages keep microbatches in flight in buffers on the device; leave model.remat's "

@@ -80,9 +80,19 @@ class CausalNetwork(Network):
             targets: the tokens after them.
         """
         tokens_VD = self._table(self.tokens, TOKENS)
-        output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
         x_BSD = self.through_first_blocks(self._embedded(tokens_VD, inputs))
-        x_BSD = self.through_blocks(x_BSD)
+        return self._logits_of_two(tokens_VD, self.through_blocks(x_BSD), targets)
+
+    def logits_of_two_after(
+        self, x_BSD: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """`logits_of_two` of the residual stream after the last block."""
+        return self._logits_of_two(self._table(self.tokens, TOKENS), x_BSD, targets)
+
+    def _logits_of_two(
+        self, tokens_VD: jax.Array, x_BSD: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
         next_BSD = self._embedded(tokens_VD, targets)
         both = (
             normalised(norm, part)

@@ -439,15 +439,17 @@ class Llama(CausalNetwork, names=("llama",)):
 
     def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after the block of multi-token prediction; what its router reports
-        comes after that of the others."""
+        comes after that of the others, if these have been computed."""
         if self.moe is None:
             return super().through_mtp_block(x_BSD)
         x_BSD, reports = through_reporting_blocks(
             self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat, is_staged=False
         )
-        before = self.routers.get_value()
-        self.routers = Routers(with_later_layers(before, reports))
+        before = getattr(self, "routers", None)
         _count_loads(self.mtp_blocks, self.moe, reports)
+        if before is not None:
+            reports = with_later_layers(before.get_value(), reports)
+        self.routers = Routers(reports)
         return x_BSD
 
     @staticmethod

@@ -21,7 +21,14 @@ from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
-from scalejax.models.moe import load_of_all, router_losses, router_metrics, weighed_losses
+from scalejax.models.moe import (
+    RouterReport,
+    load_of_all,
+    router_losses,
+    router_metrics,
+    weighed_losses,
+    with_later_layers,
+)
 from scalejax.models.normalization import weigh_rows
 from scalejax.models.packing import documents_of, packed
 from scalejax.models.pipeline import dealt_to_stages, of_dealt_layers
@@ -71,16 +78,15 @@ def sample_metrics(
 
 
 def _metrics_of_two(
-    setup: TrainSetup, network: CausalNetwork, batch: Batch
+    setup: TrainSetup, both: tuple[jax.Array, jax.Array], batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and accuracy of each sample, and its mean loss of the token after the next, float32 of
-    shape (samples,), in training.
+    shape (samples,), in training; of the logits of both.
 
     The last token of a sample has no token after the next: it counts 0, and the mean is over the
     others (DeepSeek-V3, arXiv 2412.19437, equation 24).
     """
-    targets = batch["targets"]
-    logits, second = network.logits_of_two(batch["inputs"], targets)
+    targets, (logits, second) = batch["targets"], both
     smoothing, tokens = setup.run.config.loss.label_smoothing, targets.shape[1]
     losses = _cross_entropy(second, jnp.roll(targets, -1, axis=1), smoothing)
     is_counted = jnp.arange(tokens) < tokens - 1
@@ -185,7 +191,8 @@ def mean_loss(
     if mtp is None:
         losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
     else:
-        losses, hits, seconds = _metrics_of_two(setup, cast(CausalNetwork, network), batch)
+        both = cast(CausalNetwork, network).logits_of_two(batch["inputs"], batch["targets"])
+        losses, hits, seconds = _metrics_of_two(setup, both, batch)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     if "weights" in batch:
         losses, hits = losses * batch["weights"], hits * batch["weights"]
@@ -277,22 +284,28 @@ def by_timetable(
     microbatches, period = run.split.microbatches, getattr(model, "period", 1)
     ticks = PipelineTicks(run.config.layout.pipeline_schedule, stages, microbatches, chunks)
     dtype = jnp.dtype(activation_type(model))
-    moe = model.moe if isinstance(model, LlamaConfig) else None
+    moe, mtp = (model.moe, model.mtp) if isinstance(model, LlamaConfig) else (None, None)
     statistics = model_state.get(_BLOCKS, {})
 
-    def network_of(ends: PyTree, blocks: PyTree, own: PyTree) -> CausalNetwork:
-        state = {**model_state, _BLOCKS: own} if own else model_state
-        network = network_with(setup, bn, {**ends, _BLOCKS: blocks}, state)
+    def network_of(ends: PyTree, blocks: PyTree) -> CausalNetwork:
+        """Of pairs of parameters and statistics."""
+        params, state = (
+            {**of_ends, _BLOCKS: own} for of_ends, own in zip(ends, blocks, strict=True)
+        )
+        network = network_with(setup, bn, params, state if statistics else {})
         assert isinstance(network, CausalNetwork)  # noqa: S101  the config refuses others
         return network
+
+    whole_blocks = params[_BLOCKS], statistics
+    of_ends_statistics = _without_blocks(model_state)
 
     def first(ends: PyTree, rows: Batch) -> jax.Array:
         inputs = in_token_order(rows["inputs"])
         with packed(documents_of(rows)):
-            return network_of(ends, params[_BLOCKS], statistics).embedded(inputs)
+            return network_of(ends, whole_blocks).embedded(inputs)
 
     def middle(blocks: PyTree, x_BSD: jax.Array) -> Any:
-        network = network_of(_without_blocks(params), *blocks)
+        network = network_of((_without_blocks(params), of_ends_statistics), blocks)
         x_BSD = network.through_blocks(x_BSD)
         if moe is None:
             return (x_BSD, None), None
@@ -300,13 +313,29 @@ def by_timetable(
         return (x_BSD, weighed_losses(report, moe)), report
 
     def last(ends: PyTree, x_BSD: jax.Array, rows: Batch) -> tuple[jax.Array, PyTree]:
-        logits = network_of(ends, params[_BLOCKS], statistics).logits(x_BSD)
-        losses, hits = loss_and_accuracy(setup, logits, rows, is_training=True)
+        network, seconds = network_of(ends, whole_blocks), None
+        if mtp is None:
+            logits = network.logits(x_BSD)
+            losses, hits = loss_and_accuracy(setup, logits, rows, is_training=True)
+        else:
+            both = network.logits_of_two_after(x_BSD, rows["targets"])
+            losses, hits, seconds = _metrics_of_two(setup, both, rows)
         if "weights" in rows:
             losses, hits = losses * rows["weights"], hits * rows["weights"]
         loss = losses.mean() * rows["scale"] if "scale" in rows else losses.mean()
         loss, accuracy = loss / microbatches, hits.mean() / microbatches
-        return loss, {"loss": loss, "accuracy": accuracy}
+        metrics = {"loss": loss, "accuracy": accuracy}
+        if mtp is not None and seconds is not None:
+            seconds = seconds * rows["weights"] if "weights" in rows else seconds
+            metrics["mtp_loss"] = seconds.mean() / microbatches
+            loss += mtp.loss_weight * seconds.mean() * weight(rows)
+            if moe is not None:
+                report: Any = network.routers.get_value()  # type: ignore[attr-defined]  likewise
+                loss += weighed_losses(report, moe) * weight(rows)
+                # In the place of its microbatch; the sum over all of them keeps each.
+                is_own = jnp.arange(microbatches) == rows["index"]
+                metrics[_OF_MTP] = jax.tree.map(partial(jnp.multiply.outer, is_own), report)
+        return loss, metrics
 
     def weight(rows: Batch) -> jax.Array:
         return rows.get("scale", jnp.ones((), jnp.float32)) / microbatches
@@ -337,12 +366,17 @@ def by_timetable(
         ends = _without_blocks(tree)
         return {name: cast(part) if name in _STACKED else part for name, part in ends.items()}
 
-    ends = Parameters(*map(cast_ends, (learning, frozen)))
+    ends = Parameters(
+        (cast_ends(learning), jax.tree.map(lambda _: None, of_ends_statistics)),
+        (cast_ends(frozen), of_ends_statistics),
+    )
     rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), batch)
     if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
         rows["scale"] = jnp.broadcast_to(scale, microbatches)
+    if mtp is not None:
+        rows["index"] = jnp.arange(microbatches)
     own = None if moe is None or min(counts) == max(counts) else counts
-    of_ends, (of_dealt, _), metrics, reports = scheduled_gradients(
+    (of_ends, _), (of_dealt, _), metrics, reports = scheduled_gradients(
         Network(first, middle, last, weight, own), timetable(ticks), ends, blocks, rows
     )
     whole = jax.tree.map(
@@ -357,18 +391,29 @@ def by_timetable(
             lambda leaf: leaf.reshape(*leaf.shape[:3], -1, *leaf.shape[5:]), reports
         )
         report = jax.tree.map(partial(of_dealt_layers, counts=counts), flat)
+        model_state = {**model_state, **_counted(model_state, _BLOCKS, report)}
+        if (of_mtp := metrics.pop(_OF_MTP, None)) is not None:
+            model_state = {**model_state, **_counted(model_state, _OF_MTP, of_mtp)}
+            report = with_later_layers(report, of_mtp)
         metrics |= router_metrics(report)
-        if statistics:
-            layer = statistics["feed_forward"]
-            layer = {**layer, "load": layer["load"] + load_of_all(report)}
-            model_state = {**model_state, _BLOCKS: {**statistics, "feed_forward": layer}}
     return gradient, model_state, metrics
 
 
 _BLOCKS = "blocks"
 """Name of the stacked blocks of a causal network."""
-_STACKED = ("dense_blocks", "mtp_blocks")
+_OF_MTP = "mtp_blocks"
+"""Name of the block of multi-token prediction."""
+_STACKED = ("dense_blocks", _OF_MTP)
 """Names of other stacked blocks, which are outside of the stages."""
+
+
+def _counted(model_state: PyTree, name: str, report: RouterReport) -> PyTree:
+    """The statistics of the blocks of this name after the loads of a step; {} if they have none."""
+    if name not in model_state:
+        return {}
+    layer = model_state[name]["feed_forward"]
+    layer = {**layer, "load": layer["load"] + load_of_all(report)}
+    return {name: {**model_state[name], "feed_forward": layer}}
 
 
 def _without_blocks(params: PyTree) -> PyTree:

@@ -257,6 +257,7 @@ OF_1F1B = {
         4,
     ),
     "latent attention": ("latent attention", "full", {"data": 2, "pipeline": 2}, 4),
+    "token after the next": ("the token after the next", "none", {"data": 1, "pipeline": 2}, 4),
 }
 """Pipelines whose stages go forward and backward in turn: network, recompute, layout and
 microbatches; the first two are run by default, and every axis is met."""

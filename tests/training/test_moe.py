@@ -43,7 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "router": {**SIGMOID, "balance": "bias", "bias_update_rate": 0.05},
     },
 }
-KINDS["bias without another token"] = KINDS["bias"]
 """Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router, with
 its prediction of the token after the next."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -116,7 +115,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "none",
     ),
     "bias, expert=2 x pipeline=2 x data=2, 1F1B, ZeRO 1": (
-        "bias without another token",
+        "bias",
         {"expert": 2, "pipeline": 2, "data": 2, "zero_stage": 1, "pipeline_schedule": "1f1b"},
         4,
         "selective_op",

@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, TextIO
 
@@ -98,17 +98,22 @@ def parse(arguments: list[str]) -> tuple[Command, Overrides]:
     """
     name = _command_name(arguments)
     kind = COMMANDS[name]
-    rest, overrides = split_overrides(arguments[len(name.split()) :])
+    own = {field.name for field in dataclasses.fields(kind)}
+    rest, overrides = split_overrides(arguments[len(name.split()) :], own)
     if overrides and not issubclass(kind, OverridingCommand):
         raise ConfigError(f"scalejax {name} reads no run.toml, so it takes no --{min(overrides)}.")
     return _read_flags(kind, name, rest), overrides
 
 
-def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
+def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[list[str], Overrides]:
     """Take the flags that name a field of the run.toml out of `arguments`.
 
     `--train.epochs 3` and `--train.epochs=3` mean the same. The value is read as TOML where it
     is TOML, else as text.
+
+    Args:
+        arguments: what was typed after the name of the command.
+        own: flags of the command, which name no field of a file even if there is one.
 
     Raises:
         ConfigError: if such a flag has no value.
@@ -121,7 +126,8 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
         field = flag.removeprefix("--")
         if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:
             raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")
-        if not flag.startswith("--") or ("." not in field and field not in _FIELDS_WITHOUT_DOT):
+        is_field = "." in field or (field in _FIELDS_WITHOUT_DOT and field not in own)
+        if not flag.startswith("--") or not is_field:
             rest.append(argument)
             continue
         if not has_value:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from tyro.conf import Positional
+
 from scalejax.cli.command import CostCommand, Overrides, flag
 from scalejax.cli.predict import parse_counts, take_conditions
-from scalejax.config.presets import costed_note
-from scalejax.config.run import given_name, load_config
+from scalejax.config.presets import PRESETS, costed_note
+from scalejax.config.run import given_name, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
@@ -29,12 +31,19 @@ if TYPE_CHECKING:
 class Search(CostCommand):
     """Rank the parallelisation strategies of a transformer.
 
-    Every layout over data, fsdp, tensor, context and pipeline, with pipeline chunks, microbatches,
-    remat and ZeRO stages, that fits the memory; the best are compiled to confirm them. Layout,
-    microbatches and remat of the file are replaced. A flag with a dot replaces a field of the file,
-    or of --conditions.
+    Of RUN.toml, or of the published decoder that --model names, as it was pretrained; if its layout
+    is known, its place in the ranking, and why the first is faster.
+
+    Every layout over data, fsdp, expert, tensor, context and pipeline, with pipeline chunks,
+    microbatches, remat and ZeRO stages, that fits the memory; the best are compiled to confirm
+    them. Layout, microbatches and remat of the file are replaced. A flag with a dot replaces a
+    field of the file, or of --conditions.
     """
 
+    run_file: Annotated[Positional[Path | None], flag("RUN.toml")] = None  # type: ignore[assignment]  or --model
+    """The config of the run, unless --model names a published network."""
+    model: Annotated[str | None, flag("NAME")] = None
+    """Published decoder, such as deepseek-v3, in place of RUN.toml."""
     cluster: Annotated[str, flag("CLUSTER")]
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
@@ -78,10 +87,18 @@ class Search(CostCommand):
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
-        is_given = given_name(self.run_file, overrides, table="gradient_sync") is not None
-        config = load_config(self.run_file, {**overrides, **({} if is_given else SEARCHED_FIELDS)})
-        facts = facts_of(config, self.run_file, overrides, self.facts)
-        name = given_name(self.run_file, overrides)
+        if (self.run_file is None) == (self.model is None):
+            raise ConfigError("search needs one of RUN.toml and --model NAME.")
+        if self.model is not None:
+            name, run_file = self.model, Path()
+            batch = {} if self.global_batch is None else {"batch.global_batch": self.global_batch}
+            config = published_run(name, {**SEARCHED_FIELDS, **batch, **overrides})
+        else:
+            run_file: Path = self.run_file  # type: ignore[assignment]  one of the two is given
+            is_given = given_name(run_file, overrides, table="gradient_sync") is not None
+            config = load_config(run_file, {**overrides, **({} if is_given else SEARCHED_FIELDS)})
+            name = given_name(run_file, overrides)
+        facts = facts_of(config, run_file, overrides, self.facts)
         costed = costed_note(name, config.model, facts)
         with progress.searching() as on_progress:
             found = search_run(
@@ -109,6 +126,7 @@ class Search(CostCommand):
             top=self.top,
             notes=(costed,) if costed else (),
             facts=facts,
+            training=PRESETS[name].training if name in PRESETS else None,
         )
         tables.show(search_tables.searched(report))
         if self.confirm:

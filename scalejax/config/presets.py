@@ -18,6 +18,22 @@ from scalejax.core.serialization import JsonValue, build, load_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedTraining:
+    """How a published network was trained: devices, batch and layout."""
+
+    devices: int
+    """Devices."""
+    global_batch: int
+    """Samples of the preset's tokens per update, at the end of any ramp."""
+    layout: Mapping[str, int]
+    """Devices along each axis but data, which takes the rest."""
+    zero_stage: int
+    """ZeRO stage."""
+    source: str
+    """Publication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A published network."""
 
@@ -46,6 +62,8 @@ class Preset:
     """Unit that `active_parameters` is rounded to."""
     source: str
     """Publication."""
+    training: PublishedTraining | None = None
+    """How it was trained; None if that is not kept here."""
 
 
 def with_preset(tables: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -137,6 +155,8 @@ def _catalogue() -> dict[str, Preset]:
             facts = {
                 each.name: sizes.pop(each.name) for each in fields(Preset) if each.name in sizes
             }
+            if training := facts.pop("training", None):
+                facts["training"] = PublishedTraining(**training)
             found[name] = Preset(sizes=sizes, **facts)
     return found
 

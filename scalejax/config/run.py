@@ -72,7 +72,7 @@ from scalejax.config.training import (
     TrainConfig,
 )
 from scalejax.core import metrics
-from scalejax.core.errors import ConfigError, prefixed, refusal
+from scalejax.core.errors import ConfigError, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, plain
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
@@ -423,6 +423,39 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
     return hints
 
 
+def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
+    """The config of a pretraining run of the published network `name` (`scalejax.config.presets`).
+
+    Tokens of its published vocabulary and context length, the published global batch if it is
+    known, bfloat16 and AdamW; fields are replaced as by `load_config`. For costs: nothing of the
+    learning rate follows from a publication.
+
+    Raises:
+        ConfigError: if there is no such decoder, or one line per problem.
+    """
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ConfigError(unknown_name("model", name, PRESETS))
+    if preset.tokens is None or preset.vocabulary is None:
+        raise ConfigError(refusal("model", name, "the name of a published decoder"))
+    batch = preset.training and preset.training.global_batch
+    if batch is None and (overrides or {}).get("batch.global_batch") is None:
+        accepted = f"samples per update are needed: none are published here of {name}"
+        raise ConfigError(refusal("batch.global_batch", None, accepted))
+    tables: dict[str, JsonValue] = {
+        "model": {"name": name, "compute_dtype": "bfloat16"},
+        "data": {
+            "name": "synthetic_tokens",
+            "tokens": preset.tokens,
+            "vocabulary": preset.vocabulary,
+        },
+        "batch": {"global_batch": batch},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 1e-4},
+    }
+    return _built(_replaced(tables, overrides))
+
+
 def given_name(
     path: Path, overrides: Mapping[str, JsonValue] | None = None, *, table: str = "model"
 ) -> str | None:
@@ -447,7 +480,14 @@ def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, 
             f"{str(path)!r} is a published network, and no file: name it in a run.toml "
             f'(model.name = "{path}") beside data, batch, optimizer and schedule.'
         )
-    tables, replaced = load_run_file(path), current_fields(overrides or {})
+    return _replaced(load_run_file(path), overrides)
+
+
+def _replaced(
+    tables: dict[str, JsonValue], overrides: Mapping[str, JsonValue] | None
+) -> dict[str, JsonValue]:
+    """The tables of a run with fields replaced."""
+    replaced = current_fields(overrides or {})
     given = [name for name in _BATCHES if replaced.get(name) is not None]
     if len(given) == 1:
         replaced = dict.fromkeys(_BATCHES) | replaced

@@ -15,6 +15,7 @@ from scalejax.cli.command import OverridingCommand
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse, split_overrides
 from scalejax.cli.predict import Predict
+from scalejax.cli.search import Search
 from scalejax.cli.train import Train
 from scalejax.config.run import RunConfig
 from scalejax.core import serialization
@@ -72,15 +73,22 @@ def test_seed_is_a_field_without_a_dot():
     assert split_overrides(["a.toml", "--seed", "3"]) == (["a.toml"], {"seed": 3})
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_flag_of_a_command_is_a_table_of_the_file(name: str):
-    """Else the flag would be taken for the table, which it would replace."""
-    kind = COMMANDS[name]
+def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
+    """Which it would replace: `search` has the one there is, and fields of the table beside it."""
     tables = {field.name for field in dataclasses.fields(RunConfig)}
-
-    assert not issubclass(kind, OverridingCommand) or not tables & {
-        field.name for field in dataclasses.fields(kind)
+    shared = {
+        (name, field.name)
+        for name, kind in COMMANDS.items()
+        for field in dataclasses.fields(kind)
+        if issubclass(kind, OverridingCommand) and field.name in tables
     }
+    typed = "search --model olmoe-7b-1b --model.layers 3 --cluster dgx-h100 --devices 8"
+    command, overrides = parse(typed.split())
+
+    assert shared == {("search", "model")}
+    assert isinstance(command, Search)
+    assert command.model == "olmoe-7b-1b"
+    assert overrides == {"model.layers": 3}
 
 
 def test_every_command_has_help(

@@ -17,11 +17,13 @@ from program_cases import matmul, program_of
 
 import scalejax
 from scalejax.cli.main import main
+from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import BatchSplit, Layout
-from scalejax.config.run import load_config
+from scalejax.config.presets import PRESETS, PublishedTraining
+from scalejax.config.run import load_config, published_run
 from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
 from scalejax.core.progress import Progress
-from scalejax.hardware import load_cluster
+from scalejax.hardware import RunConditions, Site, load_cluster
 from scalejax.planning.search import (
     Candidate,
     StrategyCosts,
@@ -48,6 +50,11 @@ from scalejax.xla import has_cuda_compiler
 CLUSTER = load_cluster("selene")
 SHAPE = TransformerShape(
     layers=8, hidden=1024, heads=16, kv_heads=16, ffn_hidden=4096, vocabulary=32768, tokens=512
+)
+MIXTURE = replace(
+    SHAPE,
+    is_gated=True,
+    experts=MoeConfig(experts=8, expert_hidden=512, dense_layers=2, shared_experts=1),
 )
 GPT3 = TransformerShape(
     layers=96,
@@ -120,17 +127,28 @@ def test_gathered_attention_is_fused_where_shards_have_two_chunks():
         replace(SHAPE, compute_dtype="float8"),
         replace(SHAPE, layers=7),
         replace(SHAPE, layers=7, vocabulary=1024),
+        MIXTURE,
     ],
-    ids=["even", "float8", "the last of unequal stages sets the pace", "the first of them"],
+    ids=[
+        "even",
+        "float8",
+        "the last of unequal stages sets the pace",
+        "the first of them",
+        "experts",
+    ],
 )
 def test_numbers_are_those_of_predict(shape: TransformerShape):
-    """To rounding, over the whole ranking."""
-    found = search(shape, CLUSTER, (8,), 16)
+    """To rounding, over the whole ranking; of the fullest device where loads are uneven."""
+    site = Site(conditions=RunConditions(expert_load_exponent=1.2))
+    found = search(shape, CLUSTER, (8,), 16, site=site)
+    assert {each.strategy.layout.expert for each in found.ranked} == (
+        {1, 2, 4, 8} if shape is MIXTURE else {1}
+    )
     for each in found.ranked[:: len(found.ranked) // 25]:
         program = transformer_program(
             shape, each.strategy, workspace_bytes=workspace_bytes(CLUSTER.chip)
         )
-        whole = predict(program, CLUSTER)
+        whole = predict(program, CLUSTER, site=site)
 
         assert each.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
         assert each.peak_memory_bytes == whole.peak_memory_bytes
@@ -487,6 +505,39 @@ def test_winners_are_confirmed_by_the_compiler(tmp_path: Path, capsys: pytest.Ca
     command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "1"]
     assert main([*command, "--confirm", "1"]) == 0
     assert "1: compiled, " in capsys.readouterr().out
+
+
+def test_published_layout_has_a_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Of a network by name: DeepSeek-V3 cut to 4 blocks, its layout cut to 4 devices."""
+    training = PublishedTraining(
+        devices=4,
+        global_batch=4,
+        layout={"pipeline": 2, "expert": 2},
+        zero_stage=0,
+        source="a report",
+    )
+    preset = replace(PRESETS["deepseek-v3"], training=training)
+    monkeypatch.setitem(PRESETS, "deepseek-v3", preset)
+    cut = {"layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 16, "moe.experts": 16}
+    cut |= {"moe.dense_layers": 1, "moe.router.groups": 4}
+    fields = {f"model.{name}": size for name, size in cut.items()}
+    cluster = load_cluster("dgx-h100")
+    ranked = search(shape_of(published_run("deepseek-v3", fields), cluster.chip), cluster, (4,), 4)
+    layouts = [(each.strategy.layout, each.strategy.zero_stage) for each in ranked.ranked]
+    place = layouts.index((Layout(pipeline=2, expert=2), 0)) + 1
+    flags = [word for name, size in fields.items() for word in (f"--{name}", str(size))]
+    command = ["search", "--cluster", "dgx-h100", "--devices", "4"]
+
+    assert main([*command, "--model", "deepseek-v3", *flags, "--confirm", "0", "--top", "3"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    said = f"(a report) is number {place:,} of {len(layouts):,}, at "
+    assert said in printed
+    assert "Against it, the first has -" in printed
+
+    assert main(command) == 2
+    assert "one of RUN.toml and --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

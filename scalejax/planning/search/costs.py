@@ -6,12 +6,13 @@ gives for the whole `Program`, to rounding.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.simulator.device_state import in_graph
+from scalejax.simulator.expert_load import with_expert_load
 from scalejax.simulator.program import MemoryUse, Program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import OperationCosts, Timeline, total
@@ -115,7 +116,7 @@ class StrategyCosts:
         for each in strategies:
             stage = each.zero_stage
             if stage not in times_of:
-                times_of[stage] = self._step_times(each)
+                times_of[stage] = self._step_times(each, stub)
             seconds = times_of[stage].timeline(each).step_seconds
             added = step_terms(stub, self._cluster, self._site, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
@@ -125,12 +126,17 @@ class StrategyCosts:
             found.append(Candidate(each, seconds, peak))
         return found
 
-    def _step_times(self, strategy: Strategy) -> _StepTimes:
+    def _step_times(self, strategy: Strategy, stub: Program) -> _StepTimes:
         parts, slowest = step_parts(self._shape, strategy), slowest_stage(self._shape, strategy)
         microbatches, logits = strategy.split.microbatches, self._timeline(parts.logits)
         blocks = [
             (
-                total(((self._timeline(each.forward), 1), (self._timeline(each.backward), 1))),
+                total(
+                    (
+                        (self._timeline(each.forward, stub), 1),
+                        (self._timeline(each.backward, stub), 1),
+                    )
+                ),
                 each.count,
             )
             for each in parts.blocks
@@ -147,11 +153,16 @@ class StrategyCosts:
         others = self._shape.layers - slowest.layers
         return _StepTimes(total(busy), blocks[-1][0], self._timeline(parts.sends), last, others)
 
-    def _timeline(self, part: Part) -> Timeline:
-        """Timeline of one run of a part."""
+    def _timeline(self, part: Part, stub: Program | None = None) -> Timeline:
+        """Timeline of one run of a part; of blocks as the fullest device runs them, if the loads of
+        experts are uneven on the devices of `stub`."""
         known = self._known.get(part)
         if known is None:
-            known = self._known[part] = self._costs.timeline(part.operations)
+            operations, exponent = part.operations, self._site.conditions.expert_load_exponent
+            if stub is not None and exponent is not None:
+                operations = with_expert_load(replace(stub, operations=operations), exponent)
+                operations = operations.operations
+            known = self._known[part] = self._costs.timeline(operations)
         return known
 
 

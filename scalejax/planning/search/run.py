@@ -11,7 +11,8 @@ from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import DecoderConfig, LlamaConfig
-from scalejax.config.parallelism import MODEL_AXES
+from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
+from scalejax.config.presets import PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnProgress, no_display
@@ -74,6 +75,23 @@ class Ranked:
     """Reason why it was not compiled."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPlace:
+    """Where the layout in which a network was published is in the ranking."""
+
+    place: int | None
+    """Rank by the closed form among all strategies that fit, of the fastest of that layout; None if
+    none of them fits."""
+    strategy: str
+    """The layout, and what of it is not published as it is fastest."""
+    step_seconds: float | None
+    """Its step time; None if none fits."""
+    losses: tuple[tuple[str, float], ...]
+    """(term, seconds) by which its step is longer than the first's."""
+    source: str
+    """Publication."""
+
+
 @document("search")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport(Tabular):
@@ -99,6 +117,9 @@ class SearchReport(Tabular):
     """Where none fits: the strategy that needs least memory, and its memory over the device's."""
     notes: tuple[str, ...] = ()
     """Caveats, such as strategies that were not searched."""
+    published: PublishedPlace | None = None
+    """Place of the layout in which the network was published; None if it is not known here, or is
+    of other devices."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The best strategies, a row for each."""
@@ -246,6 +267,7 @@ def report_search(
     top: int = 10,
     notes: Sequence[str] = (),
     facts: DatasetFacts | None = None,
+    training: PublishedTraining | None = None,
 ) -> SearchReport:
     """Report of the best strategies of a search, none of them compiled.
 
@@ -261,6 +283,7 @@ def report_search(
         top: number of strategies in the table.
         notes: further notes.
         facts: counts and shapes of its data; if None, they are read.
+        training: how the network was published; None if that is not known.
     """
     best = deduplicated(found.ranked)[:top]
     shape = shape_of(config, cluster.chip, facts)
@@ -287,6 +310,45 @@ def report_search(
             *_framework_notes(framework, best),
             *left_out_notes(shape, counts),
         ),
+        published=_published(shape, cluster, site, found, training) if training else None,
+    )
+
+
+def _published(
+    shape: TransformerShape,
+    cluster: Cluster,
+    site: Site,
+    found: SearchResult,
+    training: PublishedTraining,
+) -> PublishedPlace | None:
+    """Place of a published layout among the strategies that fit, if they have its devices."""
+    if not any(each.strategy.layout.device_count == training.devices for each in found.ranked):
+        return None
+    layout, stage = fill_data_axis(training.devices, **training.layout), training.zero_stage
+    is_published = [
+        each.strategy.layout == layout and each.strategy.zero_stage == stage
+        for each in found.ranked
+    ]
+    if not any(is_published):
+        words = f"{layout}, ZeRO {stage}"
+        return PublishedPlace(
+            place=None, strategy=words, step_seconds=None, losses=(), source=training.source
+        )
+    index = is_published.index(True)
+    each = found.ranked[index]
+    workspace = workspace_bytes(cluster.chip)
+    own, best = (
+        predict(
+            transformer_program(shape, one.strategy, workspace_bytes=workspace), cluster, site=site
+        )
+        for one in (each, found.ranked[0])
+    )
+    return PublishedPlace(
+        place=index + 1,
+        strategy=in_words(each.strategy),
+        step_seconds=own.step_seconds,
+        losses=breakdown_difference(own.waterfall, best.waterfall),
+        source=training.source,
     )
 
 

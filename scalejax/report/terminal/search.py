@@ -3,14 +3,14 @@
 In two parts: the closed-form ranking, and the compiled predictions of its first strategies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from scalejax.config.parallelism import AXES, EXPERT
 from scalejax.core.units import counted, format_bytes, format_count, format_fraction, format_seconds
-from scalejax.planning.search.run import Ranked, SearchReport
+from scalejax.planning.search.run import PublishedPlace, Ranked, SearchReport
 from scalejax.report.terminal.tables import figures
 from scalejax.simulator.transformer import Strategy
 
@@ -37,6 +37,29 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
         yield "ctx: with r attention goes round a ring, with h it is sharded over heads."
     if report.notes:
         yield Text("\n".join(f"Note: {note}." for note in report.notes))
+    if report.published is not None:
+        yield Text(_of_published(report, report.published))
+
+
+def _of_published(report: SearchReport, published: PublishedPlace) -> str:
+    """Place of the published layout, and why the first is faster."""
+    if published.place is None or published.step_seconds is None:
+        return f"Published: {published.strategy} ({published.source}): none of it fits."
+    place = (
+        f"Published: {published.strategy} ({published.source}) is number {published.place:,} of "
+        f"{report.fitting:,}, at {format_seconds(published.step_seconds)}"
+    )
+    if not published.losses:
+        return f"{place}, and no term of it differs from the first's by a thousandth."
+    return f"{place}. Against it, the first has {_terms(published.losses, -1)}."
+
+
+def _terms(losses: Sequence[tuple[str, float]], sign: int) -> str:
+    """The largest losses, then the largest gains, with that sign."""
+    slower = [change for change in losses if change[1] > 0]
+    faster = [change for change in reversed(losses) if change[1] < 0]
+    shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])
+    return ", ".join(f"{_signed(sign * seconds)} {name}" for name, seconds in shown)
 
 
 def confirmed(report: SearchReport) -> Iterator[RenderableType]:
@@ -175,10 +198,7 @@ def _changes(each: Ranked, report: SearchReport) -> str:
         return f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}"
     if not each.losses:
         return "each term the same to a thousandth, and more memory"
-    slower = [change for change in each.losses if change[1] > 0]
-    faster = [change for change in reversed(each.losses) if change[1] < 0]
-    shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])
-    changes = ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
+    changes = _terms(each.losses, 1)
     if compiled is None or best is None or report.objective != "time":
         return changes
     whole = _signed(compiled.step_seconds - best.step_seconds)

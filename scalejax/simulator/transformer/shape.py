@@ -79,6 +79,10 @@ class TransformerShape:
             require_multiple("hidden", self.hidden, self.heads, "heads")
         require_multiple("heads", self.heads, self.kv_heads, "kv_heads")
 
+    def __hash__(self) -> int:
+        """Hash of the fields in which the shapes of a search differ, each of which has few."""
+        return hash((self.layers, self.hidden, self.is_first, self.is_fused))
+
     @property
     def expert_count(self) -> int:
         """Routed experts of a block; 1 without, which no axis divides."""
@@ -127,11 +131,7 @@ class TransformerShape:
         """(network of these blocks alone, their number) of each kind of block, in order."""
         if self.experts is None or not self.experts.dense_layers:
             return ((self, self.layers),)
-        dense, rest = self.experts.dense_layers, replace(self.experts, dense_layers=0)
-        return (
-            (replace(self, experts=None, is_first=True), dense),
-            (replace(self, experts=rest), self.layers - dense),
-        )
+        return _kinds(self)
 
     @property
     def matrices(self) -> dict[str, int]:
@@ -203,6 +203,16 @@ class TransformerShape:
         per_token = sum(count * (kind.active_matrices + scores) for kind, count in self.kinds)
         per_token += self.hidden * self.vocabulary
         return 3 * 2 * per_token * global_batch * self.tokens
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _kinds(shape: TransformerShape) -> tuple[tuple[TransformerShape, int], ...]:
+    assert shape.experts is not None  # noqa: S101  with dense blocks before others
+    dense, rest = shape.experts.dense_layers, replace(shape.experts, dense_layers=0)
+    return (
+        (replace(shape, experts=None, is_first=True), dense),
+        (replace(shape, experts=rest), shape.layers - dense),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,16 +411,12 @@ class BlockShard:
     @property
     def matrices(self) -> dict[str, int]:
         """Bytes of the block's matrices where they are used, in the compute type."""
-        used, layout = self.shape.element_bytes, self.layout
-        return {
-            name: size * used // devices_of_matrix(name, layout)
-            for name, size in self.shape.matrices.items()
-        }
+        return _matrix_bytes(self.shape, self.layout)[0]
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of all matrices of the block, in the compute type."""
-        return sum(self.matrices.values())
+        return _matrix_bytes(self.shape, self.layout)[1]
 
     @property
     def small_elements(self) -> int:
@@ -434,6 +440,16 @@ def devices_of_matrix(name: str, layout: Layout) -> int:
     experts those along their axis as well."""
     tensor = 1 if name in _WHOLE_ON_TENSOR else layout.tensor
     return tensor * (layout.expert if is_of_experts(name) else 1)
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _matrix_bytes(shape: TransformerShape, layout: Layout) -> tuple[dict[str, int], int]:
+    """Bytes of each matrix of a block where it is used, and of all."""
+    found = {
+        name: size * shape.element_bytes // devices_of_matrix(name, layout)
+        for name, size in shape.matrices.items()
+    }
+    return found, sum(found.values())
 
 
 def is_of_experts(name: str) -> bool:

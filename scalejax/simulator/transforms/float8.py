@@ -114,8 +114,15 @@ def with_float8_products(
     kind: NarrowType = "float8",
     adapter_rank: int | None = None,
 ) -> tuple[Operation | Loop, ...]:
-    """`operations` of a block with its linear layers in fp8, or fp4."""
-    return tuple(each for item in operations for each in _cast(item, kind, adapter_rank))
+    """`operations` of a block with its linear layers in fp8, or fp4, those of experts too."""
+    found: list[Operation | Loop] = []
+    for item in operations:
+        if isinstance(item, Loop) and item.expert_blocks is not None:
+            body = with_float8_products(item.body, kind, adapter_rank)
+            found.append(replace(item, body=body))
+        else:
+            found += _cast(item, kind, adapter_rank)
+    return tuple(found)
 
 
 def _cast(

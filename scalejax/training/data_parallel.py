@@ -115,13 +115,14 @@ def require_stages_in_shards(run: ResolvedRun) -> None:
     """
     layout = run.config.layout
     is_by_stage = layout.pipeline_schedule != "gpipe" or layout.pipeline_chunks > 1
+    is_by_stage = is_by_stage or run.config.model.expert_count > 0
     if run.layout.pipeline == 1 or not is_by_stage or not _is_per_shard(run):
         return
     if not has_required_flags():
         flags = " ".join(required_flags())
         accepted = (
-            "with 1F1B, ZB-H1 or chunks it must be 1 with this version of JAX, whose compiler "
-            f'aborts otherwise, unless XLA_FLAGS="{flags}" is in the environment when JAX starts '
+            "with 1F1B, ZB-H1, chunks or experts it must be 1 with this version of JAX, whose "
+            f'compiler aborts otherwise, unless XLA_FLAGS="{flags}" is in the environment when JAX starts '
             "(the command scalejax sets it)"
         )
         raise ConfigError(refusal("layout.data", run.layout.data, accepted))

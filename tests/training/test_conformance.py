@@ -610,12 +610,13 @@ def test_stages_that_alternate_train_what_one_device_trains(schedule, layout):
     assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
-def test_stages_are_refused_where_the_compiler_would_end_the_process(monkeypatch):
+@pytest.mark.parametrize(("model", "schedule"), [("gpt", "1f1b"), ("experts", "gpipe")])
+def test_stages_are_refused_where_the_compiler_would_end_the_process(model, schedule, monkeypatch):
     """That of jax 0.12 without its flag; one sentence says which."""
     monkeypatch.setattr(environment, "version", lambda package: "0.12.0.1")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    layout = {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}
-    run = run_of("gpt", "sgd", layout, microbatches=4)
+    layout = {"data": 2, "pipeline": 2, "pipeline_schedule": schedule}
+    run = run_of(model, "sgd", layout, microbatches=4)
 
     with pytest.raises(ConfigError, match=r"layout.data=2 .*XLA_FLAGS=.*hlo_sharding_v3=false"):
         build_step(run, build_mesh(run.layout))

@@ -122,8 +122,8 @@ def require_stages_in_shards(run: ResolvedRun) -> None:
         flags = " ".join(required_flags())
         accepted = (
             "with 1F1B, ZB-H1, chunks or experts it must be 1 with this version of JAX, whose "
-            f'compiler aborts otherwise, unless XLA_FLAGS="{flags}" is in the environment when JAX starts '
-            "(the command scalejax sets it)"
+            f'compiler aborts otherwise, unless XLA_FLAGS="{flags}" is in the environment when '
+            "JAX starts (the command scalejax sets it)"
         )
         raise ConfigError(refusal("layout.data", run.layout.data, accepted))
 

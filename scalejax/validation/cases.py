@@ -202,13 +202,12 @@ def case_of(row: LedgerRow) -> Case | Skipped:
     row = as_published(row)
     try:
         _require_axes(row)
-        is_narrow = _COMPUTE_TYPES.get(row.work.precision or "") in _NARROW
         return Case(
             row=row,
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
             framework=framework_of(row),
-            nearest=nearest(row, expert_axes(row, _fsdp(row)), is_narrow=is_narrow),
+            nearest=nearest(row, expert_axes(row, _fsdp(row))),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=one_line(error))
@@ -253,7 +252,8 @@ def framework_of(row: LedgerRow) -> Framework:
     Megatron-Core's published runs of 2024 overlap all communication with compute (README of
     NVIDIA/Megatron-LM, "Training Speed and Scalability"). It stands for what is built on it: NeMo,
     Megatron-Bridge, AMD's Primus, and Megatron-LM from its releases 0.x on; PyTorch for nanotron
-    and Colossal-AI; XLA for MaxText.
+    and Colossal-AI; XLA for MaxText. NeMo AutoModel groups products of experts and sends tokens to
+    them, as torchtitan does.
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
     name = "xla"
@@ -264,6 +264,8 @@ def framework_of(row: LedgerRow) -> Framework:
     elif _is_titan(row):
         name = "torchtitan" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
         name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""
+    elif "AutoModel" in named and row.kind == "expert":
+        name = "torchtitan"
     elif _ON_PYTORCH.search(named) or (row.spread.pipeline or 1) > 1:
         name = "pytorch"
     return framework_named(name)
@@ -466,7 +468,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
         if _TIED in (row.notes or ""):
             sizes["tied_embeddings"] = True
-        if (experts := moe_table(row, is_narrow=compute_type in _NARROW)) is not None:
+        if (experts := moe_table(row)) is not None:
             sizes |= {"moe": experts, "block": block_table(row, sizes.get("block", {}))}
     elif model.kv_heads not in (None, model.heads):
         raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")

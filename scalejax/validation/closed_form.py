@@ -43,6 +43,10 @@ def closed_form(job: ProfileJob) -> Program:
         accepted = "what it differs in is read off compiled programs of several vocabularies"
         raise ConfigError(refusal("framework", job.framework.name, accepted))
     config, chip = job.run.config, job.cluster.chip
+    schedule = config.layout.pipeline_schedule
+    if job.run.layout.pipeline > 1 and "gpipe" == schedule == job.framework.schedule:
+        accepted = "the closed form knows pipelines in 1F1B"
+        raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     program = transformer_program(
         shape_of(config, chip, job.run.dataset),
         strategy_of(job.run),

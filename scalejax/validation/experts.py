@@ -54,15 +54,12 @@ def block_table(row: LedgerRow, published: JsonValue) -> JsonValue:
     return {name: value for name, value in published.items() if name != "activation"}
 
 
-def moe_table(row: LedgerRow, *, is_narrow: bool) -> JsonValue:
+def moe_table(row: LedgerRow) -> JsonValue:
     """The table `model.moe` of the run; None for a network without experts.
 
     Routers are the preset's; they were forced to be balanced in most rows, which is how loads are
-    costed. Layers without experts come first in scalejax, wherever they are in the network.
-
-    Args:
-        row: a row of the ledger.
-        is_narrow: whether products are in 8 bits or fewer, where scalejax has no capacity.
+    costed; experts that are padded to a capacity of the mean load have even loads too. Layers
+    without experts come first in scalejax, wherever they are in the network.
 
     Raises:
         ConfigError: if a size is missing, or scalejax has no such network.
@@ -85,7 +82,7 @@ def moe_table(row: LedgerRow, *, is_narrow: bool) -> JsonValue:
         "dense_layers": _dense_layers(row),
     }
     capacity = _capacity(row)
-    if capacity is not None and not (is_narrow and capacity == 1):
+    if capacity not in (None, 1):
         table["capacity_factor"] = capacity
     return table
 
@@ -170,13 +167,12 @@ def dispatch_of(row: LedgerRow) -> str | None:
     return "deepep" if _DEEPEP.search(row.notes or "") else None
 
 
-def nearest(row: LedgerRow, axes: ExpertAxes, *, is_narrow: bool) -> tuple[str, ...]:
+def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
     """What of the row is expressed by what is nearest to it, in a line each.
 
     Args:
         row: a row of the ledger.
         axes: its axes.
-        is_narrow: whether products are in 8 bits or fewer.
     """
     model, spread, notes = row.model, row.spread, []
     if (model.experts or 0) < 2:
@@ -204,7 +200,7 @@ def nearest(row: LedgerRow, axes: ExpertAxes, *, is_narrow: bool) -> tuple[str, 
             notes.append("HybridEP by DeepEP")
     if _OVERLAP in (row.notes or ""):
         notes.append("all-to-alls with overlap and without it by the same")
-    if is_narrow and _capacity(row) == 1:
+    if _capacity(row) == 1:
         notes.append("a capacity of the mean load by even loads without a capacity")
     if "," in (row.work.recompute or ""):
         notes.append(f"recompute of {row.work.recompute} by selective recompute")

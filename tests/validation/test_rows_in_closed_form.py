@@ -1,5 +1,7 @@
 """Rows predicted by the closed form of the step, which compiles nothing."""
 
+from dataclasses import replace
+
 import pytest
 from ledger_cases import GPT, RESNET, case
 
@@ -7,8 +9,10 @@ from scalejax.config.run import with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.data.facts import resolve
 from scalejax.planning.search.run import strategy_of
+from scalejax.simulator.frameworks import XLA
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
+from scalejax.validation.closed_form import closed_form
 
 
 def test_rows_that_the_closed_form_knows_need_no_compiler(row):
@@ -21,6 +25,8 @@ def test_rows_that_the_closed_form_knows_need_no_compiler(row):
     cells = GPT, GPT | stages, GPT | megatron | experts, RESNET, GPT | titan
     rows = [row(each | {"hardware": "h100_sxm_80gb", "intra_node_link": ""}) for each in cells]
 
+    with pytest.raises(ConfigError, match="pipelines in 1F1B"):
+        closed_form(replace(case(rows[1]).job(0), framework=XLA))
     cases = compile_cases(rows, archive=Archive({}), compiles=False, closed_form=True)
     plain, staged, mixture, images, eager = evaluate(cases)
 

@@ -150,6 +150,10 @@ class MoeConfig:
     ones pass it by (Fedus et al. 2021, section 2.2). If absent, none is dropped."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
+    load_window: int | None = None
+    """Assignments of tokens to a layer's experts, in whole updates, over which the metric
+    `expert_load_of_window` has the load of the fullest expert over the mean. If absent, there is
+    `expert_load` alone, of each update by itself."""
 
     def __post_init__(self) -> None:
         require_at_least("model.moe.experts", self.experts, 2)
@@ -158,6 +162,7 @@ class MoeConfig:
         for name in ("shared_experts", "dense_layers"):
             require_at_least(f"model.moe.{name}", getattr(self, name), 0)
         require_above("model.moe.capacity_factor", self.capacity_factor, 0)
+        require_at_least("model.moe.load_window", self.load_window, 1)
         router = self.router
         require_multiple("model.moe.experts", self.experts, router.groups, "router.groups")
         choice = self.experts // router.groups * router.groups_per_token
@@ -166,6 +171,11 @@ class MoeConfig:
             raise ConfigError(
                 refusal("model.moe.experts_per_token", self.experts_per_token, accepted)
             )
+
+    @property
+    def counts_loads(self) -> bool:
+        """Whether a network's state has the loads of its experts in an update."""
+        return self.router.balance == "bias" or self.load_window is not None
 
     def capacity(self, tokens: int) -> int | None:
         """Tokens that an expert takes of a sample of `tokens`; None if there is no bound."""

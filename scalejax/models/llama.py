@@ -473,8 +473,8 @@ class Llama(CausalNetwork, names=("llama",)):
 
 
 def _count_loads(blocks: nnx.Module, moe: MoeConfig, reports: RouterReport) -> None:
-    """Add the loads of a forward pass to those of the step, where a bias follows from them."""
-    if moe.router.balance == "bias":
+    """Add the loads of a forward pass to those of the step, where its state has them."""
+    if moe.counts_loads:
         load = blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
         load[...] = load[...] + load_of_all(reports)
 

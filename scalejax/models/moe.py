@@ -101,6 +101,9 @@ def with_later_layers(reports: RouterReport, later: RouterReport) -> RouterRepor
 ROUTER_METRICS = ("auxiliary_loss", "router_z_loss", "expert_load", "dropped_share")
 """Metrics of a step with experts."""
 
+WINDOW_METRIC = "expert_load_of_window"
+"""Another, where `load_window` is given."""
+
 
 def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What the routers of a network add to the loss after its forward pass, and their metrics;
@@ -125,39 +128,57 @@ def weighed_losses(report: RouterReport, moe: MoeConfig) -> jax.Array:
 
 def router_metrics(report: RouterReport) -> dict[str, jax.Array]:
     """The metrics of `router_losses`."""
-    load_LE = report.load_E  # also [M, L, E]
     metrics = (
         report.auxiliary_loss.mean(),
         report.z_loss.mean(),
-        jnp.max(load_LE.max(axis=-1) / load_LE.mean(axis=-1), axis=-1).mean(),
+        _fullest(report.load_E).max(axis=-1).mean(),
         report.dropped_share.mean(),
     )
     return dict(zip(ROUTER_METRICS, metrics, strict=True))
 
 
-def with_updated_bias(model: ModelConfig, model_state: Any) -> Any:
-    """The statistics of a network after a step: where experts are balanced by a bias, the bias is
-    moved against their loads in that step's global batch, and counting begins anew.
+def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """The statistics of a network after a step, in which counting begins anew, and metrics of them.
 
-    bias += bias_update_rate x sign(mean load - load).
+    Where experts are balanced by a bias, it is moved against their loads in that step's global
+    batch: bias += bias_update_rate x sign(mean load - load).
+
+    With a window of loads its metric is of the last whole one, the largest of all layers; 0 before
+    the first.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664,
     algorithm 1.
     """
     moe = model.moe if isinstance(model, LlamaConfig) else None
-    if moe is None or moe.router.balance != "bias":
-        return model_state
+    if moe is None or not moe.counts_loads:
+        return model_state, {}
 
     def updated(blocks: Any) -> Any:
         layers = blocks["feed_forward"]
         load_LE = layers["load"]
-        error_LE = load_LE.mean(axis=-1, keepdims=True) - load_LE
-        bias_LE = layers["bias"] + moe.router.bias_update_rate * jnp.sign(error_LE)
-        after = {**layers, "bias": bias_LE, "load": jnp.zeros_like(load_LE)}
+        after = {**layers, "load": jnp.zeros_like(load_LE)}
+        if moe.router.balance == "bias":
+            error_LE = load_LE.mean(axis=-1, keepdims=True) - load_LE
+            after["bias"] += moe.router.bias_update_rate * jnp.sign(error_LE)
+        if moe.load_window is not None:
+            load_LE += layers["window_load"]
+            is_whole_L1 = load_LE.sum(axis=-1, keepdims=True) >= moe.load_window
+            fullest_L1 = _fullest(load_LE)[:, None]
+            after["window_load"] = jnp.where(is_whole_L1, 0, load_LE)
+            after["window_fullest"] = jnp.where(is_whole_L1, fullest_L1, layers["window_fullest"])
         return {**blocks, "feed_forward": after}
 
     routed = [name for name in ("blocks", "mtp_blocks") if name in model_state]
-    return {**model_state, **{name: updated(model_state[name]) for name in routed}}
+    after = {**model_state, **{name: updated(model_state[name]) for name in routed}}
+    if moe.load_window is None:
+        return after, {}
+    fullest = [after[name]["feed_forward"]["window_fullest"].max() for name in routed]
+    return after, {WINDOW_METRIC: jnp.max(jnp.stack(fullest))}
+
+
+def _fullest(load_LE: jax.Array) -> jax.Array:
+    """Load of the fullest expert of each layer over the mean, [L]; of microbatches [M, L]."""
+    return load_LE.max(axis=-1) / load_LE.mean(axis=-1)
 
 
 class Matrix(nnx.Module):
@@ -189,9 +210,14 @@ class MoeFeedForward(nnx.Module):
         self.remat: DecoderRemat = config.remat
         init = nnx.initializers.normal(0.02)
         self.router = nnx.Param(init(rngs.params(), (config.hidden, moe.experts), jnp.float32))
+        zeros_E = jnp.zeros((moe.experts,), jnp.float32)
         if moe.router.balance == "bias":
-            self.bias = nnx.BatchStat(jnp.zeros((moe.experts,), jnp.float32))
-            self.load = nnx.BatchStat(jnp.zeros((moe.experts,), jnp.float32))
+            self.bias = nnx.BatchStat(zeros_E)
+        if moe.counts_loads:
+            self.load = nnx.BatchStat(zeros_E)
+        if moe.load_window is not None:
+            self.window_load = nnx.BatchStat(zeros_E)
+            self.window_fullest = nnx.BatchStat(zeros_E[:1])
         self.experts = Experts(config, (moe.experts,), moe.expert_hidden, rngs)
         if moe.shared_experts:
             self.shared = Experts(config, (), moe.shared_experts * moe.expert_hidden, rngs)

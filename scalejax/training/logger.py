@@ -15,7 +15,7 @@ from jax.experimental.multihost_utils import sync_global_devices
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
-from scalejax.models.moe import ROUTER_METRICS
+from scalejax.models.moe import ROUTER_METRICS, WINDOW_METRIC
 from scalejax.training.multihost import is_first
 from scalejax.training.record import (
     EvaluationMeasurement,
@@ -89,6 +89,7 @@ def train_measurement(
         gradient_norm=finite(values.get("gradient_norm", math.nan)),
         noise_scale=scale if scale > 0 else None,
         mtp_loss=finite(values.get("mtp_loss", math.nan)),
+        expert_load_of_window=values.get(WINDOW_METRIC) or None,
         **{name: values[name] for name in ROUTER_METRICS if name in values},  # type: ignore[arg-type]
     )
 

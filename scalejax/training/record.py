@@ -71,11 +71,14 @@ class TrainMeasurement:
     without multi-token prediction."""
     auxiliary_loss: float | None = None
     """Auxiliary loss of a layer's router without its weight, mean over layers: 1 where experts have
-    equal loads; None for networks without experts, as the next three."""
+    equal loads; None for networks without experts, as the next four."""
     router_z_loss: float | None = None
     """Router z-loss of a layer without its weight, mean over layers."""
     expert_load: float | None = None
     """Load of the fullest expert of all layers over the mean of its layer."""
+    expert_load_of_window: float | None = None
+    """The same of the last whole window of `model.moe.load_window` assignments; None before the
+    first, or where none is measured."""
     dropped_share: float | None = None
     """Assignments to experts beyond their capacity, over all, 0..1."""
 

@@ -18,7 +18,7 @@ from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
-from scalejax.models.moe import with_updated_bias
+from scalejax.models.moe import with_counted_loads
 from scalejax.models.pretrained import pretrained_weights
 from scalejax.training.data_parallel import combined_gradients, require_stages_in_shards
 from scalejax.training.gradient_sync.local_sgd import local_update
@@ -261,7 +261,7 @@ def _update(
     gradient, model_state, metrics, sync_state = combined_gradients(setup, mesh)(
         params, state.model_state, batch, scale, state.exchange
     )
-    model_state = with_updated_bias(setup.run.config.model, model_state)
+    model_state, of_loads = with_counted_loads(setup.run.config.model, model_state)
     noise, metrics = _gradient_metrics(setup, state, gradient, metrics, scale)
     learning = learning_params(setup, state.params)
     opt_state = on_device(setup, state.opt_state, gradient)
@@ -280,7 +280,7 @@ def _update(
         exchange=sync_state,
     )
     learning_rate = jnp.asarray(setup.schedule(state.step), jnp.float32)
-    metrics = {**metrics, "learning_rate": learning_rate}
+    metrics = {**metrics, **of_loads, "learning_rate": learning_rate}
     if isinstance(before, LossScaled):
         return _select_unless_skipped(state, new_state, metrics)
     return new_state, metrics

@@ -8,20 +8,12 @@ import altair as alt
 import vl_convert
 
 from scalejax.core.serialization import save_bytes
-from scalejax.core.units import format_fraction, format_seconds, unit_of_axis
-from scalejax.planning.time_to_target.notes import (
-    MARKS_IN_WORDS,
-    described,
-    format_cost,
-    format_steps,
-    in_words,
-    marks_of,
-    of_the_knee,
-    shown,
-)
-from scalejax.planning.time_to_target.plan import Plan, PlanPoint, soonest_by_devices
+from scalejax.core.units import format_seconds, unit_of_axis
+from scalejax.planning.time_to_target import notes
+from scalejax.planning.time_to_target.plan import Plan, soonest_by_devices
 from scalejax.report.html.charts import PALETTE, Row, colored, device_axis, specified
 from scalejax.report.html.page import Page
+from scalejax.report.terminal import plan as plan_tables
 
 _HEIGHT = 320
 _LOGARITHMIC = alt.Scale(type="log", nice=False, padding=20)
@@ -87,43 +79,24 @@ def _add_plan(page: Page, plan: Plan) -> None:
         "budget.",
         specified(_cost_chart(plan), _HEIGHT),
     )
-    cost = "cost" if plan.is_priced else "device-hours"
-    page.add_table(
-        ["cluster", "devices", "batch", "steps", "step", "goodput", "time", "p10", "p90", cost, ""],
-        [_row(plan.points[position], marks_of(plan).get(position, "")) for position in shown(plan)],
-    )
-    lines = [] if plan.nearest is not None else [MARKS_IN_WORDS.removesuffix(".")]
+    page.add_parts([plan_tables.table(plan, is_wide=True)])
+    lines = [] if plan.nearest is not None else [notes.MARKS_IN_WORDS.removesuffix(".")]
     lines += [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
     page.add_notes([*lines, *plan.notes])
 
 
 def _answers(plan: Plan) -> list[str]:
     if plan.nearest is not None:
-        nearest = escape(described(plan, plan.points[plan.nearest]))
-        return [f"<strong>Nothing is within {escape(in_words(plan))}.</strong> Nearest: {nearest}"]
+        limits = escape(notes.in_words(plan))
+        nearest = escape(notes.described(plan, plan.points[plan.nearest]))
+        return [f"<strong>Nothing is within {limits}.</strong> Nearest: {nearest}"]
     found = [(name, getattr(plan, name)) for name in MARKS]
     answers = [
-        f"<strong>{name}</strong>: {escape(described(plan, plan.points[position]))}"
+        f"<strong>{name}</strong>: {escape(notes.described(plan, plan.points[position]))}"
         for name, position in found
         if position is not None
     ]
-    return [*answers, escape(of_the_knee(plan))]
-
-
-def _row(point: PlanPoint, mark: str) -> list[str]:
-    return [
-        point.cluster,
-        f"{point.device_count:,}",
-        f"{'~' if point.is_extrapolated else ''}{point.global_batch:,}",
-        format_steps(point.steps),
-        format_seconds(point.step_seconds),
-        format_fraction(point.goodput),
-        format_seconds(point.run_seconds),
-        format_seconds(point.p10_run_seconds),
-        format_seconds(point.p90_run_seconds),
-        format_cost(point.cost),
-        mark,
-    ]
+    return [*answers, escape(notes.of_the_knee(plan))]
 
 
 def _rows(plan: Plan) -> list[Row]:

@@ -6,19 +6,11 @@ Fits 80 columns.
 from collections.abc import Iterator
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from scalejax.core.units import format_seconds, format_seconds_briefly
-from scalejax.planning.time_to_target.notes import (
-    MARKS_IN_WORDS,
-    described,
-    format_cost,
-    format_steps,
-    in_words,
-    marks_of,
-    of_the_knee,
-    shown,
-)
+from scalejax.core.units import format_fraction, format_seconds, format_seconds_briefly
+from scalejax.planning.time_to_target import notes
 from scalejax.planning.time_to_target.plan import Plan
 from scalejax.report.terminal.tables import figures
 
@@ -30,41 +22,47 @@ def planned(plan: Plan) -> Iterator[RenderableType]:
     yield Text.assemble((plan.title, "bold"), f"\nTo {plan.target}.\nSteps: {plan.steps_source}.")
     if plan.warning is not None:
         yield Text(f"WARNING: {plan.warning}.", style="bold")
-    yield _table(plan)
-    legend = [] if plan.nearest is not None else [MARKS_IN_WORDS]
+    yield table(plan)
+    legend = [] if plan.nearest is not None else [notes.MARKS_IN_WORDS]
     yield Text("\n".join([*legend, *_answers(plan)]))
     lines = [f"Left out, {reason}: {count}." for reason, count in plan.left_out]
-    notes = [f"Note: {note}." for note in plan.notes if note != plan.warning]
-    yield Text("\n".join([*lines, *notes]))
+    lines += [f"Note: {note}." for note in plan.notes if note != plan.warning]
+    yield Text("\n".join(lines))
 
 
-def _table(plan: Plan) -> RenderableType:
-    """Table with a row for each cluster and device count, at its fastest batch size."""
-    cost = "cost" if plan.is_priced else "device-h"
-    clusters = list(dict.fromkeys(point.cluster for point in plan.points))
-    marks = marks_of(plan)
-    headings = ["devices", "batch", "steps", "step", "time", "p10", "p90", cost, ""]
-    table = figures(*(["cluster"] if len(clusters) > 1 else []), *headings)
-    for position in shown(plan):
+def table(plan: Plan, *, is_wide: bool = False) -> Table:
+    """Table with a row for each cluster and device count, at its fastest batch size; a wide one has
+    goodput and the clusters' whole names too."""
+    clusters = {point.cluster for point in plan.points}
+    seconds, grouped = (format_seconds, ",") if is_wide else (format_seconds_briefly, "")
+    marks = notes.marks_of(plan)
+    rows = []
+    for position in notes.shown(plan):
         point = plan.points[position]
-        row = [point.cluster[:_LONGEST_NAME]] if len(clusters) > 1 else []
-        row += [
-            str(point.device_count),
-            f"{'~' if point.is_extrapolated else ''}{point.global_batch}",
-            format_steps(point.steps),
-            format_seconds(point.step_seconds),
-            format_seconds_briefly(point.run_seconds),
-            format_seconds_briefly(point.p10_run_seconds),
-            format_seconds_briefly(point.p90_run_seconds),
-            format_cost(point.cost),
-            marks.get(position, ""),
-        ]
-        table.add_row(*row)
-    return table
+        rows.append(
+            {
+                "cluster": point.cluster if is_wide else point.cluster[:_LONGEST_NAME],
+                "devices": format(point.device_count, grouped),
+                "batch": "~" * point.is_extrapolated + format(point.global_batch, grouped),
+                "steps": notes.format_steps(point.steps),
+                "step": format_seconds(point.step_seconds),
+                "goodput": format_fraction(point.goodput),
+                "time": seconds(point.run_seconds),
+                "p10": seconds(point.p10_run_seconds),
+                "p90": seconds(point.p90_run_seconds),
+                "cost" if plan.is_priced else "device-h": notes.format_cost(point.cost),
+                "": marks.get(position, ""),
+            }
+        )
+    left_out = set() if is_wide else {"goodput", *(["cluster"] if len(clusters) == 1 else [])}
+    found = figures(*(name for name in rows[0] if name not in left_out))
+    for row in rows:
+        found.add_row(*(cell for name, cell in row.items() if name not in left_out))
+    return found
 
 
 def _answers(plan: Plan) -> Iterator[str]:
-    limits = in_words(plan)
+    limits = notes.in_words(plan)
     if plan.nearest is not None:
         yield f"Nothing is within {limits}."
         return
@@ -75,5 +73,5 @@ def _answers(plan: Plan) -> Iterator[str]:
         if position is not None:
             names.setdefault(position, []).append(name)
     for position, each in names.items():
-        yield f"{' and '.join(each).capitalize()}: {described(plan, plan.points[position])}."
-    yield of_the_knee(plan)
+        yield f"{' and '.join(each).capitalize()}: {notes.described(plan, plan.points[position])}."
+    yield notes.of_the_knee(plan)

@@ -6,7 +6,7 @@ JAX.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -206,7 +206,8 @@ def plan_sweep(
         first.setdefault(json.dumps(plain(run.config), sort_keys=True), position)
     kept = [(expanded[position], resolved[position]) for position in first.values()]
     varied = varied_fields(grammar.named_fields(), [run.config for _, run in kept])
-    _require_told_apart(varied)
+    accepted = "they differ in no field that -V or -E names; name the one in which they do"
+    require_told_apart(map(json.dumps, varied), "runs", accepted)
     runs = tuple(
         PlannedRun(index=index, fields=fields, varied=varied[index], run=run)
         for index, (fields, run) in enumerate(kept)
@@ -424,14 +425,13 @@ def _text_of(table: Fields, names: list[str]) -> str:
     return json.dumps([table.get(name) for name in names])
 
 
-def _require_told_apart(varied: list[Fields]) -> None:
-    """Refuse runs that are equal in all `varied` fields, including their seed."""
+def require_told_apart(names: Iterable[str], what: str, accepted: str) -> None:
+    """Refuse two of `what`, such as "runs", that have one name; `accepted` says what would do."""
     first: dict[str, int] = {}
-    for index, fields in enumerate(varied):
-        other = first.setdefault(json.dumps(fields), index)
+    for index, name in enumerate(names):
+        other = first.setdefault(name, index)
         if other != index:
-            accepted = "they differ in no field that -V or -E names; name the one in which they do"
-            raise ConfigError(refusal("-V", f"runs {other} and {index}", accepted))
+            raise ConfigError(refusal("-V", f"{what} {other} and {index}", accepted))
 
 
 def _jobs(runs: tuple[PlannedRun, ...], *, one_by_one: bool) -> tuple[tuple[int, ...], ...]:

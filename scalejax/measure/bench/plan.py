@@ -24,7 +24,7 @@ from scalejax.core.errors import (
 from scalejax.core.serialization import JsonValue, build, document, plain, stamped
 from scalejax.measure.bench.tables import Scaling
 from scalejax.planning.scaling_study import resolve_all
-from scalejax.sweep.plan import in_words, require_known_conditions
+from scalejax.sweep.plan import in_words, require_known_conditions, require_told_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,8 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
         )
         for (settings, replaced), differing in zip(split, varied, strict=True)
     )
-    _require_different(benchmarks)
+    names = (each.name for each in benchmarks)  # two would be one cell of a table
+    require_told_apart(names, "benchmarks", "they are equal; --repeats times one more often")
     return BenchPlan(
         text=run_file.read_text(encoding="utf-8"), benchmarks=benchmarks, repeats=repeats
     )
@@ -207,13 +208,3 @@ def _resolved(
             raise ConfigError(refusal("batch.ramp_epochs", list(epochs), accepted))
         counts = (fewest, settings.devices)
         return resolve_all(config, counts, settings.scaling)[-1]
-
-
-def _require_different(benchmarks: tuple[Benchmark, ...]) -> None:
-    """Refuse two equal benchmarks: they would be one cell of a table."""
-    first: dict[str, int] = {}
-    for index, each in enumerate(benchmarks):
-        other = first.setdefault(each.name, index)
-        if other != index:
-            accepted = "they are equal; --repeats times one more often"
-            raise ConfigError(refusal("-V", f"benchmarks {other} and {index}", accepted))

@@ -3,8 +3,6 @@
 Knows instructions and columns; nothing of the values.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ class EventLog:
     """Writer of the instructions of a run, in row groups."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file at `path`; it is readable once closed."""
+        """Create the file at `path`; it is readable once closed, also if the run fails before."""
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
         self._waiting: list[Instruction] = []
 
@@ -64,19 +62,6 @@ class EventLog:
         for name in _ROWS:
             columns[name] = [each.rows and getattr(each.rows, name) for each in several]
         self._writer.write_table(pa.table(columns, schema=_SCHEMA))
-
-
-@contextmanager
-def write_events(path: Path) -> Iterator[EventLog]:
-    """Open the event log of a run at `path` for writing.
-
-    If the run fails, the file holds the instructions until then.
-    """
-    log = EventLog(path)
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def read_events(path: Path) -> list[Instruction]:

@@ -17,7 +17,7 @@ from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.checks import emulated_run, require_progress
 from scalejax.emulation.durations import durations_of
-from scalejax.emulation.event_log import read_events, write_events
+from scalejax.emulation.event_log import EventLog, read_events
 from scalejax.emulation.record import EMULATION, Emulation, in_words, outcome
 from scalejax.emulation.replay import replay
 from scalejax.emulation.run import emulate_run
@@ -97,7 +97,7 @@ def emulate(
         serialization.save(run.dataset, files.facts)
         serialization.save_toml(resolved_config(run), files.config)
         serialization.save_text(_README.format(path=folder), files.readme)
-        events = write_events(folder / _EVENTS) if keeps_events else nullcontext()
+        events = closing(EventLog(folder / _EVENTS)) if keeps_events else nullcontext()
         with (
             closing(MeasurementLog(files.measurements)) as log,
             events as kept,

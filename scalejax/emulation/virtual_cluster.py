@@ -145,14 +145,14 @@ class VirtualCluster:
         self.worker_failures = 0
         """Number of worker failures."""
         self._failures = config.failures
-        self._streams = Streams(seed)
-        self._slowness = slowness(config.stragglers, config.workers, self._streams.of("slowness"))
+        self._seed = seed
+        self._slowness = slowness(config.stragglers, config.workers, self.random("slowness"))
         self._times = [
             gradient_times(
                 config.stragglers,
                 durations.gradient_seconds * factor,
                 durations.gradient_deviation_seconds * factor,
-                self._streams.of("gradient", worker),
+                self.random("gradient", worker),
             )
             for worker, factor in enumerate(self._slowness)
         ]
@@ -201,7 +201,7 @@ class VirtualCluster:
 
     def random(self, *name: str | int) -> np.random.Generator:
         """An independent random generator for this name."""
-        return self._streams.of(*name)
+        return random_stream(self._seed, *name)
 
     def _pass(self, line: Line, payload_bytes: float, then: Then) -> None:
         rate = self.durations.worker_bytes_per_second
@@ -232,16 +232,10 @@ def _until_interrupted(life: Body) -> Body:
         return
 
 
-class Streams:
-    """Random generators that depend only on a seed and a name."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def of(self, *name: str | int) -> np.random.Generator:
-        """A new generator for this name."""
-        words = [part if isinstance(part, int) else int.from_bytes(part.encode()) for part in name]
-        return np.random.default_rng([self._seed, *words])
+def random_stream(seed: int, *name: str | int) -> np.random.Generator:
+    """A random generator that depends only on a seed and a name."""
+    words = [part if isinstance(part, int) else int.from_bytes(part.encode()) for part in name]
+    return np.random.default_rng([seed, *words])
 
 
 def slowness(

@@ -10,7 +10,7 @@ from least_squares_cases import LeastSquares, emulated
 
 from scalejax.config.emulation import EasgdConfig, EmulationConfig, FailuresConfig, StragglersConfig
 from scalejax.core.errors import ConfigError
-from scalejax.emulation.virtual_cluster import Streams, slowness
+from scalejax.emulation.virtual_cluster import random_stream, slowness
 
 
 def config(workers: int, shards: int = 1, **algorithm) -> EmulationConfig:
@@ -50,7 +50,7 @@ def test_workers_of_one_pace_are_those_of_the_synchronous_equations(period: int,
 def test_workers_of_their_own_pace_are_those_of_a_plain_loop(period: int):
     """Two workers, one of which takes 2.317 times as long, meet the centre in the order of time."""
     stragglers = StragglersConfig(slow_share=0.5, slow_factor=2.317)
-    seconds = slowness(stragglers, 2, Streams(0).of("slowness"))
+    seconds = slowness(stragglers, 2, random_stream(0, "slowness"))
     settings = replace(config(2, period_steps=period), stragglers=stragglers)
     problem = LeastSquares(learning_rate=0.02)
 

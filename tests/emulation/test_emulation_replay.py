@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 
 import pytest
 from emulated_outcomes import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
@@ -15,7 +16,7 @@ from scalejax.config.emulation import (
 )
 from scalejax.core.errors import ConfigError
 from scalejax.emulation import executor
-from scalejax.emulation.event_log import read_events, write_events
+from scalejax.emulation.event_log import EventLog, read_events
 from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.replay import replay
 from scalejax.emulation.run import executor_of
@@ -43,7 +44,7 @@ def test_a_run_is_computed_again_from_its_file(tmp_path, name: str):
     """Every line but its wall times, and the parameters, bit for bit, with no simulation."""
     emulation, fields = emulation_of(name), {"batch.global_batch": 6, **ADAGRAD}
     ran = emulated(emulation, VARIED, fields)
-    with write_events(tmp_path / "events.parquet") as log:
+    with closing(EventLog(tmp_path / "events.parquet")) as log:
         for each in ran.log:
             log.write(each)
 

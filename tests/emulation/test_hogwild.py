@@ -11,7 +11,7 @@ from scalejax.config.emulation import (
     HogwildConfig,
     StragglersConfig,
 )
-from scalejax.emulation.virtual_cluster import Streams
+from scalejax.emulation.virtual_cluster import random_stream
 
 BLOCKS = 3
 BLOCK_BYTES = FEATURES // BLOCKS * 8
@@ -46,7 +46,7 @@ def by_hand(problem: LeastSquares, begins: list[float], steps: int, block_second
     cycle = 2 * BLOCKS * block_seconds + 1
     accesses = []
     for worker, begin in enumerate(begins):
-        draws = Streams(0).of("blocks", worker)
+        draws = random_stream(0, "blocks", worker)
         for step in range(steps):
             for kind, at in ("read", 0), ("write", BLOCKS * block_seconds + 1):
                 at += begin + step * cycle

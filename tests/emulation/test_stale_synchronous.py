@@ -14,7 +14,7 @@ from scalejax.config.emulation import (
     StragglersConfig,
 )
 from scalejax.core.errors import ConfigError
-from scalejax.emulation.virtual_cluster import Streams, slowness
+from scalejax.emulation.virtual_cluster import random_stream, slowness
 
 
 def config(bound: int, workers: int, shards: int = 1, **stragglers) -> EmulationConfig:
@@ -76,7 +76,7 @@ def by_hand(problem: LeastSquares, seconds: list[float], bound: int, steps: int)
 def test_bounded_run_is_that_of_a_plain_loop(bound: int):
     """Two workers, one of which takes 2.317 times as long."""
     stragglers = StragglersConfig(slow_share=0.5, slow_factor=2.317)
-    seconds = list(slowness(stragglers, 2, Streams(0).of("slowness")))
+    seconds = list(slowness(stragglers, 2, random_stream(0, "slowness")))
     problem = LeastSquares()
 
     result = emulated(config(bound, 2, slow_share=0.5, slow_factor=2.317), 40, problem)

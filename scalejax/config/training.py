@@ -131,6 +131,11 @@ class LayoutConfig:
             accepted = 'with layout.pipeline_schedule="zb_h1" stages have one chunk; use "1f1b"'
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
         if self.pipeline_schedule != "gpipe" and self.context_strategy == "ring":
+            # On CPUs a collective permute is a rendezvous of all devices of the program, not of
+            # those that its pairs join, and JAX gives all permutes in a `shard_map` channel 1, by
+            # which XLA tells them apart: the ring of one stage meets the exchange of another, and
+            # each takes the other's data (jax 0.10.2). With no exchange in between it waits for
+            # ever. NCCL pairs by peers, which could not be tried; gathers have groups.
             accepted = (
                 f'with layout.pipeline_schedule="{self.pipeline_schedule}" stages send at '
                 'different times, which XLA confuses with the ring; use "all_gather"'

@@ -31,13 +31,6 @@ MODELS["windows and sinks"] = {
     **MODELS["llama"],
     "block": {"sliding_window": 4, "global_every": 2, "attention_sinks": True},
 }
-MODELS["latent attention"] = {
-    "name": "llama",
-    "layers": 2,
-    "hidden": 16,
-    "heads": 4,
-    "mla": {"kv_lora_rank": 8, "nope_head_size": 4, "rope_head_size": 4, "value_head_size": 4},
-}
 MODELS["experts"] = {
     **MODELS["llama"],
     "layers": 2,
@@ -128,8 +121,8 @@ SLOW = [
     ("gpt", {"data": 1, "pipeline": 2, "pipeline_chunks": 2}, 4),
     ("gpt", {"data": 2, "pipeline": 2, "pipeline_schedule": "zb_h1", "zero_stage": 1}, 4),
     ("windows and sinks", {"data": 2, "fsdp": 2, "zero_stage": 2}, 2),
-    ("latent attention", {"data": 1, "context": 2, "context_strategy": "all_to_all"}, 1),
-    ("experts", {"data": 2, "expert": 2}, 2),
+    ("experts", {"data": 1, "expert": 2, "pipeline": 2}, 4),
+    ("experts", {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}, 2),
 ]
 
 

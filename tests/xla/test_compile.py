@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from program_cases import kept_jobs, require_same
 
+from scalejax.config.model import DecoderConfig
+from scalejax.config.presets import published_model
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError, DoesNotFit, ProfileError
 from scalejax.core.serialization import build
@@ -273,6 +276,37 @@ def test_fused_attention_compiles_for_few_nodes():
     axes = {item.collective.group.axes for item, _ in fused.walk() if item.collective}
     assert {("tensor",), ("data",)} <= axes
     assert () not in axes
+
+
+@pytest.mark.slow  # compiles two networks for CUDA, 15 s
+@needs_cuda_compiler
+def test_fused_attention_counts_windows_and_no_documents():
+    """Of gemma3's layers five of six see 512 of 2048 tokens: 1 - (3/4)^2 of the causal pairs. The
+    kernel of packed documents computes all of these, whatever the lengths."""
+    tokens, one = 2048, {"batch": {"global_batch": 1}, "layout": {"data": 1}}
+    data = {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": 64}
+    gemma = published_model("gemma3-1b", layers=6, compute_dtype="bfloat16")
+    plain = {"name": "gpt", "layers": 2, "hidden": 256, "heads": 2, "compute_dtype": "bfloat16"}
+    windowed = resolved("gpt", 1, model={"name": "gpt"}, data=data, **one)
+    windowed = replace(windowed, config=replace(windowed.config, model=gemma))
+    packed = resolved("gpt", 1, model=plain, data={**data, "document_tokens": 100}, **one)
+    jobs = [ProfileJob(run=run, cluster=load_cluster("dgx-h100")) for run in (windowed, packed)]
+
+    of_gemma, of_packed = (
+        [
+            (item.flop, times)
+            for item, times in program.walk()
+            if item.kind == "attention" and "bwd" not in item.name
+        ]
+        for program in profile_many(jobs, cache=None, backend="cuda")
+    )
+
+    causal = 2 * tokens**2  # two products, half of the pairs, two operations a product
+    assert isinstance(gemma, DecoderConfig)
+    every = causal * gemma.heads * gemma.head_size
+    assert sum(times for _, times in of_gemma) == 6
+    assert sum(flop * times for flop, times in of_gemma) == every + 5 * every * 7 // 16
+    assert sum(flop * times for flop, times in of_packed) == 2 * causal * 256
 
 
 @pytest.mark.slow  # compiles two pipelines for CUDA, 6 s

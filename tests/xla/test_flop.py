@@ -183,14 +183,14 @@ def test_full_precision_is_told_from_tf32(line, dtype):
     assert found.dtype == dtype
 
 
-def attention(target: str, mask: str, *operands: str) -> FlopCount:
+def attention(target: str, mask: str, window: int = 0) -> FlopCount:
     """What is counted for a call of cuDNN's fused attention: 2 samples, 8 heads, 1024 tokens."""
     return counted(
         "  %fmha = (bf16[2,8,1024,128]{3,1,2,0}, f32[2,8,1024]{2,1,0}, u8[0]{0}) "
         f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", '
         'backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": '
         '{"element_type": "BF16", "dimensions": ["2", "8", "1024", "1024"]}, '
-        f'"mask_type": "{mask}"}}}}',
+        f'"mask_type": "{mask}", "sliding_window_length": {window}}}}}',
         *(f"{name}: bf16[2,1024,8,128]{{3,2,1,0}}" for name in "qkv"),
     )
 
@@ -203,6 +203,14 @@ def test_fused_attention_is_two_products_forward():
     assert whole.shape == (16, 1024, 1024, 128)
     assert whole.flop == 4 * 16 * 1024 * 1024 * 128
     assert causal.flop == whole.flop // 2
+
+
+@pytest.mark.parametrize("target", ["Softmax", "SoftmaxBackward"])
+def test_fused_attention_skips_what_lies_before_a_window(target):
+    """A triangle of 1024 less that of the 768 before a window of 256."""
+    causal, windowed = (attention(target, "CAUSAL", window) for window in (0, 256))
+
+    assert windowed.flop * 1024**2 == causal.flop * (1024**2 - 768**2)
 
 
 def test_fused_attention_is_five_products_backward():

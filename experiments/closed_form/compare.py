@@ -164,6 +164,18 @@ WITH_EXPERTS = {
     "QK-norm and experts, data 2 x expert 4, full recompute": (
         HEAD_NORMS, {"data": 2, "expert": 4, "remat": "full"},
     ),
+    "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B": (
+        MIXTURE, {
+            "expert": 2, "pipeline": 4, "microbatches": 8, "remat": "full",
+            "pipeline_schedule": "1f1b",
+        },
+    ),
+    "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B": (
+        MIXTURE, {
+            "data": 2, "expert": 2, "pipeline": 2, "microbatches": 4, "zero_stage": 1,
+            "pipeline_schedule": "1f1b",
+        },
+    ),
 }  # fmt: skip
 """Experts, latent attention and QK-norm, compiled with the first of `JAX_VERSIONS` alone."""
 ROWS |= WITH_EXPERTS

@@ -149,12 +149,13 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         raise ConfigError(refusal("layout.context_strategy", strategy, accepted))
     if layout.context_strategy == "all_to_all":
         _require_heads_over_context(model, layout)
-    if layout.pipeline_schedule != "gpipe" and model.offloads_activations:
+    if layout.pipeline > 1 and model.offloads_activations:
         accepted = (
-            "its stages keep microbatches in flight in buffers on the device; leave model.remat's "
-            '"offload" out, or use "gpipe"'
+            "XLA's compiler for GPUs refuses copies to the host in a loop over ticks (jax 0.10.2), "
+            "and the stages of timetables keep microbatches on the device; leave model.remat's "
+            '"offload" out'
         )
-        raise ConfigError(refusal("layout.pipeline_schedule", layout.pipeline_schedule, accepted))
+        raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
     # Dense layers before those with experts are in no stage, or in the first one besides its share.
     dense = 0 if (moe := getattr(model, "moe", None)) is None else moe.dense_layers

@@ -585,7 +585,7 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
                     "gpt",
                     {"data": 1, "pipeline": 2, "pipeline_chunks": 2},
                     4,
-                    "minimal_offloaded",
+                    {"save": ["context", "out_proj"]},
                 ),
                 (
                     "gpt",

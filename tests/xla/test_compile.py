@@ -309,6 +309,41 @@ def test_fused_attention_counts_windows_and_no_documents():
     assert sum(flop * times for flop, times in of_packed) == 2 * causal * 256
 
 
+@pytest.mark.slow  # compiles two steps for CUDA, 10 s
+@needs_cuda_compiler
+def test_what_is_offloaded_leaves_the_device_and_is_copied_there_and_back():
+    """Adam's moments, and an activation of each block, which is as large as its share of the
+    residual stream in float32, but for two blocks whose copies are under way; by hand."""
+    tokens, width, blocks = 1024, 256, 6
+    tables = {
+        "model": {"name": "gpt", "layers": blocks, "hidden": width, "heads": 4},
+        "data": {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": 64},
+        "optimizer": {"name": "adamw"},
+        "batch": {"global_batch": 16},
+    }
+    jobs = []
+    for is_away, names in ((False, "save"), (True, "offload")):
+        layout = {"fsdp": 2, "optimizer_memory_host_offload": is_away}
+        model = {**tables["model"], "remat": {names: ["context"]}}
+        run = resolved("gpt", 2, **{**tables, "model": model, "layout": layout})
+        jobs.append(ProfileJob(run=run, cluster=load_cluster("dgx-h100")))
+
+    kept, away = profile_many(jobs, cache=None, backend="cuda")
+
+    counts = {"copy_to_host": 0, "copy_from_host": 0}
+    for operation, runs in away.walk():
+        if operation.collective is not None and operation.collective.name in counts:
+            counts[operation.collective.name] += runs * operation.collective.payload_bytes
+    moments = kept.memory.argument_bytes - away.memory.argument_bytes
+    activations = blocks * 8 * tokens * width * 4  # samples of a device
+    assert moments == pytest.approx(2 / 3 * kept.memory.argument_bytes, rel=0.05)
+    assert set(counts.values()) == {away.memory.host_bytes}
+    assert away.memory.host_bytes == pytest.approx(moments + activations, rel=1e-3)
+    saved = kept.memory.peak_bytes - away.memory.peak_bytes
+    assert saved >= away.memory.host_bytes - 2 / blocks * activations
+    assert kept.memory.host_bytes == 0
+
+
 @pytest.mark.slow  # compiles two pipelines for CUDA, 6 s
 @needs_cuda_compiler
 def test_1f1b_holds_as_many_microbatches_as_stages_and_gpipe_all():

@@ -441,8 +441,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/transforms/pipeline.py",
-        old="idle = _passes(passes, first=1 / ticks.idle, last=0.0)",
-        new="idle = _passes(passes, first=1 / ticks.idle, last=1.0)",
+        old="gate: (sum(shares[gate] for shares in own) - share) / ticks.idle",
+        new="gate: sum(shares[gate] for shares in own) / ticks.idle",
         mistake="the last stage waits for logits of the others too",
         first_tests=("tests/simulator/test_pipeline_transform.py",),
     ),

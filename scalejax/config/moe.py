@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scalejax.config.parallelism import stage_layers
 from scalejax.core.errors import (
     ConfigError,
     refusal,
@@ -176,6 +177,15 @@ class MoeConfig:
     def counts_loads(self) -> bool:
         """Whether a network's state has the loads of its experts in an update."""
         return self.router.balance == "bias" or self.load_window is not None
+
+    def layers_of_stages(
+        self, layers: int, stages: int, chunks: int, period: int
+    ) -> tuple[int, ...]:
+        """Layers with experts that each stage of a pipeline computes by a timetable, of a network
+        of so many layers: the first stage has the dense ones besides, and so many fewer, unless
+        chunks or a period of layers must be whole."""
+        before = self.dense_layers if chunks == 1 and period == 1 else 0
+        return stage_layers(layers - self.dense_layers, stages, before)
 
     def capacity(self, tokens: int) -> int | None:
         """Tokens that an expert takes of a sample of `tokens`; None if there is no bound."""

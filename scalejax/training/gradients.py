@@ -340,10 +340,12 @@ def by_timetable(
     def weight(rows: Batch) -> jax.Array:
         return rows.get("scale", jnp.ones((), jnp.float32)) / microbatches
 
-    layers = jax.tree.leaves(params[_BLOCKS])[0].shape[0]
-    is_split_freely = moe is not None and chunks == 1 and period == 1
-    before = moe.dense_layers if moe is not None and is_split_freely else 0
-    counts = stage_layers(layers, stages, before)
+    layers = getattr(model, "layers")  # noqa: B009  of a causal network
+    counts = (
+        stage_layers(layers, stages)
+        if moe is None
+        else moe.layers_of_stages(layers, stages, chunks, period)
+    )
 
     def dealt(blocks: PyTree) -> PyTree:
         def in_periods(leaf: jax.Array) -> jax.Array:

@@ -59,7 +59,8 @@ def read_step(
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     program = with_routed_tokens(program, run)
-    moe = run.config.model.moe if isinstance(run.config.model, LlamaConfig) else None
+    model = run.config.model
+    moe = model.moe if isinstance(model, LlamaConfig) else None
     if moe is not None and moe.capacity_factor is None:
         program = replace(program, notes=(*program.notes, EVEN_LOADS))
     layout, stages = run.config.layout, run.layout.pipeline
@@ -67,7 +68,11 @@ def read_step(
         ticks = PipelineTicks(
             layout.pipeline_schedule, stages, run.split.microbatches, layout.pipeline_chunks
         )
-        program = with_bubble(program, ticks)
+        counts = None
+        if isinstance(model, LlamaConfig) and moe is not None:
+            counts = moe.layers_of_stages(model.layers, stages, ticks.chunks, model.period)
+        unlike = counts if counts and min(counts) < max(counts) else None
+        program = with_bubble(program, ticks, unlike)
     compute_type = _COMPUTE_TYPES.get(activation_type(run.config.model))
     if program.backend == "cpu" and compute_type is not None:
         typed = partial(_with_product_type, compute_type=compute_type)

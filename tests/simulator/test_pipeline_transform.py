@@ -230,6 +230,31 @@ def test_slots_of_a_timetable_are_those_of_the_last_stage(chunks, bubble):
     assert step_milliseconds(told) == pytest.approx(8 * (chunks * 3 + 0.5) + 1 + bubble)
 
 
+def test_a_timetable_of_unlike_stages_is_that_of_the_one_with_most_work():
+    """The second of 3 stages of 1, 2 and 1 layers; the others wait with it for a layer each, the
+    embedding and the loss."""
+    ticks = PipelineTicks("1f1b", stages=3, microbatches=8)
+
+    def layers(name: str, milliseconds: float) -> Loop:
+        one = (matmul(name, milliseconds),)
+        gate = Loop(name=f"layer_of_stage#{name}", trip_count=1, body=one)
+        return Loop(name=f"layers#{name}", trip_count=2, body=(gate,))
+
+    first, last = (
+        Loop(name=f"{name}_part", trip_count=1, body=(matmul(name, each),))
+        for name, each in (("first", 0.25), ("last", 0.5))
+    )
+    forward = Loop(name="forward_pass", trip_count=1, body=(first, layers("f", 1), last))
+    backward = Loop(name="backward_pass", trip_count=1, body=(layers("b", 2),))
+    slots = Loop(name="slots", trip_count=len(timetable(ticks).slots), body=(forward, backward))
+    compiled = replace(program_of(slots), mesh_axes=(("pipeline", 3), ("data", 2)))
+
+    told = with_bubble(compiled, ticks, (1, 2, 1))
+
+    assert step_milliseconds(without_bubble(told)) == pytest.approx(8 * 6)
+    assert step_milliseconds(told) == pytest.approx(8 * 6 + 2 * 3 + 0.25 + 0.5)
+
+
 def test_passes_over_weights_fill_part_of_the_bubble():
     """Of passes of 1 ms each, 4 stages idle for 3 (forward + backward - weights) = 3 ms (Qi et al.
     2023, table 2); 1F1B for 9."""

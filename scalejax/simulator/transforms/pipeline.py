@@ -15,7 +15,7 @@ more than is counted. Knows nothing of hardware.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -127,19 +127,23 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
     )
 
 
-def with_bubble(program: Program, ticks: PipelineTicks) -> Program:
+def with_bubble(
+    program: Program, ticks: PipelineTicks, layers: tuple[int, ...] | None = None
+) -> Program:
     """`program` of a whole pipeline, with the idle iterations of its loops split into bubble loops.
 
     Under GPipe stages compute in all ticks of the compiled loops, also results that nobody uses.
     Under other schedules the program is that of all stages, slot by slot of a timetable
     (`training.pipeline`): the result is that of the last stage, which goes forward and backward
     with each microbatch, and waits for as long as each other stage takes for a chunk of one; the
-    first of those embeds the tokens too. With "zb_h1" passes over weights fill part of that time:
-    it is idle in the slots of the timetable that are left, of the mean length of its passes (Qi et
-    al. 2023, arXiv 2401.10241, table 2, for passes of equal length).
+    first of those embeds the tokens too. Where stages compute unlike numbers of `layers`, it is
+    that of the one with most FLOP. With "zb_h1" passes over weights fill part of that time: it is
+    idle in the slots of the timetable that are left, of the mean length of its passes (Qi et al.
+    2023, arXiv 2401.10241, table 2, for passes of equal length).
     """
     if ticks.schedule != "gpipe":
-        in_slots = partial(_last_stage, ticks=ticks, stage_devices=_stage_devices(program))
+        devices = _stage_devices(program)
+        in_slots = partial(_slowest_stage, ticks=ticks, layers=layers, stage_devices=devices)
         operations = tuple(each for item in program.operations for each in in_slots(item))
         return replace(program, operations=operations)
 
@@ -159,11 +163,14 @@ def _stage_devices(program: Program) -> int:
     return program.device_count // dict(program.mesh_axes).get(PIPELINE, 1)
 
 
-def _last_stage(
-    item: Operation | Loop, ticks: PipelineTicks, stage_devices: int
+def _slowest_stage(
+    item: Operation | Loop,
+    ticks: PipelineTicks,
+    layers: tuple[int, ...] | None,
+    stage_devices: int,
 ) -> tuple[Operation | Loop, ...]:
     """`item`, if it is the loop over the slots of a timetable, as loops over the microbatches of
-    the last stage and over its bubble."""
+    the last stage, or of one of unlike `layers`, and over its bubble."""
     slots = len(timetable(ticks).slots)
     if not isinstance(item, Loop) or item.trip_count != slots:
         return (item,)
@@ -172,9 +179,24 @@ def _last_stage(
         return (item,)
     between = tuple(_along_pipeline(each, ticks.stages, stage_devices) for each in item.body)
     between = tuple(each for each in between if not _is_gate(each))
-    chunk_share = 1 / ticks.chunks  # of the passes of the last stage, those with its last layers
-    work = _passes(passes, first=0.0, last=chunk_share)
-    idle = _passes(passes, first=1 / ticks.idle, last=0.0)
+    counts = layers or (1,) * ticks.stages
+    own = [
+        {
+            "first_part": float(stage == 0),
+            # Of the passes of the last stage, those with its last layers.
+            "last_part": (stage == ticks.stages - 1) / ticks.chunks,
+            "layer_of_stage": count / max(counts),
+        }
+        for stage, count in enumerate(counts)
+    ]
+    slowest = own[-1]
+    if layers is not None:
+        slowest = max(own, key=lambda shares: sum(map(_flop, _passes(passes, shares))))
+    others = {
+        gate: (sum(shares[gate] for shares in own) - share) / ticks.idle
+        for gate, share in slowest.items()
+    }
+    work, idle = _passes(passes, slowest), _passes(passes, others)
     slots_at_work = len(passes)
     if slots_at_work == _PASSES_OF_ZB:
         idle = tuple(each for each in idle if not each.name.startswith("weights_pass"))
@@ -203,10 +225,9 @@ def gate_of(loop: Loop) -> str | None:
 
 
 def _passes(
-    items: Iterable[Operation | Loop], first: float, last: float
+    items: Iterable[Operation | Loop], shares: Mapping[str, float]
 ) -> tuple[Operation | Loop, ...]:
-    """`items` with the parts of the first and of the last stage in these shares."""
-    shares = {"first_part": first, "last_part": last}
+    """`items` with what only some stages compute in these shares, by the name of its gate."""
     made: list[Operation | Loop] = []
     for item in items:
         if not isinstance(item, Loop):
@@ -214,7 +235,7 @@ def _passes(
             continue
         share = shares.get(gate_of(item) or "", 1.0)
         if share:
-            body = _passes(item.body, first, last)
+            body = _passes(item.body, shares)
             made.append(replace(item, body=with_share(body, share) if share < 1 else body))
     return tuple(made)
 
@@ -248,9 +269,10 @@ def _with_suffix(item: Operation | Loop, suffix: str) -> Operation | Loop:
     return replace(item, name=name, waits_for=item.waits_for and item.waits_for + suffix)
 
 
-def _flop(loop: Loop) -> int:
-    inner = sum(_flop(item) if isinstance(item, Loop) else item.flop for item in loop.body)
-    return loop.trip_count * inner
+def _flop(item: Operation | Loop) -> float:
+    if isinstance(item, Loop):
+        return item.trip_count * sum(map(_flop, item.body))
+    return item.flop * item.share
 
 
 def _layers(work: Loop) -> int:

@@ -161,6 +161,8 @@ _PROCESSES: dict[StreamName, int] = {
     "to host": 4,
     "from host": 5,
 }
+_OF_HOST: tuple[StreamName, ...] = ("to host", "from host")
+"""Streams that are shown where the step copies to the host alone."""
 
 
 def write_trace(
@@ -196,7 +198,12 @@ def trace_of(trace: StepTrace, program: Program, cluster: Cluster) -> dict[str, 
             "predicted": "one device; stragglers, input, checkpoints and failures left out",
         },
         "traceEvents": [
-            *(event for name, pid in _PROCESSES.items() for event in _named(name, pid)),
+            *(
+                event
+                for name, pid in _PROCESSES.items()
+                if name not in _OF_HOST or any(each.stream == name for each in trace.events)
+                for event in _named(name, pid)
+            ),
             *(_event(event) for event in trace.events),
         ],
     }

@@ -116,6 +116,7 @@ def test_a_trace_holds_what_its_viewers_read(tmp_path: Path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    # None of copies to the host, of which there are none.
     assert names == {"compute (predicted)", "links (predicted)", "network (predicted)"}
     assert events["m"]["ts"] == 0
     assert events["m"]["dur"] == pytest.approx(2000)

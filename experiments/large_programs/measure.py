@@ -1,10 +1,10 @@
-"""How long, and how much memory, compiling Llama 3 for thousands of GPUs takes.
+"""How long, and how much memory, compiling Llama 3 and DeepSeek-V3 for thousands of GPUs takes.
 
 Run from the root of the repository, with scalejax[gpu-target] installed:
-    python experiments/large_programs/measure.py
+    python experiments/large_programs/measure.py [CASE ...]
 
-Each prediction is a process of its own with an empty cache; printed are its elapsed time, the
-most memory that one of its processes held, and what it predicts.
+Each prediction is a process of its own with an empty cache; printed are its elapsed time and that
+of processors, the most memory that one of its processes held, and what it predicts.
 """
 
 import json
@@ -17,28 +17,50 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CASES = (("llama3_70b", 1024), ("llama3_405b", 8192))
+CASES: dict[str, tuple[int, list[str]]] = {
+    "llama3_70b": (1024, ["--cluster", "dgx-h100"]),
+    "llama3_405b": (8192, ["--cluster", "dgx-h100"]),
+    "llama3_405b_long": (16_384, ["--cluster", "dgx-h100"]),
+    "deepseek_v3": (2048, ["--cluster", "h800"]),
+    "deepseek_v3_fp8": (
+        2048,
+        ["--cluster", "h800", "--framework", "megatron-core", "--conditions.dispatch", "deepep"],
+    ),
+}
+"""Devices, and options of `scalejax predict`, of each case."""
 
 
 def main() -> None:
     """Print one line for each case."""
-    print("network      devices  elapsed  most memory  step       MFU    memory of a device")
-    for name, devices in CASES:
-        elapsed, prediction = predicted(HERE / f"{name}.toml", devices)
+    print(
+        "network           devices  elapsed  processors  most memory     step    MFU  "
+        "tokens/s  memory of a device"
+    )
+    for name in sys.argv[1:] or CASES:
+        before, (devices, options) = processor_seconds(), CASES[name]
+        elapsed, prediction = predicted(HERE / f"{name}.toml", devices, options)
         # The largest process so far; the cases grow.
         most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
         print(
-            f"{name:12} {devices:7} {elapsed:7.1f} s {most:9.2f} GB  "
-            f"{prediction['step_seconds']:6.2f} s {prediction['mfu']:6.1%} "
-            f"{prediction['peak_memory_bytes'] / 2**30:10.1f} GiB"
+            f"{name:16} {devices:8} {elapsed:6.1f} s {processor_seconds() - before:9.1f} s "
+            f"{most:9.2f} GB {prediction['step_seconds']:6.2f} s {prediction['mfu']:6.1%} "
+            f"{prediction['tokens_per_second']:9,.0f} "
+            f"{prediction['peak_memory_bytes'] / 2**30:15.1f} GiB",
+            flush=True,
         )
 
 
-def predicted(path: Path, devices: int) -> tuple[float, dict]:
+def processor_seconds() -> float:
+    """Time on processors of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def predicted(path: Path, devices: int, options: list[str]) -> tuple[float, dict]:
     """Seconds that `scalejax predict` took, and what it said."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "prediction.json"
-        command = [sys.executable, "-m", "scalejax", "predict", str(path), "--cluster", "dgx-h100"]
+        command = [sys.executable, "-m", "scalejax", "predict", str(path), *options]
         command += ["--devices", str(devices), "--json", str(answer)]
         begin = time.perf_counter()
         subprocess.run(

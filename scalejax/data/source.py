@@ -40,7 +40,8 @@ class Source(Protocol):
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """Rows "inputs" (uint8 images, int32 tokens or float32 numbers) and "targets" (int32) of
-        the examples; for masked language modelling also "places" (int32).
+        the examples; for masked language modelling also "places" (int32), of packed documents
+        "segment_ids" and "positions" (int32).
 
         Randomness in an example depends on seed, epoch and index alone.
 

@@ -4,6 +4,7 @@ The rows, and the programs that were kept of them, are those of `experiments/clo
 """
 
 import runpy
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ MORE_OVER_CONTEXT = [
     "llama, 16k over context 2, data 2 x tensor 2, 2 microbatches, every second kept, ring",
     "gpt, 16k over context 2, fsdp 2 x tensor 2, heads",
 ]
-"""Compiled on the JAX that the closed form was read off alone."""
 KEYS, QUERIES = 8192 * 8 * 64 * 2, 8192 * 32 * 64 * 2
 """Bytes of the keys, and of the queries, of a device of `OVER_CONTEXT`."""
 IN_1F1B = [
@@ -61,8 +61,7 @@ IN_1F1B = [
     for network in ("gpt", "llama")
     if (network, layout) != ("llama", "data 2 x fsdp 2 x pipeline 2, 4 microbatches")
 ]
-"""Pipelines as they are trained in the schedule that the closed form costs; compiled with the
-oldest JAX alone."""
+"""Pipelines as they are trained in the schedule that the closed form costs."""
 WITH_EXPERTS = [
     "experts, one device",
     "experts, data 8",
@@ -78,7 +77,8 @@ WITH_EXPERTS = [
     "latent attention and shared experts, data 2 x expert 4, full recompute",
     "QK-norm and experts, data 2 x expert 4, full recompute",
 ]
-"""Compiled with the oldest JAX alone."""
+WITHIN = [*ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS]
+"""Rows within the bounds on the JAX that the closed form was read off."""
 BEYOND = {
     "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B": (0.007, 0.047),
     "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B": (0.007, 0.054),
@@ -95,9 +95,15 @@ BEYOND = {
 """Rows beyond the bounds, with what they reach of time and memory; the reasons are in the README of
 the experiment. Pipelines as the trainer runs them (GPipe) are not among them: 1F1B is costed."""
 BEYOND_ON_NEWEST = {
-    "llama, context 4": 0.134,
-    "llama, fsdp 2 x tensor 4, sequence parallel": 0.061,
+    "llama, context 4": (0.134, 0.05),
+    "llama, fsdp 2 x tensor 4, sequence parallel": (0.061, 0.05),
+    "gpt, fsdp 8, one sample": (0.103, 0.05),
+    "llama, fsdp 8, one sample": (0.077, 0.112),
+    "gpt, tensor 8, sequence parallel": (0.05, 0.165),
+    "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B": (0.05, 0.123),
+    "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B": (0.05, 0.113),
 }
+"""The same on the newest JAX."""
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +112,7 @@ def compare() -> dict[str, Any]:
     return runpy.run_path(str(COMPARE))
 
 
-@pytest.mark.parametrize(
-    "title", [*ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS]
-)
+@pytest.mark.parametrize("title", WITHIN)
 def test_steps_take_as_long_and_hold_as_much_as_compiled_ones(title: str, compare: dict[str, Any]):
     """On the JAX that the closed form was read off: 2 % of the time, 3 % of the memory."""
     row = compare["compared"](title, OLDEST)
@@ -155,20 +159,28 @@ def test_rows_beyond_the_bounds_come_no_further(title: str, compare: dict[str, A
     assert abs(row.memory_error) < BEYOND[title][1]
 
 
-@pytest.mark.slow_except("gpt, tensor 8")
-@pytest.mark.parametrize("title", ROWS)
+@pytest.mark.slow_except("gpt, tensor 8", "gpt, pipeline 4, 8 microbatches, 1F1B")
+@pytest.mark.parametrize("title", [*WITHIN, *BEYOND])
 def test_newer_compilers_differ_by_a_twentieth(title: str, compare: dict[str, Any]):
-    """On the newest JAX, whose compiler fuses more: 5 % of the time, but for what is listed."""
+    """On the newest JAX, whose compiler fuses more and holds less: 5 % of the time and 9 % of
+    the memory, but for what is listed. The FLOP are the same."""
     row = compare["compared"](title, NEWEST)
+    time_bound, memory_bound = BEYOND_ON_NEWEST.get(title, (0.05, 0.09))
 
-    assert abs(row.time_error) < BEYOND_ON_NEWEST.get(title, 0.05)
+    assert row.own.flop == row.compiled.flop
+    assert abs(row.time_error) < time_bound
+    assert abs(row.memory_error) < memory_bound
 
 
 @pytest.mark.slow  # a compile for CUDA: 10 s of processor time
 @pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
 @pytest.mark.parametrize("title", ["llama, fsdp 8"])
 def test_what_was_kept_is_what_the_compiler_makes_today(title: str, compare: dict[str, Any]):
-    """`--remake` of the experiment compiles all of them anew."""
+    """Where it is one of those that rows were kept of; `--remake` of the experiment compiles all of
+    them anew."""
+    jax = metadata.version("jax")
+    if jax not in compare["JAX_VERSIONS"]:
+        pytest.skip(f"no rows are kept of jax {jax}")
     compiled = profile(compare["run_of"](title), compare["CLUSTER"], backend="cuda", cache=None)
 
-    require_same(compare["compared"](title, OLDEST).compiled, compiled)
+    require_same(compare["compared"](title, jax).compiled, compiled)

@@ -171,9 +171,6 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         require_multiple(field, layers, parts, named)
     if chunks > 1:
         require_multiple(field, layers, stages * chunks, "layout.pipeline*chunks")
-    is_shared = dense > 0 or getattr(model, "mtp", None) is not None
-    if chunks > 1 or (is_shared and layout.pipeline_schedule == "gpipe"):
-        # Chunks take microbatches in groups; layers in no stage are computed in equal shares.
         require_multiple("batch.microbatches", batch.microbatches, stages, "layout.pipeline")
 
 

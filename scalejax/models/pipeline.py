@@ -35,7 +35,7 @@ from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.models.packing import Documents, documents, packed
 from scalejax.models.remat import recomputed_with_picks
-from scalejax.models.sharding import constrained, constrained_for_head, constraints
+from scalejax.models.sharding import axis_size, constrained, constrained_for_head, constraints
 
 
 def through_stages(
@@ -154,11 +154,14 @@ def shared_by_stages(
 ) -> tuple[jax.Array, Any]:
     """The residual stream after blocks that belong to no stage, [B, S, D], and what they report of
     each microbatch, [microbatches, layers, ...]: each stage computes its share of the microbatches,
-    which the stages divide. Other arguments as of `through_stages`."""
+    or all of them where stages do not divide them. Other arguments as of `through_stages`."""
+
+    microbatches = constraints().microbatches
+    is_divided = microbatches % axis_size(PIPELINE) == 0
 
     def by_stage(leaf: jax.Array) -> jax.Array:
-        rest = (P.UNCONSTRAINED,) * (leaf.ndim - 1)
-        return constrained(_split(leaf, constraints().microbatches), P(PIPELINE, BATCH_AXES, *rest))
+        first = PIPELINE if is_divided else None
+        return _by_stage(_split(leaf, microbatches), leading=(first,))
 
     def own(stacked: Any, rows_MBSD: jax.Array, documents_MBS: Documents | None) -> Any:
         def one(given: tuple[jax.Array, Documents | None]) -> tuple[jax.Array, Any]:
@@ -168,7 +171,9 @@ def shared_by_stages(
         return jax.lax.map(one, (rows_MBSD, documents_MBS))
 
     rows = jax.tree.map(by_stage, (x_BSD, documents()))
-    rows_MBSD, reports = _over_stages(own, (P(), P(PIPELINE), P(PIPELINE)))(stacked, *rows)
+    if is_divided:
+        own = _over_stages(own, (P(), P(PIPELINE), P(PIPELINE)))
+    rows_MBSD, reports = own(stacked, *rows)
     return _joined(_by_stage(rows_MBSD, leading=(None,))), reports
 
 

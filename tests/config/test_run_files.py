@@ -289,10 +289,6 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             {**MOE, "layout.pipeline": 2, "layout.pipeline_schedule": "zb_h1"},
             r"'zb_h1' is refused: one loop .* no two passes",
         ),
-        (
-            {**MOE, "model.moe.dense_layers": 1, "layout.pipeline": 2, "batch.microbatches": 3},
-            r"batch\.microbatches=3 .* layout\.pipeline=2",
-        ),
         ({**MOE, "model.moe.dense_layers": 4}, r"dense_layers=4 .* some layer has experts"),
         ({**MOE, "model.moe.experts_per_token": 9}, "at most the 8 experts"),
         (

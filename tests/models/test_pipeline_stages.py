@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from scalejax.config.parallelism import PIPELINE, Layout
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
-from scalejax.models.pipeline import through_stages
+from scalejax.models.pipeline import shared_by_stages, through_stages
 from scalejax.models.remat import kept, recomputed
 from scalejax.models.sharding import ShardingConstraints, constraints, sharding_context
 from scalejax.training.mesh import build_mesh, replicated
@@ -71,6 +71,20 @@ def test_stages_compute_what_blocks_in_a_row_do(stages, chunks, microbatches):
     ours = jax.jit(total(function), in_shardings=everywhere)(FACTORS, ACTIVATIONS)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), ours, in_a_row())
+
+
+@pytest.mark.parametrize("microbatches", [4, 3])
+def test_blocks_of_no_stage_are_computed_by_all(microbatches):
+    """Each for its share of the microbatches, or for all of those that 2 stages do not divide."""
+    mesh = build_mesh(Layout(pipeline=2))
+
+    def function(factors, x_BSD):
+        with sharding_context(mesh.abstract_mesh, ShardingConstraints(microbatches=microbatches)):
+            return shared_by_stages(with_report, factors, x_BSD)[0]
+
+    found = jax.jit(total(function), in_shardings=replicated(mesh))(FACTORS, ACTIVATIONS)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, in_a_row())
 
 
 @pytest.mark.parametrize(("chunks", "microbatches", "ticks"), [(1, 6, 6 + 2), (2, 6, 12 + 2)])

@@ -847,7 +847,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/planning/test_convergence.py",),
     ),
     Mutation(
-        path="scalejax/planning/convergence/limits.py",
+        path="experiments/convergence_fit/limits.py",
         old="math.hypot((1 - part) * good.standard_error, part * bad.standard_error)",
         new="math.hypot(part * good.standard_error, (1 - part) * bad.standard_error)",
         mistake="errors of the two trials about a limit are swapped",

@@ -22,9 +22,11 @@ from statistics import mean, stdev
 import pyarrow.parquet
 from matplotlib.figure import Figure
 
-from scalejax.planning.convergence import BatchLimit, Trial, batch_limit
-
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "convergence_fit"))
+
+from limits import BatchLimit, Trial, batch_limit  # noqa: E402  it is of another experiment
+
 BASE_RATES = (0.02, 0.005)
 """At batch 32: that of `experiments/warmup_by_batch`, and a quarter of it."""
 BATCHES = (32, 128, 256, 512, 1024, 2048, 4096)

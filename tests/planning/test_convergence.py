@@ -2,7 +2,9 @@
 
 import json
 import math
+import runpy
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,6 @@ from scalejax.planning.convergence import (
     ConvergenceData,
     Hyperbola,
     Point,
-    Trial,
-    batch_limit,
     fit,
     parse_target,
     published_data,
@@ -28,6 +28,8 @@ from scalejax.planning.convergence.points import merged
 from scalejax.training.record import EvaluationMeasurement, MeasurementLog, TrainMeasurement
 
 BATCHES = (100, 300, 1000, 4000)
+LIMITS = Path(__file__).parents[2] / "experiments" / "convergence_fit" / "limits.py"
+Trial, batch_limit = itemgetter("Trial", "batch_limit")(runpy.run_path(str(LIMITS)))
 
 
 def exact(
@@ -499,7 +501,7 @@ def test_single_runs_of_one_batch_are_one_point():
     assert len(merged([*single, mean])) == 2
 
 
-# --- limits ---
+# --- limits, which two experiments take ---
 
 
 def test_rule_breaks_between_the_last_that_worked_and_the_next():

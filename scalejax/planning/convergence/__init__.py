@@ -1,13 +1,11 @@
 """Samples that a network needs to reach its target, as a function of the global batch.
 
 In order: `Point` is what was measured; `read_data`, `read_run` and `published_data` read points
-from files and folders; `fit` draws the hyperbola through them, `batch_limit` says up to which
-batch a recipe works.
+from files and folders; `fit` draws the hyperbola through them.
 Arithmetic on plain data; knows no clock, no device and no JAX.
 """
 
 from scalejax.planning.convergence.hyperbola import Estimate, Hyperbola, fit
-from scalejax.planning.convergence.limits import BatchLimit, Trial, batch_limit
 from scalejax.planning.convergence.points import ConvergenceData, Point, parse_target
 from scalejax.planning.convergence.sources import (
     published_data,
@@ -17,13 +15,10 @@ from scalejax.planning.convergence.sources import (
 )
 
 __all__ = [
-    "BatchLimit",
     "ConvergenceData",
     "Estimate",
     "Hyperbola",
     "Point",
-    "Trial",
-    "batch_limit",
     "fit",
     "parse_target",
     "published_data",

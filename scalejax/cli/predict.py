@@ -335,13 +335,14 @@ class Validate(PlainCommand):
 
     def execute(self) -> None:
         """Predict every row, print the table, write the results."""
-        from scalejax.report.figures.style import require_plot_format, save_scatter
+        from scalejax.report.figures import scatter
+        from scalejax.report.html.charts import require_picture, save_picture
         from scalejax.validation import case_of, compile_cases, read_ledger, validation
 
         serialization.require_writable("json", self.json)
         serialization.require_writable("plot", self.plot)
         if self.plot is not None:
-            require_plot_format("plot", self.plot)
+            require_picture("plot", self.plot)
         framework = None if self.framework is None else framework_named(self.framework)
         rows = read_ledger(self.ledger)
         if self.family is not None:
@@ -368,7 +369,7 @@ class Validate(PlainCommand):
             print(f"wrote {self.json}")
         if self.plot is not None:
             scored = list(zip(rows, found.rows, strict=True))
-            save_scatter(scored, path=self.plot, title=self.ledger.name)
+            save_picture(scatter(scored, title=self.ledger.name), self.plot)
             print(f"wrote {self.plot}")
 
 

@@ -147,7 +147,8 @@ class Search(CostCommand):
 
     def _write(self, report: "SearchReport", found: SearchResult) -> None:
         """Write the results and the plot, where flags name files for them."""
-        from scalejax.report.figures.style import save_pareto
+        from scalejax.report.figures import time_and_memory
+        from scalejax.report.html.charts import save_picture
 
         for path in (self.json, self.output and self.output / "search.json"):
             if path is not None:
@@ -155,7 +156,7 @@ class Search(CostCommand):
                 print(f"wrote {path}")
         if self.output is not None:
             plot = self.output / "time_and_memory.png"
-            save_pareto(found.ranked, path=plot, title=report.title)
+            save_picture(time_and_memory(found.ranked, title=report.title), plot)
             print(f"wrote {plot}")
 
     def _nothing_fits(

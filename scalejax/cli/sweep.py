@@ -152,15 +152,16 @@ class Sweep(RunFileCommand):
 
     def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
         """Print and plot the results."""
-        from scalejax.report.figures.sweep import save_curves, save_finals
+        from scalejax.report.figures import accuracy_curves, final_accuracies
+        from scalejax.report.html.charts import save_picture
 
         rows = read_rows(sweep, files)
         print()
         tables.show(sweep_tables.results(sweep, rows))
         print(f"wrote {files.results}, evaluations.parquet and timings.parquet beside it")
         if any(row.evaluations for row in rows if row.is_finished):
-            save_finals(rows, path=files.path / "final.png")
-            save_curves(rows, path=files.path / "curves.png")
+            save_picture(final_accuracies(rows), files.path / "final.png")
+            save_picture(accuracy_curves(rows), files.path / "curves.png")
             print(f"wrote {files.path / 'final.png'} and curves.png")
         _raise_if_any(problems)
 

@@ -165,13 +165,15 @@ class SchedulePlot(RunFileCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Resolve the run and plot its schedule."""
-        from scalejax.report.figures.style import save_schedule
+        from scalejax.report.figures import schedule
+        from scalejax.report.html.charts import require_picture, save_picture
 
         serialization.require_writable("output", self.output)
+        require_picture("output", self.output)
         run = _resolve_here(self.run_file, overrides, self.devices)
         rates = _learning_rates(run)
         epochs = [run.epoch_of(step) for step in range(run.total_steps)]
-        save_schedule(rates, epochs=epochs, path=self.output)
+        save_picture(schedule(rates, epochs=epochs), self.output)
         print(f"wrote {self.output}")
 
 

@@ -1,15 +1,15 @@
 """What a plot says in words beside what it draws."""
 
-import itertools
+import re
 from pathlib import Path
 
 import pytest
 from ledger_cases import GPT, RESNET, ledger
-from matplotlib.figure import Figure
 
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.planning.search import Candidate
-from scalejax.report.figures import style
+from scalejax.report import figures
+from scalejax.report.html.charts import Spec, save_picture
 from scalejax.simulator.transformer import Strategy
 from scalejax.validation import RowResult, read_ledger
 
@@ -29,10 +29,8 @@ def result(case_id: str, measured: float | None, predicted: float | None) -> Row
 
 
 @pytest.fixture
-def figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+def scatter(tmp_path: Path) -> Spec:
     """Three rows of one family, 10, 20 and 40 % off, one of another, and one left out."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, path: drawn.append(figure))
     other = GPT | {"source": "github:mosaicml/llm-foundry@abc"}
     cells = [*(RESNET | {"case_id": name} for name in "abc"), other, RESNET | {"case_id": "e"}]
     rows = read_ledger(ledger(tmp_path, *cells))
@@ -41,57 +39,30 @@ def figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
         result("one", 2.0, 2.0),
         result("e", 1.0, None),
     ]
-
-    style.save_scatter(
-        list(zip(rows, results, strict=True)), path=Path("s.png"), title="ledger.csv"
-    )
-
-    return drawn[0]
+    return figures.scatter(list(zip(rows, results, strict=True)), title="ledger.csv")
 
 
-def test_the_legend_has_rows_and_error_of_each_family(figure: Figure):
-    """The largest family first, then what the lines are."""
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+def test_a_scatter_plot_has_rows_and_error_of_each_family(scatter: Spec):
+    """The largest family first; of five rows one has no prediction."""
+    color = scatter["layer"][-1]["encoding"]["color"]
 
-    assert labels == ["dlperf: 3, 20%", "llm_foundry: 1, 0%", "equal", "x 0.8 and x 1.25"]
-    assert "median error" in figure.legends[0].get_title().get_text()
-
-
-def test_the_title_counts_what_is_left_out(figure: Figure):
-    """One of five has no prediction."""
-    title = figure.axes[0].get_title()
-
-    assert title.startswith("ledger.csv: predicted against measured\n4 rows; 1 without")
+    assert color["scale"]["domain"] == ["dlperf: 3, 20%", "llm_foundry: 1, 0%"]
+    assert "median error" in color["legend"]["title"]
+    assert scatter["title"]["text"] == "ledger.csv: predicted against measured"
+    assert scatter["title"]["subtitle"][0].startswith("4 rows; 1 without")
 
 
-@pytest.mark.parametrize("slowest", [1.02, 1.5, 4, 6, 20, 250, 400, 1e4, 1e6])
-def test_labels_of_strategy_times_do_not_overlap(slowest: float, monkeypatch: pytest.MonkeyPatch):
-    """Near or far apart: at least two names, none over another."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, path: drawn.append(figure))
+@pytest.mark.parametrize("slowest", [1.02, 6, 1e6])
+def test_times_of_strategies_are_labelled(slowest: float, tmp_path: Path):
+    """Near or far apart: at least two times, in seconds, and each once."""
     strategy = Strategy(split=BatchSplit(global_batch=1, layout=Layout()))
     few = [
         Candidate(strategy=strategy, step_seconds=0.0137 * slowest**share, peak_memory_bytes=2**30)
         for share in (0, 0.5, 1)
     ]
 
-    style.save_pareto(few, path=Path("p.png"), title="gpt")
+    save_picture(figures.time_and_memory(few, title="gpt"), tmp_path / "plot.svg")
 
-    drawn[0].canvas.draw()
-    axis = drawn[0].axes[0].xaxis
-    low, high = axis.get_view_interval()
-    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.x0)
-    assert len({label.get_text() for label in labels}) == len(labels) >= 2
-    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
-    assert not axis.get_minorticklabels()
-
-
-def test_the_axes_fill_the_figure(figure: Figure):
-    """A square of nearly its width: nothing blank beside it."""
-    figure.canvas.draw()
-    box = figure.axes[0].get_position()
-
-    # what is left are the numbers and the name of the axis, and the title above
-    assert box.width > 0.8
-    assert box.y1 < 0.95
+    drawn = (tmp_path / "plot.svg").read_text()
+    labels = re.findall(r">([0-9.]+[mk]?s)<", drawn)
+    assert len(set(labels)) == len(labels) >= 2

@@ -21,7 +21,7 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.units import UNKNOWN
 from scalejax.planning.convergence.sources import read_data
-from scalejax.report.figures import sweep as sweep_figures
+from scalejax.report import figures
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.sweep import (
     SweepFolder,
@@ -657,10 +657,8 @@ def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
     assert abs(math.log10(float(str(best.fields["schedule.base_learning_rate"])) / 0.1)) < 0.2
 
 
-def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypatch):
+def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     """The mean of each arm on its line, one run a point, over the field with the most numbers."""
-    figures = []
-    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
     grammar = parse_grammar(
         [],
         ["batch.global_batch=[8,16,32]", "seed=[0,1]"],
@@ -674,20 +672,20 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypa
         record(folder.run(planned.index), [0.1, batch / 64 + planned.run.config.seed / 8])
     rows = read_rows(plan, folder)
 
-    sweep_figures.save_finals(rows, path=tmp_path / "final.png")
-    sweep_figures.save_curves(rows, path=tmp_path / "curves.png")
+    bars, finals, points = figures.final_accuracies(rows)["layer"][:3]
+    curves = figures.accuracy_curves(rows)["layer"][1]
 
-    (finals,), (curves,) = (figure.axes for figure in figures)
-    assert finals.get_xlabel() == "batch.global_batch"
-    assert [text.get_text() for text in finals.get_legend().get_texts()] == [
-        "warmup_epochs=0.0 warmup=none",
-        "warmup_epochs=1.0 warmup=gradual",
-    ]
-    lines = [line for line in finals.lines if len(line.get_xdata()) == 3]
+    assert finals["encoding"]["x"]["title"] == "batch.global_batch"
+    labels = ["warmup_epochs=0.0 warmup=none", "warmup_epochs=1.0 warmup=gradual"]
+    assert finals["encoding"]["color"]["scale"]["domain"] == labels
+    line = [row for row in finals["data"]["values"] if row["label"] == labels[0]]
     means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
-    assert list(lines[0].get_ydata()) == pytest.approx(means)
-    assert len(curves.get_legend().get_texts()) == 6
-    assert list(curves.lines[0].get_ydata()) == pytest.approx([0.1, means[0]])
+    assert [row["x"] for row in line] == [8, 16, 32]
+    assert [row["y"] for row in line] == pytest.approx(means)
+    assert bars["data"]["values"][0]["high"] == pytest.approx(means[0] + math.sqrt(2) / 16)
+    assert len(points["data"]["values"]) == 12
+    assert len(curves["encoding"]["color"]["scale"]["domain"]) == 6
+    assert [row["y"] for row in curves["data"]["values"]][:2] == pytest.approx([0.1, means[0]])
 
 
 def sweep_with_diverged_runs(run_file, folder):
@@ -721,40 +719,31 @@ def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
     assert "5 of 9 runs ended without a last evaluation, and are in no mean." in " ".join(lines)
 
 
-def test_runs_that_diverged_are_crosses(run_file, tmp_path, monkeypatch):
+def test_runs_that_diverged_are_crosses(run_file, tmp_path):
     """One for each, at the bottom, over its batch or where it ended; explained in the legend."""
-    figures = []
-    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
     _, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
 
-    sweep_figures.save_finals(rows, path=tmp_path / "final.png")
-    sweep_figures.save_curves(rows, path=tmp_path / "curves.png")
+    drawn = (figures.final_accuracies(rows), figures.accuracy_curves(rows))
 
-    for figure, places in zip(figures, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
-        (axes,) = figure.axes
-        bottom = axes.get_xaxis_transform()
-        crosses = [each for each in axes.collections if each.get_offset_transform() == bottom]
-        assert sorted(x for each in crosses for x in each.get_offsets()[:, 0]) == places
-        labels = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert "diverged (5 runs, in no mean)" in labels
+    for chart, places in zip(drawn, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
+        crosses = chart["layer"][-1]
+        assert sorted(row["x"] for row in crosses["data"]["values"]) == places
+        assert crosses["encoding"]["y"] == {"value": 372}
+        assert chart["title"]["text"] == ["crosses: diverged (5 runs, in no mean)"]
 
 
-def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_path, monkeypatch):
+def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_path):
     """The worse of two seeds ends after the first epoch: the line does not rise to the other."""
-    figures = []
-    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
     folder = SweepFolder(path=tmp_path / "sweep")
     plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
     record(folder.run(0), [0.5, 0.75])
     record(folder.run(1), [0.25], status="diverged")
 
-    sweep_figures.save_curves(read_rows(plan, folder), path=tmp_path / "curves.png")
+    _, whole, rest, words = figures.accuracy_curves(read_rows(plan, folder))["layer"][:4]
 
-    (axes,) = figures[0].axes
-    whole, rest = axes.lines[:2]
-    assert list(whole.get_ydata()) == [0.375]
-    assert list(rest.get_ydata()) == [0.75]
-    assert [text.get_text() for text in axes.texts] == ["1 of 2 seeds from here"]
+    assert [row["y"] for row in whole["data"]["values"]] == [0.375]
+    assert [row["y"] for row in rest["data"]["values"]] == [0.75]
+    assert [row["words"] for row in words["data"]["values"]] == ["1 of 2 seeds from here"]
 
 
 def test_report_of_a_sweep_that_has_not_begun_is_refused(run_file, tmp_path, capsys):

@@ -5,12 +5,14 @@ Knows runs and predictions; nothing of the page around the charts.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import altair as alt
 import vl_convert
 
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import save_bytes
 from scalejax.report.sources import RunSource
 from scalejax.report.terminal.scaling import waterfall_terms
@@ -34,6 +36,34 @@ def specified(chart: Any, height: int = _HEIGHT) -> Spec:
     return chart.properties(width="container", height=height).to_dict()
 
 
+_WRITERS = {
+    ".png": partial(vl_convert.vegalite_to_png, scale=2),
+    ".svg": vl_convert.vegalite_to_svg,
+    ".pdf": vl_convert.vegalite_to_pdf,
+}
+
+
+def require_picture(field: str, path: Path) -> None:
+    """Refuse a path whose suffix is no format of pictures.
+
+    Raises:
+        ConfigError: naming the formats.
+    """
+    if path.suffix not in _WRITERS:
+        accepted = f"its suffix must be one of {', '.join(_WRITERS)}"
+        raise ConfigError(refusal(field, str(path), accepted))
+
+
+def save_picture(spec: Spec, path: Path) -> None:
+    """Write a chart in the format of the suffix of `path`, which `require_picture` accepts.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    drawn = _WRITERS[path.suffix](spec)
+    save_bytes(drawn.encode() if isinstance(drawn, str) else drawn, path)
+
+
 def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[int, int]) -> None:
     """Write charts as one PNG, one below the other, each of `size` (width, height) in pixels.
 
@@ -49,7 +79,7 @@ def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[in
     ]
     picture = {"$schema": specs[0]["$schema"], "title": title, "vconcat": charts}
     picture["resolve"] = {"scale": {"color": "independent"}}
-    save_bytes(vl_convert.vegalite_to_png(picture, scale=2), path)
+    save_picture(picture, path)
 
 
 def colored(
@@ -66,18 +96,30 @@ def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) ->
     return specified(line_chart(rows, x, title, has_points=has_points).interactive())
 
 
-def line_chart(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> alt.Chart:
-    """The chart of `lines`, to lay others over; dashes tell apart lines of one colour."""
-    names = list(dict.fromkeys(str(row["label"]) for row in rows))
+def line_chart(
+    rows: list[Row],
+    x: alt.X,
+    title: str,
+    *,
+    has_points: bool = False,
+    names: Sequence[str] | None = None,
+) -> alt.Chart:
+    """The chart of `lines`, to lay others over; dashes tell apart lines of one colour.
+
+    The legend has `names`, in their order, or those of `rows`.
+    """
+    names = list(names or dict.fromkeys(str(row["label"]) for row in rows))
     dashes = [_DASHES[place // len(PALETTE) % len(_DASHES)] for place in range(len(names))]
-    dash = alt.StrokeDash("label:N", legend=None, scale=alt.Scale(domain=names, range=dashes))
+    color = colored("label", names, columns=2)
+    scale = alt.Scale(domain=names, range=dashes)
+    dash = alt.StrokeDash("label:N", title=None, legend=color["legend"], scale=scale)
     return (
         alt.Chart(alt.Data(values=rows))
         .mark_line(point=has_points, strokeWidth=1.8)
         .encode(
             x=x,
             y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
-            color=colored("label", names, columns=2),
+            color=color,
             strokeDash=dash,
             tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
         )

@@ -5,13 +5,11 @@ from html import escape
 from pathlib import Path
 
 import altair as alt
-import vl_convert
 
-from scalejax.core.serialization import save_bytes
 from scalejax.core.units import format_seconds, unit_of_axis
 from scalejax.planning.time_to_target import notes
 from scalejax.planning.time_to_target.plan import Plan, soonest_by_devices
-from scalejax.report.html.charts import PALETTE, Row, colored, device_axis, specified
+from scalejax.report.html.charts import PALETTE, Row, colored, device_axis, save_picture, specified
 from scalejax.report.html.page import Page
 from scalejax.report.terminal import plan as plan_tables
 
@@ -56,7 +54,7 @@ def save_plan(plan: Plan, *, path: Path) -> None:
         for chart in (_time_chart(plan), _cost_chart(plan))
     ]
     picture = alt.hconcat(*charts, title=title)
-    save_bytes(vl_convert.vegalite_to_png(picture.to_dict(), scale=2), path)
+    save_picture(picture.to_dict(), path)
 
 
 def _add_plan(page: Page, plan: Plan) -> None:

@@ -1,0 +1,271 @@
+"""Pictures for files: schedules, predictions against measurements, Pareto fronts, sweeps.
+
+Of plans and benches the charts of their pages are drawn: `report.html.plan`, `report.html.bench`.
+Knows results; nothing of files, which `save_picture` writes.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+import altair as alt
+
+from scalejax.core.units import GIB, counted
+from scalejax.planning.search import Candidate, pareto
+from scalejax.report.html.charts import PALETTE, Row, Spec, colored, line_chart
+from scalejax.sweep.plan import in_words
+from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+from scalejax.validation import LedgerRow, RowResult
+
+_MOST_POINTS = 2000
+"""Most points of a curve; more add nothing visible."""
+_MOST_CURVES = 20
+"""Most curves that colour and dash can tell apart."""
+_SHAPES = ("circle", "triangle-up", "square", "diamond")
+"""Shapes of families: the next one where there are more than colours."""
+_FAR = 5
+"""Ratio of largest to smallest time above which the axis is logarithmic."""
+_WIDTH, _HEIGHT = 640, 380
+"""Pixels."""
+_LOGARITHMIC, _NEAR = alt.Scale(type="log", nice=False), alt.Scale(zero=False)
+
+
+def schedule(learning_rates: Sequence[float], *, epochs: Sequence[float]) -> Spec:
+    """Learning rate of every update, in order, over the epochs trained before it."""
+    stride = max(1, len(learning_rates) // _MOST_POINTS)
+    pairs = list(zip(epochs, learning_rates, strict=True))[::stride]
+    chart = alt.Chart(_data([{"x": epoch, "y": rate} for epoch, rate in pairs]))
+    return _picture(
+        chart.mark_line(interpolate="step-after").encode(
+            x=alt.X("x:Q", title="epoch", scale=alt.Scale(nice=False)),
+            y=alt.Y("y:Q", title="learning rate"),
+        )
+    )
+
+
+def scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, title: str = "step times") -> Spec:
+    """Predicted against measured step times, one colour and mark for each family.
+
+    On the line in the middle the two are equal; between the dotted ones they differ by less
+    than a quarter. The legend has the rows and the median absolute error of each family; rows
+    without a prediction, or without a time to compare with, are counted under the title.
+
+    Args:
+        scored: rows of a ledger with their results.
+        title: what was predicted, such as the ledger's name.
+    """
+    families: dict[str, list[tuple[float, float]]] = {}
+    for row, result in scored:
+        if result.measured_seconds is not None and result.predicted_seconds is not None:
+            pair = (result.measured_seconds, result.predicted_seconds)
+            families.setdefault(row.family, []).append(pair)
+    ordered = sorted(families.items(), key=lambda item: -len(item[1]))
+    labels = [_family_label(family, pairs) for family, pairs in ordered]
+    points: list[Row] = [
+        {"x": measured, "y": predicted, "family": label}
+        for label, (_, pairs) in zip(labels, ordered, strict=True)
+        for measured, predicted in pairs
+    ]
+    seconds = [each for _, pairs in ordered for pair in pairs for each in pair]
+    ends = (min(seconds, default=1) / 1.5, max(seconds, default=1) * 1.5)
+    scale = alt.Scale(type="log", domain=ends)
+    legend = alt.Legend(
+        orient="bottom",
+        columns=3,
+        labelLimit=0,
+        titleLimit=0,
+        title="family: rows, median error of the step time",
+    )
+    shapes = [_SHAPES[place // len(PALETTE) % len(_SHAPES)] for place in range(len(labels))]
+    color, shape = (
+        {"scale": alt.Scale(domain=labels, range=values), "legend": legend}
+        for values in (PALETTE, shapes)
+    )
+    base = alt.Chart(_data(points)).encode(
+        x=alt.X("x:Q", title="measured seconds per step", scale=scale),
+        y=alt.Y("y:Q", title="predicted seconds per step", scale=scale),
+    )
+    marks = base.mark_point(filled=True, size=25, opacity=0.6).encode(
+        color=alt.Color("family:N", **color), shape=alt.Shape("family:N", **shape)
+    )
+    lines = [
+        base.mark_line(color="black", strokeWidth=0.8, strokeDash=dash, clip=True).properties(
+            data=_data([{"x": end, "y": end * factor} for end in ends])
+        )
+        for factor, dash in ((1, [1, 0]), (0.8, [2, 3]), (1.25, [2, 3]))
+    ]
+    left_out = len(scored) - len(points)
+    rest = f"; {left_out:,} without a prediction or a time are left out" if left_out else ""
+    words = [f"{len(points):,} rows{rest}", "line: equal; dotted: x 0.8 and x 1.25"]
+    named = alt.TitleParams(f"{title}: predicted against measured", subtitle=words)
+    return _picture(alt.layer(*lines, marks, title=named), height=_WIDTH)
+
+
+def _family_label(family: str, pairs: Sequence[tuple[float, float]]) -> str:
+    """Legend text of a family: its row count and median absolute error."""
+    error = median(abs(predicted / measured - 1) for measured, predicted in pairs)
+    return f"{family}: {len(pairs):,}, {error:.0%}"
+
+
+def time_and_memory(candidates: Sequence[Candidate], *, title: str) -> Spec:
+    """Memory of strategies that fit over their step time, with the Pareto front of the two."""
+    stride = max(1, len(candidates) // _MOST_POINTS)
+    every = f"one in {stride:,} of " if stride > 1 else ""
+    some = f"{every}{len(candidates):,} strategies that fit"
+    front = "none is faster with less memory"
+    shown = [(each, some) for each in candidates[::stride]]
+    shown += [(each, front) for each in pareto(tuple(candidates))]
+    rows: list[Row] = [
+        {"label": label, "x": each.step_seconds, "y": each.peak_memory_bytes / GIB}
+        for each, label in shown
+    ]
+    seconds = [each.step_seconds for each in candidates]
+    base = alt.Chart(_data(rows)).encode(
+        x=alt.X(
+            "x:Q",
+            title="predicted time of a step",
+            scale=_LOGARITHMIC if max(seconds) >= _FAR * min(seconds) else _NEAR,
+            axis=alt.Axis(
+                tickCount=8, labelSeparation=15, labelExpr="format(datum.value, '~s') + 's'"
+            ),
+        ),
+        y=alt.Y("y:Q", title="memory of a device, GiB"),
+        color=colored("label", [some, front], colors=[PALETTE[0], PALETTE[3]]),
+    )
+    points = base.mark_circle(size=12, opacity=0.4).transform_filter(alt.datum.label == some)
+    line = base.mark_line(point=True, interpolate="step-after", strokeWidth=1.5)
+    line = line.transform_filter(alt.datum.label == front)
+    return _picture(alt.layer(points, line, title=title))
+
+
+def final_accuracies(rows: Sequence[RunRow]) -> Spec:
+    """Final accuracy of each arm of a sweep over the numeric field with the most values.
+
+    Points are single runs; lines join means, bars are standard deviations over seeds. A run that
+    diverged before its last evaluation is in no mean: it is a cross at the bottom. Unfinished
+    runs are left out.
+    """
+    found = [arm for arm in arms(rows) if arm.rows]
+    x_name = _numeric_field(found)
+    series = _series(found, x_name)
+    means: list[Row] = []
+    single: list[Row] = []
+    lost: list[Row] = []
+    for label, members in series.items():
+        for place, arm in members:
+            point: Row = {"label": label, "x": place}
+            means.append({**point, **_spread(arm.accuracies)})
+            single += [{**point, "y": accuracy} for accuracy in arm.accuracies]
+            lost += [point] * len(arm.without_final)
+    places = sorted({place for members in series.values() for place, _ in members})
+    if x_name is None:
+        scale, axis = _NEAR, alt.Axis(labels=False, ticks=False)
+    else:
+        is_positive = places[0] > 0
+        scale = alt.Scale(type="log", base=2, nice=False, padding=20) if is_positive else _NEAR
+        axis = alt.Axis(values=places, format="~g") if is_positive else alt.Axis()
+    x = alt.X("x:Q", title=x_name or "arms of the sweep", scale=scale, axis=axis)
+    y = "test accuracy after the last epoch"
+    base = line_chart(means, x, y).encode(y=_accuracy("y", y))
+    bars = base.mark_rule(strokeDash=[1, 0]).encode(_accuracy("low", y), alt.Y2("high:Q"))
+    runs = base.mark_circle(size=20, opacity=0.5).properties(data=_data(single))
+    return _picture(alt.layer(bars, base, runs, _crosses(base, lost), title=_diverged(found)))
+
+
+def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
+    """Accuracy of each arm of a sweep over epochs: the mean over seeds, shaded by its deviation.
+
+    Once some seeds have ended, the mean of the rest is a separate dotted line labelled with their
+    number: otherwise the mean would rise because the worst are gone. A run that diverged before
+    its last evaluation is a cross at the bottom, where it ended. Unfinished runs are left out.
+    """
+    every = [arm for arm in arms(rows) if arm.rows]
+    found = every[:_MOST_CURVES]
+    whole: list[Row] = []
+    rest: list[Row] = []
+    lost: list[Row] = []
+    for arm in found:
+        label = in_words(arm.varied) or "all runs"
+        seeds = len(arm.rows)
+        points = sorted((m.epoch, m.test_accuracy) for row in arm.rows for m in row.evaluations)
+        left = seeds
+        for epoch, group in groupby(points, key=lambda point: point[0]):
+            values = [value for _, value in group]
+            point: Row = {"label": label, "x": epoch, **_spread(values)}
+            if len(values) == seeds:
+                whole.append(point)
+                continue
+            words = f"{len(values)} of {seeds} seeds from here" if len(values) != left else ""
+            left = len(values)
+            rest.append({**point, "part": f"{label} {left}", "words": words})
+        lost += [
+            {"label": label, "x": row.planned.run.epoch_of(row.steps)} for row in arm.without_final
+        ]
+    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", "test accuracy")
+    names = [in_words(arm.varied) or "all runs" for arm in found]
+    base = line_chart(whole, x, "test accuracy", names=names).encode(y=y)
+    band = base.mark_area(opacity=0.15, strokeWidth=0)
+    band = band.encode(_accuracy("low", "test accuracy"), alt.Y2("high:Q"))
+    ends = base.mark_line(point=True, opacity=0.6).properties(data=_data(rest))
+    ends = ends.encode(strokeDash=alt.value([2, 3]), detail="part:N")
+    words = ends.mark_text(align="left", dx=4, dy=-6).encode(text="words:N")
+    left_out = len(every) - len(found)
+    more = f"the first {len(found)} arms; {left_out} are left out" if left_out else ""
+    title = _diverged(found, more)
+    return _picture(alt.layer(band, base, ends, words, _crosses(base, lost), title=title))
+
+
+def _numeric_field(found: Sequence[Arm]) -> str | None:
+    """The varied field with only numeric values and the most of them; None if there is none."""
+    numbers: dict[str, set[float]] = {}
+    for name in found[0].varied if found else ():
+        values = [arm.varied[name] for arm in found]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            numbers[name] = {float(value) for value in values if isinstance(value, int | float)}
+    return max(numbers, key=lambda name: len(numbers[name]), default=None)
+
+
+def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple[float, Arm]]]:
+    """(x, arm) sorted by x, grouped by the other varied fields; x is the index without a field."""
+    series: dict[str, list[tuple[float, Arm]]] = {}
+    for place, arm in enumerate(found):
+        rest = {name: value for name, value in arm.varied.items() if name != x_name}
+        x = arm.varied[x_name] if x_name else place
+        if isinstance(x, int | float):
+            series.setdefault(in_words(rest) or "all runs", []).append((x, arm))
+    return {label: sorted(s, key=lambda pair: pair[0]) for label, s in series.items()}
+
+
+def _spread(values: Sequence[float]) -> Row:
+    """Mean of accuracies, and one standard deviation below and above it; None of no value."""
+    if not values:
+        return {"y": None, "low": None, "high": None}
+    middle, deviation = mean_and_deviation(values)
+    around = deviation if len(values) > 1 else 0.0
+    return {"y": middle, "low": middle - around, "high": middle + around}
+
+
+def _accuracy(field: str, title: str) -> alt.Y:
+    return alt.Y(f"{field}:Q", title=title, scale=_NEAR)
+
+
+def _crosses(base: alt.Chart, lost: Sequence[Row]) -> alt.Chart:
+    """A cross for each diverged run at the bottom of the chart, whatever its scale."""
+    crosses = base.mark_point(shape="cross", angle=45, filled=True, size=70)
+    return crosses.encode(y=alt.value(_HEIGHT - 8)).properties(data=_data(lost))
+
+
+def _diverged(found: Sequence[Arm], more: str = "") -> alt.TitleParams:
+    """The title of a chart: what is left out, and what its crosses are if there are any."""
+    count = sum(len(arm.without_final) for arm in found)
+    crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
+    return alt.TitleParams([text for text in (more, crosses) if text], fontWeight="normal")
+
+
+def _data(rows: Sequence[Row]) -> alt.Data:
+    return alt.Data(values=list(rows))
+
+
+def _picture(chart: Any, *, height: int = _HEIGHT) -> Spec:
+    return chart.properties(width=_WIDTH, height=height).to_dict()

@@ -83,7 +83,7 @@ def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
         if issubclass(kind, OverridingCommand) and field.name in tables
     }
     typed = "search --model olmoe-7b-1b --model.layers 3 --cluster dgx-h100 --devices 8"
-    command, overrides = parse(typed.split())
+    command, overrides = parse([*typed.split()])
 
     assert shared == {("search", "model")}
     assert isinstance(command, Search)

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from program_cases import kept_jobs, require_same
 
-from scalejax.config.model import DecoderConfig, MlaConfig
+from scalejax.config.model import DecoderConfig, MlaConfig, SavedActivations
 from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
@@ -119,9 +119,12 @@ def dimensions(run: ResolvedRun) -> tuple[TransformerShape, Strategy]:
     """Those of its network, and how it is spread."""
     model = run.config.model
     assert isinstance(model, DecoderConfig)
+    remat = model.remat
+    assert remat != "minimal_offloaded"
+    assert not isinstance(remat, SavedActivations)
     strategy = Strategy(
         split=run.split,
-        recompute=model.remat,
+        recompute=remat,
         zero_stage=run.config.layout.zero_stage,
         sequence_parallel=run.config.layout.sequence_parallel,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, GptConfig
+from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, DecoderRemat, GptConfig
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, unknown_name
@@ -143,10 +143,21 @@ def _tokens(run: ResolvedRun) -> int:
     return run.split.microbatch * run.dataset.input_shape[0] // run.layout.context
 
 
-_RECOMPUTED_PRODUCTS = {"full": 2, "selective_op": 1}
-"""Products of experts that run again before the backward pass: with "selective_op", which keeps
-every second product of a block and none of experts, all but the last, whose result nothing needs.
-Source: pytorch/torchtitan, distributed/activation_checkpoint.py: the list of operations kept."""
+def _recomputed_products(remat: DecoderRemat) -> int:
+    """Products of experts that run again before the backward pass.
+
+    With "selective_op", which keeps every second product of a block and none of experts, and with
+    activations kept by name, none of which is of experts: all but the last, whose result nothing
+    needs. Source: pytorch/torchtitan, distributed/activation_checkpoint.py: the list of operations
+    kept.
+    """
+    match remat:
+        case "none" | "selective":
+            return 0
+        case "full":
+            return 2
+        case _:
+            return 1
 
 
 def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
@@ -160,7 +171,7 @@ def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Progra
         tokens,
         model.hidden * width,
         element_bytes=width,
-        recomputed_products=_RECOMPUTED_PRODUCTS.get(model.remat, 0),
+        recomputed_products=_recomputed_products(model.remat),
     )
 
 

@@ -23,7 +23,7 @@ from scalejax.measure.bench import run as bench_run
 from scalejax.measure.bench.monitor import Monitor
 from scalejax.measure.bench.results import kept_share, read_plan, read_result, scaling_table
 from scalejax.measure.bench.statistics import median_interval, moving_average, speed
-from scalejax.measure.bench.tables import column_of, efficiencies, speedups
+from scalejax.measure.bench.tables import ScalingTable, column_of
 
 # --- parity with DLBS ---
 
@@ -83,6 +83,19 @@ DLBS = {
 }
 
 
+def table_of(times, counts, scaling, rates=(), baseline=0, clamps=False):
+    """A table of one row."""
+    return ScalingTable(
+        scaling=scaling,
+        device_counts=tuple(counts),
+        labels=("",),
+        milliseconds=(tuple(times),),
+        samples_per_second=(tuple(rates or times),),
+        baseline=baseline,
+        clamps=clamps,
+    )
+
+
 @pytest.mark.parametrize("case", DLBS)
 def test_tables_agree_with_dlbs(case):
     """Speedup from throughput, efficiency from times, cut off after two decimals."""
@@ -93,23 +106,27 @@ def test_tables_agree_with_dlbs(case):
         for time, batch in zip(times, batches, strict=True)
     ]
 
-    (found,) = speedups((tuple(rates),))
+    table = table_of(times, counts, scaling, rates)
 
-    assert found == pytest.approx(tuple(speedup))
-    assert efficiencies((tuple(times),), counts, scaling) == (tuple(percent),)
+    np.testing.assert_allclose(table.speedups[0], np.array(speedup, float), rtol=1e-6)
+    np.testing.assert_array_equal(table.efficiencies[0], np.array(percent, float))
 
 
 def test_clamp_is_that_of_bench_data():
     """100 at most, and only when asked for."""
-    assert efficiencies(((100.0, 45.0),), (1, 2), "strong", clamps=True) == ((100.0, 100.0),)
+    table = table_of((100.0, 45.0), (1, 2), "strong", clamps=True)
+
+    assert table.efficiencies.tolist() == [[100.0, 100.0]]
+    assert table.above_most == [("", 2, 111.11)]
 
 
 def test_baseline_may_be_another_column():
     """What is asked for is 100, columns to its left are measured by it too."""
-    cells = ((100.0, 110.0, 121.0),)
+    times, rates = (100.0, 110.0, 121.0), (10.0, 20.0, 30.0)
+    table = table_of(times, (1, 2, 4), "weak", rates, baseline=1)
 
-    assert efficiencies(cells, (1, 2, 4), "weak", baseline=1) == ((110.0, 100.0, 90.9),)
-    assert speedups(((10.0, 20.0, 30.0),), baseline=1) == ((0.5, 1.0, 1.5),)
+    assert table.efficiencies.tolist() == [[110.0, 100.0, 90.9]]
+    assert table.speedups.tolist() == [[0.5, 1.0, 1.5]]
     assert column_of(2, (1, 2, 4)) == 1
     with pytest.raises(ConfigError, match=r"baseline=3 is refused: .*: 1, 2, 4"):
         column_of(3, (1, 2, 4))
@@ -350,7 +367,8 @@ def test_table_has_a_row_for_what_differs_besides_devices(tmp_path):
     assert table.labels == ("8 per device", "16 per device")
     assert table.milliseconds == ((100.0, 125.0, None), (100.0, None, 200.0))
     assert table.samples_per_second == ((80.0, 128.0, None), (160.0, None, 320.0))
-    assert table.efficiencies == ((100.0, 80.0, None), (100.0, None, 50.0))
+    wanted = [[100.0, 80.0, np.nan], [100.0, np.nan, 50.0]]
+    np.testing.assert_array_equal(table.efficiencies, wanted)
 
 
 def test_times_of_other_devices_are_no_baseline(tmp_path, monkeypatch):

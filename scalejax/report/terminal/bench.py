@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -133,10 +134,10 @@ def notes(table: ScalingTable) -> Iterator[str]:
         )
 
 
-def _over_devices(table: ScalingTable, cells: Cells) -> Table:
+def _over_devices(table: ScalingTable, cells: Cells | np.ndarray) -> Table:
     shown = figures("", *map(str, table.device_counts))
-    for label, row in zip(table.labels, cells, strict=True):
-        shown.add_row(label, *(_MISSING if cell is None else f"{cell:.2f}" for cell in row))
+    for label, row in zip(table.labels, np.array(cells, dtype=float), strict=True):
+        shown.add_row(label, *(_MISSING if np.isnan(cell) else f"{cell:.2f}" for cell in row))
     return shown
 
 

@@ -15,6 +15,7 @@ from scalejax.config.grid import flat_fields
 from scalejax.config.migrate import load_run_file
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal, require_at_least
+from scalejax.launch.slurm import SlurmResources
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.report.terminal import tables
 from scalejax.sweep import (
@@ -28,7 +29,6 @@ from scalejax.sweep import (
     write_results,
 )
 from scalejax.sweep.plan import begin_sweep, parse_target
-from scalejax.sweep.slurm import SlurmResources
 
 
 def repeated(letter: str, metavar: str) -> object:

@@ -41,7 +41,21 @@ UNDER_WAY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmRun:
+class SlurmResources:
+    """What a job asks SLURM for."""
+
+    gpus_per_node: int | None = None
+    """GPUs per node, one for each of its processes; None to request none."""
+    partition: str | None = None
+    """Partition; None for the default of the cluster."""
+    time: str | None = None
+    """Time limit: minutes, or as in 2-12:00:00; None for that of the partition."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, as in "account=vision"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRun(SlurmResources):
     """A run as a SLURM job: command, resources, restarts."""
 
     command: tuple[str, ...]
@@ -52,16 +66,8 @@ class SlurmRun:
     """Number of processes."""
     nodes: int | None = None
     """Number of nodes; None for as few as have the GPUs, or one."""
-    gpus_per_node: int | None = None
-    """GPUs per node, one for each of its processes; None to request none."""
-    partition: str | None = None
-    """Partition; None for the default of the cluster."""
-    time: str | None = None
-    """Time limit: minutes, or as in 2-12:00:00; None for that of the partition."""
     most_restarts: int = 0
     """How often the job requeues itself: when a process is lost, or the time limit is reached."""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch, as in "account=vision"."""
     folder: Path
     """Folder of the script and the logs; all nodes must see it."""
     name: str

@@ -14,10 +14,11 @@ from scalejax.core.errors import ScalejaxError, require_at_least
 from scalejax.core.folder import locked
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, WorkerFailed
+from scalejax.launch.slurm import SlurmResources
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan
 from scalejax.sweep.results import read_rows
-from scalejax.sweep.slurm import SlurmResources, train_by_slurm
+from scalejax.sweep.slurm import train_by_slurm
 from scalejax.sweep.worker import PART_FOR_PROGRAMS, JobTrainer
 from scalejax.xla.worker_pool import free_bytes, worker_count
 

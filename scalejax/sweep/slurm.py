@@ -13,30 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, save_text
 from scalejax.launch import slurm
-from scalejax.launch.slurm import REFUSED, SlurmRun
+from scalejax.launch.slurm import REFUSED, SlurmResources, SlurmRun
 from scalejax.sweep.folder import SweepFolder
 
 _TRAIN = "from scalejax.sweep.worker import train_slurm_job; train_slurm_job()"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmResources:
-    """What each job of a sweep asks SLURM for."""
-
-    gpus_per_node: int | None = None
-    """GPUs of a job; None to request none."""
-    partition: str | None = None
-    """Partition; None for the default of the cluster."""
-    time: str | None = None
-    """Time limit: minutes, or as in 2-12:00:00; None for that of the partition."""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch, as in "account=vision"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +117,9 @@ def _submitted(
         ),
         run_marker=None,
         processes=1,
-        gpus_per_node=resources.gpus_per_node,
-        partition=resources.partition,
-        time=resources.time,
-        options=resources.options,
         folder=job.folder,
         name=f"{folder.path.name}-{job.indices[0]:04d}",
+        **asdict(resources),
     )
     job_id, _ = slurm.submit(run)
     save_text(job_id, job.file("id"))

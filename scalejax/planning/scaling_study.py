@@ -171,24 +171,9 @@ def ramp_study(
 ) -> RampPrediction:
     """Predictions for each batch of `config` on each number of devices of `cluster`.
 
-    The compiler runs once for each batch and number; several compile at a time.
-
-    Args:
-        config: the run; a `layout.data` in it is replaced.
-        cluster: where it would run.
-        device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
-        scaling: what stays fixed as devices are added: of the first batch, and so of all.
-        site: conditions and input of its hosts.
-        framework: the framework that trains it.
-        facts: counts and shapes of its data; if None, they are read.
-        notes: further notes on every prediction.
-        on_progress: called as each batch and device count starts to compile, is done, or is cached.
-        on_program: called with each compiled step, in rising order of batch, then of devices.
-
-    Raises:
-        ConfigError: if batch or layout do not divide for one of the numbers.
-        DoesNotFit: if the cluster has fewer devices.
-        ProfileError: if the compiler refuses a step.
+    The compiler runs once for each batch and number; several compile at a time. Arguments and
+    errors are those of `study`; `scaling` is of the first batch, and so of all, and progress and
+    programs are told in rising order of batch, then of devices.
     """
     runs = resolve_all(config, device_counts, scaling, facts)
     phase_count = len(runs[0].phases)

@@ -444,14 +444,14 @@ def test_noise_scale_with_one_point_is_a_document(tmp_path: Path, suffix: str):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("t.csv", "batch,steps\n1,2\n", "it needs columns global_batch and one of"),
-        ("t.csv", "global_batch,steps_to_target\n", "an empty table"),
+        ("t.csv", "batch,steps\n1,2\n", "it needs global_batch and one of"),
+        ("t.csv", "global_batch,steps_to_target\n", "'no point'"),
         ("t.csv", "global_batch,steps_to_target\n64,soon\n", "steps_to_target='soon'"),
         ("t.csv", "global_batch,steps_to_target\n64,\n", "at least one batch must have reached"),
         ("t.csv", "global_batch,steps_to_target\n6.5,3\n", "global_batch='6.5'"),
         ("t.csv", "global_batch,steps_to_target\n64,-3\n", "it must be above 0"),
         ("t.txt", "", "its suffix must be one of"),
-        ("t.toml", "points = []", "at least one batch must have reached"),
+        ("t.toml", "points = []", "'no point'"),
         ("t.toml", "[[points]]\nglobal_batch = 3\n", "each point needs one of"),
         ("t.toml", "pionts = []", "did you mean 'points'"),
         ("t.toml", "noise_scale = -1.0\n[[points]]\nglobal_batch = 3\nsteps_to_target = 1.0\n",

@@ -9,7 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -182,8 +182,8 @@ def _data_of(
 ) -> ConvergenceData:
     units = [unit for unit in _UNITS if rows and unit in rows[0]]
     if not rows or "global_batch" not in rows[0] or not units:
-        accepted = f"it needs columns global_batch and one of {', '.join(_UNITS)}"
-        got = sorted(map(str, rows[0])) if rows else "an empty table"
+        accepted = f"it needs global_batch and one of {', '.join(_UNITS)}"
+        got = sorted(map(str, rows[0])) if rows else "no point"
         raise ConfigError(refusal("convergence", got, accepted))
     points, failed, scales = [], set(), defaultdict[str, list[float]](list)
     for row in rows:
@@ -245,31 +245,19 @@ def _from_document(path: Path, target: float | None, train_examples: int | None)
     stated = target if document.target is None else document.target
     if target is not None and not is_same_target(stated, target):
         raise ConfigError(refusal("target", target, f"the points of {path} reach {stated}"))
-    points = []
+    rows = []
     for point in document.points:
         given = [unit for unit in _UNITS if getattr(point, unit) is not None]
         if len(given) != 1:
             accepted = f"each point needs one of {', '.join(_UNITS)}"
             raise ConfigError(refusal("convergence.points", given, accepted))
-        needed = getattr(point, given[0])
-        points.append(
-            Point(
-                global_batch=point.global_batch,
-                samples=_samples(needed, given[0], point.global_batch, train_examples),
-                run_deviation=point.run_deviation,
-                run_count=point.run_count,
-                recipe=point.recipe,
-            )
-        )
-    return ConvergenceData(
-        name=path.stem,
-        target=stated,
+        needed = _samples(getattr(point, given[0]), given[0], point.global_batch, train_examples)
+        rows.append(asdict(point) | {"samples_to_target": needed, "target": stated})
+    return replace(
+        _data_of(path.stem, rows, train_examples, source=str(path)),
         metric=document.metric,
-        points=merged(points),
         failed_batches=document.failed_batches,
         noise_scale=document.noise_scale,
-        train_examples=train_examples,
-        source=str(path),
     )
 
 

@@ -4,36 +4,15 @@ Knows counts and virtual times; nothing of how gradients are computed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from scalejax.emulation.instructions import InstructionLog, Shards, Value
 from scalejax.emulation.virtual_cluster import VirtualCluster
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """State of the run after some gradients."""
-
-    at_seconds: float
-    """Virtual time."""
-    step: int
-    """Gradients applied, to the shared or to a worker's own parameters."""
-    metrics: tuple[Value, ...]
-    """Metrics of the test data for an evaluation; otherwise [loss, accuracy] of each minibatch
-    since the previous one."""
-
-
-class Listener(Protocol):
-    """Receives the metrics of a run."""
-
-    def trained(self, moment: Moment) -> None:
-        """Receive the training metrics since the last call."""
-        ...
-
-    def evaluated(self, moment: Moment) -> None:
-        """Receive the metrics of an evaluation."""
-        ...
+Listener = Callable[[Literal["trained", "evaluated"], float, int, tuple[Value, ...]], object]
+"""Is told the virtual time, the gradients applied, to the shared or to a worker's own parameters,
+and metrics: trained, [loss, accuracy] of each minibatch since the last time; evaluated, those of
+the test data."""
 
 
 class Progress:
@@ -56,7 +35,7 @@ class Progress:
         Args:
             cluster: has the clock, and its `done` event.
             instructions: has evaluations computed.
-            listener: receives the metrics.
+            listener: is told the metrics.
             total_steps: number of gradients of the run.
             log_every_steps: steps between two lines on the training loss.
             is_evaluated: whether the parameters are evaluated after a step.
@@ -105,14 +84,12 @@ class Progress:
         self._cluster.done.succeed()
 
     def _trained(self) -> None:
-        self._instructions.line("trained", self.step, self._since)
-        self._listener.trained(self._moment(tuple(self._since)))
+        self._tell("trained", tuple(self._since))
         self._since = []
 
     def _evaluated(self, params: Shards) -> None:
-        metrics = self._instructions.evaluate(params)
-        self._instructions.line("evaluated", self.step, [metrics])
-        self._listener.evaluated(self._moment((metrics,)))
+        self._tell("evaluated", (self._instructions.evaluate(params),))
 
-    def _moment(self, metrics: tuple[Value, ...]) -> Moment:
-        return Moment(at_seconds=self._cluster.now, step=self.step, metrics=metrics)
+    def _tell(self, kind: Literal["trained", "evaluated"], metrics: tuple[Value, ...]) -> None:
+        self._instructions.line(kind, self.step, metrics)
+        self._listener(kind, self._cluster.now, self.step, metrics)

@@ -12,7 +12,6 @@ from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.instructions import Instruction, Value
-from scalejax.emulation.progress import Moment
 from scalejax.emulation.run import Lines, executor_of
 from scalejax.training.record import Measurement
 
@@ -57,9 +56,7 @@ def replay(
         for number, content in zip(each.outputs, contents, strict=True):
             values[number] = Value(number, content)
         if each.operation in ("trained", "evaluated"):
-            step = int(each.factors[0])
-            moment = Moment(at_seconds=each.at_seconds, step=step, metrics=inputs)
-            (lines.trained if each.operation == "trained" else lines.evaluated)(moment)
+            lines.tell(each.operation, each.at_seconds, int(each.factors[0]), inputs)
         del inputs, contents
         for number in {*each.inputs, *each.outputs}:
             if last_use[number] == place:

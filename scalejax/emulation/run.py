@@ -15,9 +15,9 @@ from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
 from scalejax.emulation.executor import JaxExecutor
-from scalejax.emulation.instructions import Instruction, InstructionLog
+from scalejax.emulation.instructions import Instruction, InstructionLog, Operation, Value
 from scalejax.emulation.parameter_servers import Servers
-from scalejax.emulation.progress import Moment, Progress
+from scalejax.emulation.progress import Progress
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 from scalejax.training.logger import evaluation_measurement, train_measurement
@@ -68,7 +68,7 @@ def emulate_run(
     progress = Progress(
         virtual_cluster,
         instructions,
-        Lines(run, executor, write),
+        Lines(run, executor, write).tell,
         total_steps=run.total_steps,
         steps_per_epoch=run.steps_per_epoch,
         log_every_steps=run.config.train.log_every_steps,
@@ -120,34 +120,40 @@ class Lines:
         self._schedule = schedule_of(run)
         self._step, self._seconds = 0, 0.0
 
-    def trained(self, moment: Moment) -> None:
+    def tell(
+        self, kind: Operation, at_seconds: float, step: int, metrics: tuple[Value, ...]
+    ) -> None:
+        """Write a line of this kind, trained or evaluated; see `Listener` of `progress`."""
+        (self.trained if kind == "trained" else self.evaluated)(at_seconds, step, metrics)
+
+    def trained(self, at_seconds: float, step: int, metrics: tuple[Value, ...]) -> None:
         """Write a line with the training loss and the virtual time of an update."""
-        values = [self._executor.value(each.content) for each in moment.metrics]
+        values = [self._executor.value(each.content) for each in metrics]
         loss, accuracy = np.mean(values, axis=0)
-        updates, seconds = moment.step - self._step, moment.at_seconds - self._seconds
+        updates, seconds = step - self._step, at_seconds - self._seconds
         if seconds <= 0:  # several updates at the same virtual time
-            updates, seconds = moment.step, moment.at_seconds
-        self._step, self._seconds = moment.step, moment.at_seconds
-        rate = self._schedule(moment.step - 1)
+            updates, seconds = step, at_seconds
+        self._step, self._seconds = step, at_seconds
+        rate = self._schedule(step - 1)
         self._write(
             train_measurement(
                 self._run,
                 {"loss": loss, "accuracy": accuracy, "learning_rate": rate},
-                step=moment.step,
+                step=step,
                 step_seconds=seconds / updates,
-                elapsed_seconds=moment.at_seconds,
+                elapsed_seconds=at_seconds,
             )
         )
 
-    def evaluated(self, moment: Moment) -> None:
+    def evaluated(self, at_seconds: float, step: int, metrics: tuple[Value, ...]) -> None:
         """Write a line of an evaluation, which takes no virtual time."""
-        (sums,) = moment.metrics
+        (sums,) = metrics
         self._write(
             evaluation_measurement(
                 self._run,
                 self._executor.value(sums.content),
-                step=moment.step,
+                step=step,
                 seconds=0.0,
-                elapsed_seconds=moment.at_seconds,
+                elapsed_seconds=at_seconds,
             )
         )

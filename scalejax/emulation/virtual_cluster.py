@@ -57,21 +57,12 @@ class Line:
         self._env = env
         self._free_at = 0.0
         self._waiting: deque[_Service] = deque()
-        self.busy_seconds = 0.0
-        """Total service time."""
-        self.waited_seconds = 0.0
-        """Total waiting time of the served requests."""
-        self.served = 0
-        """Number of served requests."""
 
     def serve(self, seconds: float, then: Then) -> None:
         """Queue a request of `seconds`, and call `then` when it is served."""
         now = self._env.now
         begin = max(now, self._free_at)
         self._free_at = begin + seconds
-        self.busy_seconds += seconds
-        self.waited_seconds += begin - now
-        self.served += 1
         if begin > now:
             while self._waiting and self._waiting[0].begin_at <= now:
                 self._waiting.popleft()
@@ -90,7 +81,6 @@ class Line:
             return
         self._free_at = opens_at
         for each in waiting:
-            self.waited_seconds += self._free_at - each.begin_at
             each.begin_at = self._free_at
             self._free_at += each.seconds
             after(self._env, self._free_at - now, partial(each.end, each.begin_at))

@@ -10,7 +10,7 @@ from scalejax.core.serialization import build
 from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.instructions import InstructionLog
 from scalejax.emulation.parameter_servers import Servers
-from scalejax.emulation.progress import Moment, Progress
+from scalejax.emulation.progress import Progress
 from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 
 
@@ -70,14 +70,6 @@ class NoArithmetic:
         """Nothing."""
 
 
-class _Nobody:
-    def trained(self, moment: Moment) -> None:
-        pass
-
-    def evaluated(self, moment: Moment) -> None:
-        pass
-
-
 def simulated(
     emulation: EmulationConfig,
     times: Durations,
@@ -96,7 +88,7 @@ def simulated(
     progress = Progress(
         cluster,
         instructions,
-        _Nobody(),
+        lambda *line: None,
         total_steps=steps,
         steps_per_epoch=steps,
         log_every_steps=steps,

@@ -13,9 +13,9 @@ from emulate_cases import durations
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.emulation.algorithms import algorithm_of
-from scalejax.emulation.instructions import InstructionLog, Rows
+from scalejax.emulation.instructions import InstructionLog, Rows, Value
 from scalejax.emulation.parameter_servers import Servers
-from scalejax.emulation.progress import Moment, Progress
+from scalejax.emulation.progress import Progress
 from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 
 FEATURES, BATCH = 12, 6
@@ -112,13 +112,13 @@ class Emulated:
     """What they hold at the end."""
     training: Any
     """The algorithm."""
-    moments: list[Moment] = field(default_factory=list)
-    """The evaluations."""
+    evaluations: list[tuple[Value, ...]] = field(default_factory=list)
+    """What was evaluated."""
 
     @property
     def params(self) -> np.ndarray:
         """All parameters after the last step of the run."""
-        (params,) = self.moments[-1].metrics
+        (params,) = self.evaluations[-1]
         return params.content
 
     @property
@@ -127,12 +127,10 @@ class Emulated:
         ages = self.servers.staleness
         return sum(age * count for age, count in ages.items()) / sum(ages.values())
 
-    def trained(self, moment: Moment) -> None:
-        """Nobody asks for training losses."""
-
-    def evaluated(self, moment: Moment) -> None:
-        """Keep what was evaluated."""
-        self.moments.append(moment)
+    def told(self, kind: str, at_seconds: float, step: int, metrics: tuple[Value, ...]) -> None:
+        """Keep what was evaluated; nobody asks for training losses."""
+        if kind == "evaluated":
+            self.evaluations.append(metrics)
 
 
 def emulated(
@@ -156,7 +154,7 @@ def emulated(
     progress = Progress(
         cluster,
         instructions,
-        result,
+        result.told,
         total_steps=steps,
         log_every_steps=steps,
         is_evaluated=is_evaluated or (lambda step: step == steps),

@@ -345,16 +345,20 @@ def read_runs(folder: SweepFolder, *, uses_kept_facts: bool = False) -> list[Res
     ]
 
 
-def in_words(fields: Mapping[str, JsonValue]) -> str:
-    """Fields and values on one line, with the last part of their names if unambiguous."""
-    lasts = [name.rpartition(".")[2] for name in fields]
-    names = [
-        last if lasts.count(last) == 1 and last != "name" else name
-        for name, last in zip(fields, lasts, strict=True)
+def short_names(names: Iterable[str]) -> list[str]:
+    """The last part of each dotted name, where it is unambiguous; else the whole name."""
+    lasts = {name: name.rpartition(".")[2] for name in names}
+    found = list(lasts.values())
+    return [
+        last if found.count(last) == 1 and last != "name" else name for name, last in lasts.items()
     ]
+
+
+def in_words(fields: Mapping[str, JsonValue]) -> str:
+    """Fields and values on one line, under `short_names`."""
     return " ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-        for name, value in zip(names, fields.values(), strict=True)
+        for name, value in zip(short_names(fields), fields.values(), strict=True)
     )
 
 

@@ -23,10 +23,9 @@ from scalejax.report.html.page import Page
 from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
 from scalejax.report.terminal import scaling as scaling_tables
-from scalejax.report.terminal.sweep import arm_cells, arm_headings, results_in_words
+from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.predict import ScalingPrediction, merged_notes
-from scalejax.sweep.results import arms
 from scalejax.training.input_stalls import WORTH_SAYING
 
 # Time accounting: where the wall time of runs went.
@@ -79,13 +78,8 @@ def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
     """Append a table of every sweep, with one row for the runs that differ only in their seed."""
     page.add('<h2 id="sweeps">Sweeps</h2>')
     for sweep in sweeps:
-        with_target = sweep.plan.target is not None
         page.add(f"<h3>{escape(sweep.name)}: {len(sweep.plan.runs)} runs</h3>")
-        page.add(f"<p>{escape(results_in_words(sweep.plan, sweep.rows))}</p>")
-        page.add_table(
-            ["mean over seeds of", *arm_headings(with_target=with_target)],
-            [arm_cells(arm, with_target=with_target) for arm in arms(sweep.rows)],
-        )
+        page.add_parts(sweep_tables.results(sweep.plan, sweep.rows))
         if sweep.kept_every > 1:
             page.add(
                 f'<p class="soft">Of the training loss and the learning rate, one line of the '

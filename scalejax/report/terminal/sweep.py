@@ -18,10 +18,9 @@ from scalejax.core.units import (
 )
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.record import in_words as emulation_in_words
-from scalejax.report.terminal import tables
-from scalejax.report.terminal.tables import facts
+from scalejax.report.terminal.tables import facts, figures
 from scalejax.sweep.optuna import Trial
-from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words
+from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words, short_names
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
 from scalejax.training.record import RunRecord
 
@@ -39,8 +38,8 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
     if sweep.repeated:
         words += f"; {sweep.repeated} combinations repeat another run, and are left out"
     yield Text(f"{words}.")
-    names = _headings(sweep)
-    table = tables.figures("run", *names, "batch", "steps")
+    names = [name for name in sweep.varied_names if name != "batch.global_batch"]
+    table = figures("run", *short_names(names), "batch", "steps")
     for planned in sweep.runs[:_MOST_ROWS]:
         table.add_row(
             planned.name, *_values(planned), _batch(planned), f"{planned.run.total_steps:,}"
@@ -52,15 +51,15 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
     """Results of each arm: mean and standard deviation over its seeds."""
-    with_target = sweep.target is not None
-    table = tables.figures("", *arm_headings(with_target=with_target))
+    of_target = ("reached", "samples to it") if sweep.target else ()
+    table = figures("", "mean of", "test accuracy", "best", "diverged", *of_target)
     for arm in arms(rows):
-        table.add_row(*arm_cells(arm, with_target=with_target))
+        table.add_row(*_arm_cells(arm, with_target=sweep.target is not None))
     yield table
-    yield Text(results_in_words(sweep, rows))
+    yield Text(_results_in_words(sweep, rows))
 
 
-def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
+def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
     """Sentences on how the means are taken, and on missing runs."""
     found = arms(rows)
     left = [row for row in rows if not row.is_finished]
@@ -82,7 +81,7 @@ def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
 
 def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
     """Table of the trials of a search: their fields and values, the best one marked."""
-    table = tables.figures("trial", "value", "", "")
+    table = figures("trial", "value", "", "")
     for trial in found:
         value = UNKNOWN if trial.value is None else f"{trial.value:.4f}"
         mark = "best" if trial is best else ""
@@ -90,13 +89,7 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
     yield table
 
 
-def arm_headings(*, with_target: bool) -> list[str]:
-    """Headings of the cells of an arm, without its name."""
-    headings = ["mean of", "test accuracy", "best", "diverged"]
-    return [*headings, "reached", "samples to it"] if with_target else headings
-
-
-def arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
+def _arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
     """Table cells of an arm: its varied fields and its results over seeds."""
     best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
     cells = [
@@ -120,16 +113,6 @@ def _spread(values: Sequence[float]) -> str:
         return UNKNOWN
     around = "" if math.isnan(deviation) else f" ± {100 * deviation:.2f}"
     return f"{100 * mean:.2f}{around} %"
-
-
-def _headings(sweep: SweepPlan) -> list[str]:
-    """Headings of the varied fields except the batch: the last part of the name if unambiguous."""
-    names = [name for name in sweep.varied_names if name != "batch.global_batch"]
-    lasts = [name.rpartition(".")[2] for name in names]
-    return [
-        last if lasts.count(last) == 1 and last != "name" else name
-        for name, last in zip(names, lasts, strict=True)
-    ]
 
 
 def _values(planned: PlannedRun) -> list[str]:

@@ -385,6 +385,21 @@ class DecoderConfig(ModelConfig):
             )
             raise ConfigError(refusal("model.layers", self.layers, accepted))
 
+    @property
+    def unnamed_activations(self) -> dict[ActivationName, str]:
+        """Activations that its blocks do not have, and what they would need for them."""
+        needed = "it is of latent attention, and the network has no model.mla"
+        return {"kv_wa_proj": needed, "query_wa_proj": needed}
+
+    def require_activations(self) -> None:
+        """Refuse to save or offload activations that its blocks do not have."""
+        if not isinstance(self.remat, SavedActivations):
+            return
+        for use, names in (("save", self.remat.save), ("offload", self.remat.offload)):
+            for name in names:
+                if (lacks := self.unnamed_activations.get(name)) is not None:
+                    raise ConfigError(refusal(f"model.remat.{use}", name, f"{lacks}; leave it out"))
+
     def lacks_for_fused_attention(self, capability: tuple[int, int] | None) -> str | None:
         """What it would need for fused attention; None if it can have it.
 
@@ -445,6 +460,7 @@ class GptConfig(DecoderConfig):
         require_at_least("model.ffn_hidden", self.inner_width, 1)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
         self.require_stack()
+        self.require_activations()
 
 
 def window_scope(window: int, keys: int) -> str:
@@ -644,8 +660,20 @@ class LlamaConfig(DecoderConfig):
                 refusal("model.block.rope_fraction", self.block.rope_fraction, accepted)
             )
         self.require_stack()
+        self.require_activations()
         if self.moe is not None:
             self._require_experts(self.moe)
+
+    @property
+    def unnamed_activations(self) -> dict[ActivationName, str]:
+        """Activations that its blocks do not have, and what they would need for them."""
+        # A dataclass with slots is another class than the one that `super()` without names sees.
+        absent = super(LlamaConfig, self).unnamed_activations if self.mla is None else {}
+        if self.mla is not None and self.mla.q_lora_rank is None:
+            absent["query_wa_proj"] = "queries have no latent without model.mla.q_lora_rank"
+        if self.moe is not None and not self.moe.shared_experts and not self.moe.dense_layers:
+            absent["mlpwi"] = "it is of shared experts and dense layers, and the network has none"
+        return absent
 
     def _require_experts(self, moe: MoeConfig) -> None:
         """Refuse what layers of experts do not have."""

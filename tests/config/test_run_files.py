@@ -144,6 +144,14 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
             r"model\.remat\.offload='mlpwi' .*saved already",
         ),
         (
+            {"model": {"name": "gpt", "remat": {"offload": ["kv_wa_proj"]}}},
+            r"model\.remat\.offload='kv_wa_proj' is refused: it is of latent attention",
+        ),
+        (
+            {"model": {"name": "mixtral-8x7b", "remat": {"save": ["mlpwi"]}}},
+            r"model\.remat\.save='mlpwi' is refused: it is of shared experts",
+        ),
+        (
             {
                 "model": {"name": "gpt", "remat": "minimal_offloaded"},
                 "data": {"name": "synthetic_tokens"},

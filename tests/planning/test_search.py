@@ -33,6 +33,7 @@ from scalejax.planning.search import (
     parallel,
     pareto,
     search,
+    space,
     strategies,
     workspace_bytes,
 )
@@ -191,6 +192,20 @@ def test_ranking_is_by_the_objective_and_all_of_it_fits():
     assert by_memory[0].peak_memory_bytes == min(e.peak_memory_bytes for e in by_time)
     assert by_cost[0].device_hours_per_sample == min(e.device_hours_per_sample for e in by_cost)
     assert all(e.peak_memory_bytes <= CLUSTER.chip.memory_bytes for e in by_time)
+
+
+def test_no_group_is_left_out_that_has_a_strategy_that_fits(monkeypatch: pytest.MonkeyPatch):
+    """What is excluded by parameters alone is less than full enumeration excludes: ZeRO shards
+    moments over data and context."""
+    config = published_run("llama3.1-8b", {"batch.global_batch": 8})
+    shape = shape_of(config, CLUSTER.chip)
+    spec = parallel.SearchSpec(shape=shape, cluster=CLUSTER, site=Site(), moments=2)
+    groups = list(space.groups(shape, 8, 8))
+    pruned = [parallel._fitting(spec, group)[1] for group in groups]
+
+    monkeypatch.setattr(parallel, "matrix_elements_of_device", lambda shape, layout: 0)
+    assert pruned == [parallel._fitting(spec, group)[1] for group in groups]
+    assert any(each.layout.context == 8 and each.zero_stage for fits in pruned for each in fits)
 
 
 @pytest.mark.slow  # starts processes

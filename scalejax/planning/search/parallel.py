@@ -18,6 +18,7 @@ from scalejax.simulator.transformer import (
     TransformerShape,
     matrix_elements_of_device,
     memory_by_zero_stage,
+    zero_parts,
 )
 
 _PARTS_PER_PROCESS = 25
@@ -106,7 +107,8 @@ def _fitting(
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     layout = group.split.layout
     least = matrix_elements_of_device(shape, layout)
-    if 4 * least * (1 + moments / layout.data) > free:
+    # Parameters, and moments where ZeRO shards them the most.
+    if 4 * least * (1 + moments / zero_parts(layout)) > free:
         return {}, []
     ones = [group.strategy(moments, zero_stage, 1) for zero_stage in group.zero_stages]
     memory_of = memory_by_zero_stage(shape, ones)

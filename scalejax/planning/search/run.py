@@ -6,7 +6,7 @@ steps.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -177,10 +177,14 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         if model.block.qk_norm == "head":
             block = replace(block, qk_norm="head")
         usual = replace(usual, block=block)
-        for name in ("block", "mtp", "scaled_embeddings"):
-            if getattr(model, name) != getattr(usual, name):
-                accepted = "the closed form knows Llama's own blocks; use scalejax predict"
-                raise ConfigError(refusal(f"model.{name}", "given", accepted))
+        accepted = "the closed form knows Llama's own blocks; use scalejax predict"
+        for field in fields(block):
+            if (value := getattr(model.block, field.name)) != getattr(usual.block, field.name):
+                raise ConfigError(refusal(f"model.block.{field.name}", value, accepted))
+        if model.mtp is not None:
+            raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
+        if model.scaled_embeddings:
+            raise ConfigError(refusal("model.scaled_embeddings", True, accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
     capability = chip.cuda and chip.cuda.compute_capability
@@ -540,6 +544,9 @@ def strategy_of(run: ResolvedRun) -> Strategy:
     layout, model = config.layout, config.model
     if not isinstance(model, DecoderConfig):
         raise ConfigError(refusal("model.name", model.name, "the closed form knows gpt and llama"))
+    if layout.pipeline > 1 and layout.pipeline_schedule == "zb_h1":
+        accepted = "the closed form of a pipeline is that of 1F1B; use scalejax predict"
+        raise ConfigError(refusal("layout.pipeline_schedule", "zb_h1", accepted))
     recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
     if recompute is None or layout.optimizer_memory_host_offload:
         name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"

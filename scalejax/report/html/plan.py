@@ -58,11 +58,9 @@ def save_plan(plan: Plan, *, path: Path) -> None:
 
 
 def _add_plan(page: Page, plan: Plan) -> None:
-    page.add(f"<h3>{escape(plan.title)}: {escape(plan.target)}</h3>")
-    page.add(f"<p>Steps to target: {escape(plan.steps_source)}.</p>")
-    if plan.warning is not None:
-        page.add(f"<p><strong>{escape(plan.warning)}.</strong></p>")
-    page.add(f"<ul>{''.join(f'<li>{line}</li>' for line in _answers(plan))}</ul>")
+    page.add_parts(plan_tables.planned(plan, is_wide=True))
+    if plan.nearest is not None:
+        page.add(f"<p>{escape(notes.missed(plan))}</p>")
     page.add_chart(
         "Time to target as devices are added",
         "The fastest batch size for each device count, with its range from p10 to p90. Where the "
@@ -77,24 +75,6 @@ def _add_plan(page: Page, plan: Plan) -> None:
         "budget.",
         specified(_cost_chart(plan), _HEIGHT),
     )
-    page.add_parts([plan_tables.table(plan, is_wide=True)])
-    lines = [] if plan.nearest is not None else [notes.MARKS_IN_WORDS.removesuffix(".")]
-    lines += [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
-    page.add_notes([*lines, *plan.notes])
-
-
-def _answers(plan: Plan) -> list[str]:
-    if plan.nearest is not None:
-        limits = escape(notes.in_words(plan))
-        nearest = escape(notes.described(plan, plan.points[plan.nearest]))
-        return [f"<strong>Nothing is within {limits}.</strong> Nearest: {nearest}"]
-    found = [(name, getattr(plan, name)) for name in MARKS]
-    answers = [
-        f"<strong>{name}</strong>: {escape(notes.described(plan, plan.points[position]))}"
-        for name, position in found
-        if position is not None
-    ]
-    return [*answers, escape(notes.of_the_knee(plan))]
 
 
 def _rows(plan: Plan) -> list[Row]:

@@ -17,17 +17,18 @@ from scalejax.report.terminal.tables import figures
 _LONGEST_NAME = 16
 
 
-def planned(plan: Plan) -> Iterator[RenderableType]:
+def planned(plan: Plan, *, is_wide: bool = False) -> Iterator[RenderableType]:
     """The table, then the recommendations, the points left out, and notes."""
-    yield Text.assemble((plan.title, "bold"), f"\nTo {plan.target}.\nSteps: {plan.steps_source}.")
+    yield Text(f"{plan.title}: {plan.target}", style="bold")
+    yield Text(f"Steps to target: {plan.steps_source}.")
     if plan.warning is not None:
-        yield Text(f"WARNING: {plan.warning}.", style="bold")
-    yield table(plan)
+        yield Text(f"WARNING: {plan.warning}.", style="bold red")
+    yield table(plan, is_wide=is_wide)
     legend = [] if plan.nearest is not None else [notes.MARKS_IN_WORDS]
     yield Text("\n".join([*legend, *_answers(plan)]))
     lines = [f"Left out, {reason}: {count}." for reason, count in plan.left_out]
     lines += [f"Note: {note}." for note in plan.notes if note != plan.warning]
-    yield Text("\n".join(lines))
+    yield Text("\n".join(lines), style="dim")
 
 
 def table(plan: Plan, *, is_wide: bool = False) -> Table:

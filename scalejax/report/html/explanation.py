@@ -9,10 +9,10 @@ from pathlib import Path
 import altair as alt
 
 from scalejax.core.serialization import save_text
-from scalejax.core.units import counted, format_fraction, format_seconds
+from scalejax.core.units import format_fraction, format_seconds
 from scalejax.report.html.charts import PALETTE, Row, Spec, colored, specified
 from scalejax.report.html.page import Page
-from scalejax.report.terminal.explanation import findings, trace_match
+from scalejax.report.terminal.explanation import findings, summary, trace_match
 from scalejax.simulator.explain import Explanation
 
 _MS = 1e3
@@ -58,14 +58,9 @@ def render(explained: Explanation) -> str:
     """The page, as HTML with everything inside it."""
     page = Page()
     page.add(f"<h1>{escape(explained.title)}</h1>")
-    axes = " x ".join(f"{name}={size}" for name, size in explained.mesh_axes if size > 1)
-    devices = counted(explained.device_count, "device")
     page.add(
-        f"<p>{devices}{': ' + escape(axes) if axes else ''}. One step "
-        f"takes {format_seconds(explained.step_seconds)}; p10 "
-        f"{format_seconds(explained.p10_step_seconds)}, p90 "
-        f"{format_seconds(explained.p90_step_seconds)}. MFU {format_fraction(explained.mfu)}. "
-        "All of it is predicted from the compiled step and the figures of the hardware.</p>"
+        f"<p>{escape(summary(explained))} All of it is predicted from the compiled step and the "
+        "figures of the hardware.</p>"
     )
     page.add_chart(
         "From ideal to predicted",

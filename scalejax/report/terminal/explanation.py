@@ -40,7 +40,7 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
         explained: breakdown of the step.
         first: the note to show before all figures; None if there is none.
     """
-    yield _heading(explained)
+    yield Text.assemble((explained.title, "bold"), f"\n{summary(explained)}")
     if first is not None:
         yield Text(f"Note: {first}.", style="bold")
     yield verdict(explained)
@@ -70,18 +70,18 @@ def findings(explained: Explanation, *, most: int = _MOST_SHOWN) -> Iterator[Ren
     )
 
 
-def _heading(explained: Explanation) -> Text:
+def summary(explained: Explanation) -> str:
+    """Devices, step time with its band, and MFU, in words."""
     axes = " x ".join(f"{name}={size}" for name, size in explained.mesh_axes if size > 1)
-    devices = counted(explained.device_count, "device")
-    line = f"\n{devices}: {axes}. " if axes else f"\n{devices}. "
+    devices = counted(explained.device_count, "device") + (f": {axes}" if axes else "")
     band = ""
     if explained.p10_step_seconds is not None:
         band = (
             f" (p10 {format_seconds(explained.p10_step_seconds)}, "
             f"p90 {format_seconds(explained.p90_step_seconds)})"
         )
-    step = f"Step {format_seconds(explained.step_seconds)}{band}, MFU "
-    return Text.assemble((explained.title, "bold"), line, step, format_fraction(explained.mfu), ".")
+    step = f"{format_seconds(explained.step_seconds)}{band}"
+    return f"{devices}. Step {step}, MFU {format_fraction(explained.mfu)}."
 
 
 def verdict(explained: Explanation) -> Text:

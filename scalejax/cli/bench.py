@@ -102,7 +102,7 @@ class Bench(RunFileCommand):
             return
         path = self.folder or Path("benches") / self.run_file.stem
         folder = BenchFolder(path=path)
-        self._refuse_baseline(bench)
+        column_of(self.baseline, sorted({each.settings.devices for each in bench.benchmarks}))
         problems: list[str] = []
         if not self.report:
             serialization.require_writable_folder("folder", path)
@@ -152,10 +152,6 @@ class Bench(RunFileCommand):
             parameters=overrides | parameters | typed.parameters,
             variables=variables | typed.variables,
         )
-
-    def _refuse_baseline(self, bench: BenchPlan) -> None:
-        counts = sorted({each.settings.devices for each in bench.benchmarks})
-        column_of(self.baseline, counts)
 
     def _run(self, bench: BenchPlan, folder: BenchFolder) -> list[str]:
         """Time the benchmarks that have no result; returns the problems."""

@@ -354,10 +354,15 @@ def short_names(names: Iterable[str]) -> list[str]:
     ]
 
 
+def value_text(value: JsonValue) -> str:
+    """A value of a field in words."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def in_words(fields: Mapping[str, JsonValue]) -> str:
     """Fields and values on one line, under `short_names`."""
     return " ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        f"{name}={value_text(value)}"
         for name, value in zip(short_names(fields), fields.values(), strict=True)
     )
 

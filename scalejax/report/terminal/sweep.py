@@ -1,13 +1,11 @@
 """Terminal tables of sweeps (plan and results) and of emulated runs, in 80 columns."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from scalejax.core.serialization import JsonValue
 from scalejax.core.units import (
     UNKNOWN,
     counted,
@@ -20,7 +18,7 @@ from scalejax.emulation.record import Emulation
 from scalejax.emulation.record import in_words as emulation_in_words
 from scalejax.report.terminal.tables import facts, figures
 from scalejax.sweep.optuna import Trial
-from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words, short_names
+from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
 from scalejax.training.record import RunRecord
 
@@ -41,9 +39,9 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
     names = [name for name in sweep.varied_names if name != "batch.global_batch"]
     table = figures("run", *short_names(names), "batch", "steps")
     for planned in sweep.runs[:_MOST_ROWS]:
-        table.add_row(
-            planned.name, *_values(planned), _batch(planned), f"{planned.run.total_steps:,}"
-        )
+        values = [value_text(planned.varied[name]) for name in names]
+        batch = f"{planned.run.split.global_batch:,}"
+        table.add_row(planned.name, *values, batch, f"{planned.run.total_steps:,}")
     yield table
     if count > _MOST_ROWS:
         yield f"... and {count - _MOST_ROWS} more"
@@ -113,18 +111,6 @@ def _spread(values: Sequence[float]) -> str:
         return UNKNOWN
     around = "" if math.isnan(deviation) else f" ± {100 * deviation:.2f}"
     return f"{100 * mean:.2f}{around} %"
-
-
-def _values(planned: PlannedRun) -> list[str]:
-    return [_text(value) for name, value in planned.varied.items() if name != "batch.global_batch"]
-
-
-def _text(value: JsonValue) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _batch(planned: PlannedRun) -> str:
-    return f"{planned.run.split.global_batch:,}"
 
 
 # Emulated runs.

@@ -26,7 +26,11 @@ def memory_notes(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> s
 def _remedies(run: ResolvedRun) -> list[str]:
     """Applicable changes to the run that reduce the memory of its devices."""
     split, layout = run.split, run.layout
+    layers = getattr(run.config.model, "layers", layout.pipeline)
     is_open = {
+        # Parameters of layers that stages do not divide lie on all of them where the stages divide
+        # no other dimension either.
+        f"layout.pipeline that divides {layers} layers": layers % layout.pipeline > 0,
         "fewer samples per device": split.per_device_batch > 1,
         "fsdp": run.config.layout.mode == "jit" and layout.data > 1,
         "layout.zero_stage=1": run.config.layout.mode == "jit"

@@ -13,6 +13,9 @@ IMAGES = Path(scalejax.__file__).parent / "config" / "examples" / "resnet50_goya
 ZERO = "layout.zero_stage=1"
 TEXT = {"model.name": "gpt", "data.name": "synthetic_tokens"}
 
+STAGES = {**TEXT, "model.remat": "full", "batch.per_device_batch": 3, "batch.microbatches": 3}
+STAGES |= {"layout.pipeline": 3}
+
 
 def run_on(devices: int, fields: dict[str, JsonValue]) -> ResolvedRun:
     """ResNet-50 with 32 images per device, with `fields` replaced."""
@@ -32,6 +35,7 @@ def run_on(devices: int, fields: dict[str, JsonValue]) -> ResolvedRun:
         (8, {"batch.per_device_batch": 1, "layout.zero_stage": 1}, "fsdp"),
         (1, {"batch.per_device_batch": 1}, "a smaller network"),
         (1, {**TEXT, "model.remat": "full", "batch.per_device_batch": 1}, "a smaller network"),
+        (3, STAGES, "layout.pipeline that divides 4 layers or fewer samples per device"),
     ],
 )
 def test_remedies_are_those_that_the_run_leaves_open(

@@ -33,16 +33,12 @@ _MEANINGS = {
     "failures": "added to each step: lost work and restarts",
 }
 _KINDS = {
-    "compute at peak": ("ideal", 0),
-    "attainable rates": ("the chip", 1),
-    "memory": ("the chip", 1),
-    "launch": ("the chip", 1),
-    "host": ("the chip", 1),
-    "overhead": ("the chip", 1),
-    "contention": ("communication", 3),
-    "bubble": ("communication", 3),
+    "compute at peak": "ideal",
+    **dict.fromkeys(("attainable rates", "memory", "launch", "host", "overhead"), "the chip"),
+    **dict.fromkeys(("contention", "bubble"), "communication"),
 }
-_OTHER = ("the site", 4)
+"""Kind of each term besides communication; others are of the site."""
+_COLORS = {"ideal": 0, "the chip": 1, "communication": 3, "the site": 4}
 
 
 def write_explanation(explained: Explanation, output: Path) -> None:
@@ -96,9 +92,7 @@ def waterfall(explained: Explanation) -> Spec:
         ],
     )
     kinds = list(dict.fromkeys(str(row["kind"]) for row in rows))
-    colors = [
-        PALETTE[dict((*_KINDS.values(), ("communication", 3), _OTHER))[kind]] for kind in kinds
-    ]
+    colors = [PALETTE[_COLORS[kind]] for kind in kinds]
     room = end * _MS * 1.22  # for the words behind the longest bar
     bars = base.mark_bar(size=20).encode(
         x=alt.X(
@@ -121,7 +115,7 @@ def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
     for term in explained.terms:
         if term.seconds is None:
             continue
-        kind, _ = _kind(term.name)
+        usual = "communication" if term.name.startswith("communication") else "the site"
         rows.append(
             {
                 "term": term.name if term.is_of_step else f"+ {term.name}",
@@ -129,7 +123,7 @@ def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
                 "end": (begin + term.seconds) * _MS,
                 "milliseconds": term.seconds * _MS,
                 "share": term.seconds / explained.step_seconds,
-                "kind": kind,
+                "kind": _KINDS.get(term.name, usual),
                 "label": f"{format_seconds(term.seconds)}, "
                 f"{format_fraction(term.seconds / explained.step_seconds)}",
                 "meaning": _MEANINGS.get(term.name, "waiting for collectives over these axes"),
@@ -137,12 +131,6 @@ def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
         )
         begin += term.seconds
     return rows, begin
-
-
-def _kind(name: str) -> tuple[str, int]:
-    if name.startswith("communication"):
-        return ("communication", 3)
-    return _KINDS.get(name, _OTHER)
 
 
 def improvements(explained: Explanation) -> Spec:

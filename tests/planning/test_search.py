@@ -444,6 +444,19 @@ def test_the_title_names_a_framework_other_than_xla(tmp_path: Path):
     assert titles[1] == f"{titles[0]}, by PyTorch"
 
 
+def test_steps_are_those_of_the_installed_compiler(tmp_path: Path, monkeypatch):
+    """XLA of jaxlib 0.12 copies less, of one device as well."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    seconds = {}
+    for version in ("0.10.2", "0.11.0", "0.12.0.1"):
+        monkeypatch.setattr(searched_run.metadata, "version", lambda _, known=version: known)
+        report = scalejax.search(run, "dgx-h100", 1, top=1, confirm=0)
+        seconds[version] = report.ranked[0].prediction.step_seconds
+
+    assert seconds["0.12.0.1"] < seconds["0.11.0"] == seconds["0.10.2"]
+
+
 def test_prices_and_losses_are_of_the_steps_of_the_framework(tmp_path: Path):
     """And not of XLA's, by which strategies are searched for."""
     run = tmp_path / "run.toml"

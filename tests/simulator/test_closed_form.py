@@ -78,7 +78,7 @@ WITH_EXPERTS = [
     "QK-norm and experts, data 2 x expert 4, full recompute",
 ]
 WITHIN = [*ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS]
-"""Rows within the bounds on the JAX that the closed form was read off."""
+"""Rows within the bounds on the JAX that the closed form was read off first."""
 BEYOND = {
     "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B": (0.007, 0.047),
     "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B": (0.007, 0.054),
@@ -95,11 +95,7 @@ BEYOND = {
 """Rows beyond the bounds, with what they reach of time and memory; the reasons are in the README of
 the experiment. Pipelines as the trainer runs them (GPipe) are not among them: 1F1B is costed."""
 BEYOND_ON_NEWEST = {
-    "llama, context 4": (0.134, 0.05),
-    "llama, fsdp 2 x tensor 4, sequence parallel": (0.061, 0.05),
-    "gpt, fsdp 8, one sample": (0.103, 0.05),
-    "llama, fsdp 8, one sample": (0.077, 0.112),
-    "gpt, tensor 8, sequence parallel": (0.05, 0.165),
+    "llama, fsdp 8, one sample": (0.065, 0.05),
     "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B": (0.05, 0.123),
     "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B": (0.05, 0.113),
 }
@@ -114,7 +110,7 @@ def compare() -> dict[str, Any]:
 
 @pytest.mark.parametrize("title", WITHIN)
 def test_steps_take_as_long_and_hold_as_much_as_compiled_ones(title: str, compare: dict[str, Any]):
-    """On the JAX that the closed form was read off: 2 % of the time, 3 % of the memory."""
+    """On the JAX that the closed form was read off first: 2 % of the time, 3 % of the memory."""
     row = compare["compared"](title, OLDEST)
 
     assert row.own.flop == row.compiled.flop
@@ -159,13 +155,19 @@ def test_rows_beyond_the_bounds_come_no_further(title: str, compare: dict[str, A
     assert abs(row.memory_error) < BEYOND[title][1]
 
 
-@pytest.mark.slow_except("gpt, tensor 8", "gpt, pipeline 4, 8 microbatches, 1F1B")
+@pytest.mark.slow_except(
+    "gpt, tensor 8, sequence parallel",
+    "gpt, fsdp 8, one sample",
+    "llama, context 4",
+    "llama, data 2 x tensor 4",
+    "gpt, 16k over context 8, ring",
+)
 @pytest.mark.parametrize("title", [*WITHIN, *BEYOND])
-def test_newer_compilers_differ_by_a_twentieth(title: str, compare: dict[str, Any]):
-    """On the newest JAX, whose compiler fuses more and holds less: 5 % of the time and 9 % of
-    the memory, but for what is listed. The FLOP are the same."""
+def test_steps_of_the_newest_compiler_are_within_a_twentieth(title: str, compare: dict[str, Any]):
+    """On the newest JAX, whose compiler fuses more and holds less: 5 % of the time and of the
+    memory, but for what is listed. The FLOP are the same."""
     row = compare["compared"](title, NEWEST)
-    time_bound, memory_bound = BEYOND_ON_NEWEST.get(title, (0.05, 0.09))
+    time_bound, memory_bound = BEYOND_ON_NEWEST.get(title, (0.05, 0.05))
 
     assert row.own.flop == row.compiled.flop
     assert abs(row.time_error) < time_bound

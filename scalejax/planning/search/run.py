@@ -7,6 +7,7 @@ steps.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import metadata
 from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -34,9 +35,11 @@ from scalejax.planning.search import (
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.transformer import (
+    Compiler,
     Recompute,
     Strategy,
     TransformerShape,
+    compiler_of,
     transformer_program,
 )
 from scalejax.xla import ProfileJob, has_cuda_compiler, profile_many, require_type
@@ -135,13 +138,29 @@ class SearchReport(Tabular):
         ]
 
 
-def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -> TransformerShape:
+def installed_compiler() -> Compiler:
+    """The XLA of the jaxlib that is installed, which would compile the steps; the oldest known
+    where there is none."""
+    try:
+        return compiler_of(metadata.version("jaxlib"))
+    except metadata.PackageNotFoundError:
+        return "0.10"
+
+
+def shape_of(
+    config: RunConfig,
+    chip: Chip,
+    facts: DatasetFacts | None = None,
+    *,
+    compiler: Compiler = "0.10",
+) -> TransformerShape:
     """Dimensions of the network of `config`, as it would run on `chip`.
 
     Args:
         config: the run.
         chip: a device.
         facts: counts and shapes of its data; if None, they are read.
+        compiler: what would compile its step.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
@@ -209,6 +228,7 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
         latent=model.mla if isinstance(model, LlamaConfig) else None,
         experts=moe,
+        compiler=compiler,
     )
 
 
@@ -242,7 +262,7 @@ def search_run(
         DoesNotFit: if the cluster has fewer devices.
         ScalejaxError: if the system ends a process.
     """
-    shape = shape_of(config, cluster.chip, facts)
+    shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     batch = config.batch.global_batch if global_batch is None else global_batch
     if batch is None:
         raise ConfigError("batch.global_batch is missing: give --global-batch.")
@@ -290,7 +310,7 @@ def report_search(
         training: how the network was published; None if that is not known.
     """
     best = deduplicated(found.ranked)[:top]
-    shape = shape_of(config, cluster.chip, facts)
+    shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     ranked = list(_ranked(config, facts, cluster, site, best, framework, price_per_device_hour))
     if framework != XLA:
         ranked.sort(key=lambda each: _rank(each.prediction, objective))
@@ -451,7 +471,8 @@ def _ranked(
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
     """Yield the table's rows, with predictions of the whole closed-form programs."""
-    shape, workspace = shape_of(config, cluster.chip, facts), workspace_bytes(cluster.chip)
+    shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
+    workspace = workspace_bytes(cluster.chip)
     for place, each in enumerate(best, start=1):
         shapes = (
             replace(shape, vocabulary=shape.vocabulary * times)

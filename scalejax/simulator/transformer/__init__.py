@@ -31,10 +31,12 @@ from scalejax.simulator.transformer.memory import (
 )
 from scalejax.simulator.transformer.shape import (
     BlockShard,
+    Compiler,
     Recompute,
     Strategy,
     TransformerShape,
     block_shard,
+    compiler_of,
     is_data_manual,
     is_uneven,
     matrix_elements_of_device,
@@ -50,12 +52,14 @@ from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_bet
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
+    "Compiler",
     "DeviceMemory",
     "Part",
     "Recompute",
     "StepParts",
     "Strategy",
     "TransformerShape",
+    "compiler_of",
     "matrix_elements_of_device",
     "memory_by_zero_stage",
     "memory_use",

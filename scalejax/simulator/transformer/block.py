@@ -1,7 +1,8 @@
 """Operations of one transformer block, forward and backward, as XLA compiles it for GPUs.
 
 The fusions, the bytes that each reads and writes, and their order were read off compiled programs
-of `models.gpt` and `models.llama` (jax 0.10.2, for A100 and H100) and are derived here from shapes.
+of `models.gpt` and `models.llama` (jax 0.10.2, for A100 and H100; what 0.12.0.1 does otherwise, for
+H100) and are derived here from shapes.
 What overlaps with a collective stands between its start and its wait. A layer of a stacked matrix
 is copied out of its stack before a product, and gradients into theirs. Fusions of single vectors
 and counters take a launch and no time. Knows no hardware.
@@ -111,7 +112,20 @@ class _Block:
         is_backward = prefix.endswith("backward")
         is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
         self.fuses_norms = is_backward and is_summed and self.has_biases
-        self.sums_early = self.tensor == shard.layout.fsdp == 1 and sum_axes(shard.layout) != ()
+        self.is_newer = shape.compiler == "0.12"
+        """Whether that compiler makes it, not the one that it was read off first."""
+        fsdp, is_summed = shard.layout.fsdp, sum_axes(shard.layout) != ()
+        self.sums_early = self.tensor == fsdp == 1 and is_summed
+        self.sums_late = self.is_newer and (fsdp > 1 or (self.tensor > 1 and is_summed))
+        """Whether gradients of matrices are summed before the last input gradient is computed, and
+        beside nothing."""
+        # A product to which cuBLASLt adds a bias reads a copy of its matrix.
+        biased = ("up", *(_ROWS_DIVIDED if self.tensor == 1 else ())) if self.has_biases else ()
+        self._copied = self.matrices if not self.is_newer else () if is_backward else biased
+        # The last matrix of a pass, if XLA gathers it alone, is gathered beside copies before it.
+        is_late = self.is_newer and self.experts is None and shard.recompute != "full"
+        self._last = ("qkv" if is_backward else "down") if is_late else None
+        self._late: str | None = None
 
     def done(self) -> tuple[Operation | Loop, ...]:
         """All operations so far, with products in fp8 or fp4 if that is the compute type."""
@@ -122,10 +136,24 @@ class _Block:
     def gather(self, *names: str) -> None:
         """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;
         combined as far as XLA combines them."""
-        fsdp = self.shard.layout.fsdp
-        if fsdp == 1:
+        if self.shard.layout.fsdp == 1:
             return
-        for group in combined((name, self.matrices[name]) for name in names):
+        groups = combined((name, self.matrices[name]) for name in names)
+        if groups[-1:] == [[self._last]]:
+            self._late = groups.pop()[0]
+        self._gather(groups)
+
+    def gather_late(self, name: str) -> bool:
+        """Start gathering a matrix if `gather` left it for later, and say whether it did."""
+        if name != self._late:
+            return False
+        self._gather([[name]])
+        self._late = None
+        return True
+
+    def _gather(self, groups: list[list[str]]) -> None:
+        fsdp = self.shard.layout.fsdp
+        for group in groups:
             for name in group:
                 self.write.copy(f"{name}.slice", self.matrices[name] // fsdp)
                 self._gathers[name] = f"gather_{group[0]}"
@@ -135,12 +163,14 @@ class _Block:
             )
 
     def use(self, name: str) -> None:
-        """Wait until a matrix is gathered; without fsdp, slice its layer here."""
-        if name in self._used or name not in self.matrices:
+        """Wait until a matrix is gathered, unless that is late; without fsdp, slice its layer here,
+        unless the product reads it in its stack."""
+        if name in self._used or name not in self.matrices or name == self._late:
             return
         self._used.add(name)
         if self.shard.layout.fsdp == 1:
-            self.write.copy(f"{name}.slice", self.matrices[name])
+            if name in self._copied:
+                self.write.copy(f"{name}.slice", self.matrices[name])
         else:
             gather = self._gathers[name]
             self.write.wait(gather)
@@ -176,15 +206,21 @@ class _Block:
         if of_router := self._wide(name):  # and of experts, in float32 where no axis splits them
             wide += size
             of_router += 0 if self.shard.layout.expert > 1 else of_router - size
-        write.fusion(f"{name}.gradient.statistics", 2 * size + of_router, statistics + wide)
+        # The newer compiler sums an array for each vector.
+        arrays = (
+            vectors if self.is_newer and not is_split and not self.shard.sequence_parallel else 1
+        )
+        statistics_read = 2 * size + of_router
+        write.fusion(f"{name}.gradient.statistics", statistics_read, statistics + arrays * wide)
         write.copy(f"{name}.gradient.mean", statistics)
         partial = self.partial_bytes(self.stream_rows, vectors * _F32_BYTES * self.hidden)
         again = size if self.fuses_norms else 0
-        write.fusion(f"{name}.gradient", 3 * size, size + again + partial)
+        write.fusion(f"{name}.gradient", (2 + arrays) * size, size + again + partial)
         if is_split:
             self.write.scalars(f"{name}.vectors.gradient", 3 if self.has_biases else 1)
         else:
-            write.fusion(f"{name}.scale.gradient", wide, self.hidden * _F32_BYTES)
+            for vector in ("scale", "offset")[:arrays]:
+                write.fusion(f"{name}.{vector}.gradient", wide, self.hidden * _F32_BYTES)
 
     def start_sums(self, *names: str) -> None:
         """Start the sums of the gradients of matrices over the batch or fsdp, as soon as all that
@@ -201,7 +237,7 @@ class _Block:
         for group in combined(self.matrices.items()):
             if self._computed.issuperset(group) and not set(names).isdisjoint(group):
                 payload = sum(self.matrices[name] for name in group)
-                if len(group) > 1:
+                if self.is_concatenated(group):
                     self.write.copy(f"sum_{group[0]}.concatenate", payload)
                 self.write.start(f"sum_{group[0]}", kind, payload, along)
 
@@ -209,7 +245,7 @@ class _Block:
         """Start the reduce-scatter of the matrices' gradients over fsdp."""
         both = sum(size for name, size in self.matrices.items() if name in _ROWS_DIVIDED)
         size = sum(self.matrices.values())
-        if self.tensor > 1 and along:
+        if self.tensor > 1 and along and not self.is_newer:
             # Matrices whose rows are sharded over both axes: XLA all-reduces them over all of the
             # batch's axes and slices the result, where it reduce-scatters the others.
             self.write.start("scatter", "reduce_scatter", size - both, (FSDP,), buffers=2)
@@ -217,6 +253,18 @@ class _Block:
             self.write.start("sum_all", "all_reduce", both, (*along, FSDP))
         else:
             self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=4)
+
+    def is_concatenated(self, group: list[str]) -> bool:
+        """Whether the sum of a group is of several buffers, copied into one: matrices, or a matrix
+        and biases (by both compilers; the closed form of the older one leaves biases out)."""
+        has_biases = self.is_newer and self.has_biases and not self.shard.is_scattered
+        return len(group) > 1 or (has_biases and group[0] in ("qkv", "projection"))
+
+    def wait_for_sums(self) -> None:
+        """Wait for the sums of the gradients of matrices."""
+        self.write.wait("scatter")
+        for name in self.matrices:
+            self.write.wait(f"sum_{name}")
 
     def partial_bytes(self, rows: int, size: int) -> int:
         """Bytes of a sum of `size` bytes over `rows` rows before its second operation."""
@@ -378,7 +426,7 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
     mask, wide = queries * keys * 4 if has_mask else 0, batch * queries * keys * _F32_BYTES
     batch, queries, keys = _product_shape(shard)
     write.matmul(f"{name}.scores", (batch, queries, keys, size))
-    if _is_grouped(shard):  # masked scores are written in float32
+    if _is_grouped(shard) and not block.is_newer:  # masked scores pass through memory
         write.fusion(f"{name}.mask", shard.score_bytes + mask, wide)
         write.fusion(f"{name}.softmax", wide, shard.score_bytes)
     else:
@@ -401,13 +449,21 @@ def _feed_forward_half(block: _Block) -> None:
     block.gather_tokens("feed_forward")
     _up(block)
     residual = shard.stream_bytes if block.tensor == 1 else 0
+    if is_late := block.gather_late("down"):
+        _write_kept(block)
     block.use("down")
     write.matmul("down", (1, block.rows, block.hidden, block.inner_width), residual)
     block.start_sum_over_tensor("down")
-    write.copy("kept", block.stream)
-    for name, size in _kept(shard) if shard.recompute != "full" else ():
-        write.copy(name, size)
+    if not is_late:
+        _write_kept(block)
     block.add_sum("down")
+
+
+def _write_kept(block: _Block) -> None:
+    """Copies of kept activations into their stacks."""
+    block.write.copy("kept", block.stream)
+    for name, size in _kept(block.shard) if block.shard.recompute != "full" else ():
+        block.write.copy(name, size)
 
 
 def _expert_half(block: _Block, layer: ExpertLayer) -> None:
@@ -588,13 +644,26 @@ def kept_stacks(shard: BlockShard) -> tuple[int, ...]:
     return (shard.kept_stream_bytes, *(size for _, size in kept))
 
 
+def _read_by_products(block: _Block) -> tuple[str, ...]:
+    """Starts of the names of the kept activations that products read in their stacks; nothing on
+    the older compiler."""
+    shard = block.shard
+    if not block.is_newer:
+        return ()
+    if not shard.sequence_parallel or shard.samples == 1:
+        return "kept.normalised", "kept.mixed.0", "kept.inner"
+    # Tokens of several samples are put first in a copy of what was gathered.
+    return ("kept.mixed.0", "kept.inner") if shard.layout.fsdp == 1 else ()
+
+
 def _read_kept(block: _Block, *names: str) -> None:
     """Copies of kept activations out of their stacks: those whose names start so. The stream, the
     up projection and scores are read in place, by the one fusion that uses each."""
     if block.shard.recompute == "full":
         return
+    in_place = _read_by_products(block)
     for name, size in _kept(block.shard):
-        if name.startswith(names):
+        if name.startswith(names) and not name.startswith(in_place):
             block.write.copy(name, size)
 
 
@@ -662,7 +731,7 @@ def _attention_gradients(block: _Block) -> None:
     else:
         _latent_gradients(block)
     block.norm_gradient("attention.norm")
-    if block.has_biases and shard.layout.fsdp == 1:
+    if block.has_biases and shard.layout.fsdp == 1 and not block.sums_late:
         block.start_sums("projection")
 
 
@@ -686,9 +755,9 @@ def _matrix_gradients(block: _Block) -> None:
     """Gradients of the matrices, overlapped with the sum of the input gradient over tensor; or,
     where tensor is 1, the input gradient overlapped with the sums of the matrices' gradients."""
     shard, write, rows = block.shard, block.write, block.rows
-    if block.tensor > 1:
-        write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
-        block.start_sum_over_tensor("qkv.input_gradient")
+    is_last = block.tensor == 1 or block.sums_late
+    if not is_last:
+        _qkv_input_gradient(block)
     if block.fuses_norms:  # tokens are gathered again beside the gradients that need none
         block.start_gather_tokens("feed_forward")
     _feed_forward_matrix_gradients(block)
@@ -703,13 +772,26 @@ def _matrix_gradients(block: _Block) -> None:
         write.fusion("qkv.bias.gradient", shard.qkv_bytes, sums)
         block.write.scalars("biases.gradient", 2 if rows > _SPLIT_ROWS else 1)
     # That of the projection is combined with those of biases, the last of which is still to come.
-    is_late = block.has_biases and shard.layout.fsdp == 1
+    is_late = block.has_biases and shard.layout.fsdp == 1 and not block.sums_late
     block.start_sums("qkv", *(() if is_late else ("projection",)))
-    if block.tensor == 1:
-        write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
+    if block.sums_late:
+        block.wait_for_sums()
+    if is_last:
+        _qkv_input_gradient(block)
     if block.has_biases:
         block.norm_statistics("attention.norm.again")
     write.wait("qkv.input_gradient.sum")
+
+
+def _qkv_input_gradient(block: _Block) -> None:
+    """The gradient before queries, keys and values, and its sum over tensor."""
+    shape = (1, block.rows, block.hidden, block.qkv_width)
+    block.gather_late("qkv")
+    block.use("qkv")
+    block.write.matmul("qkv.input_gradient", shape)
+    block.start_sum_over_tensor("qkv.input_gradient")
+    if block.is_newer and block.shard.sequence_parallel:  # nothing is put beside it
+        block.write.wait("qkv.input_gradient.sum")
 
 
 def _latent_gradients(block: _Block) -> None:
@@ -770,9 +852,10 @@ def _score_gradients(block: _Block) -> None:
         write.copy("projection.gradient.transpose", shard.head_bytes)
         write.copy("mixed.gradient.transpose", shard.head_bytes)
         write.matmul("scores.gradient", (batch, queries, keys, size))
-        if shard.recompute == "none":  # the kept scores are sliced for the sums of their rows
-            write.fusion("softmax.gradient.sum", 2 * shard.score_bytes, shard.score_bytes)
-        if _is_grouped(shard):
+        if shard.recompute == "none":  # the older compiler slices kept scores for sums of rows
+            sliced = 0 if block.is_newer else shard.score_bytes
+            write.fusion("softmax.gradient.sum", 2 * shard.score_bytes, sliced)
+        if _is_grouped(shard) and not block.is_newer:
             write.fusion("softmax.gradient.slice", shard.score_bytes, 0)
         write.fusion("softmax.gradient", 2 * shard.score_bytes, shard.score_bytes)
         if _is_grouped(shard):
@@ -791,7 +874,7 @@ def _sum_gradients(block: _Block) -> None:
     fsdp, along = layout.fsdp, sum_axes(layout)
     write.wait("scatter")
     if fsdp > 1 and along:
-        divided = _ROWS_DIVIDED if block.tensor > 1 else ()
+        divided = _ROWS_DIVIDED if block.tensor > 1 and not block.is_newer else ()
         scattered = sum(size for name, size in block.matrices.items() if name not in divided)
         write.copy("sum.concatenate", scattered // fsdp)
         write.start("sum", "all_reduce", scattered // fsdp, along)
@@ -800,7 +883,7 @@ def _sum_gradients(block: _Block) -> None:
     write.wait("sum")
     for group in combined(block.matrices.items()):
         write.wait(f"sum_{group[0]}")
-        if along and (len(group) > 1 or fsdp > 1):
+        if along and (block.is_concatenated(group) or fsdp > 1):
             size = sum(block.matrices[name] for name in group)
             write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts(group[0]))
     for name, size in block.matrices.items():

@@ -119,6 +119,7 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
         for name, size in _heads(shard):
             _exchange(write, f"{_BACKWARD}.home.{name}", size)
         return
+    is_newer = shard.shape.compiler == "0.12"  # sends most sums home at last, beside nothing
     write.attention(f"{_BACKWARD}.own", _own(shard), _BACKWARD_PRODUCTS, read, _read(shard))
     write.fusion(f"{_BACKWARD}.halves", q, 2 * q)  # of the queries' gradient, as float32
     # Recompute left those of queries and result.
@@ -134,7 +135,7 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
     for time in _times(write, shard, _BACKWARD):
         is_last = time == "last"
         if shard.strategy == "ring":
-            _send(write, f"{_BACKWARD}.{time}.sums", 2 * kv)
+            _send(write, f"{_BACKWARD}.{time}.sums", kv if is_last and is_newer else 2 * kv)
         _pick_keys(write, f"{_BACKWARD}.{time}", shard)
         for name in () if is_last else ("queries", "result", "gradient"):
             write.fusion(f"{_BACKWARD}.{time}.{name}", q, q // 2)
@@ -157,8 +158,10 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
             write.fusion(f"{_BACKWARD}.{time}.{name}.add", read_bytes, kv)
         _wait_for_keys(write, shard, f"{_BACKWARD}.{time}")
     if shard.strategy == "ring":
-        for name in ("keys", "values"):
-            _send(write, f"{_BACKWARD}.home.{name}", kv)
+        _send(write, f"{_BACKWARD}.home.keys", 2 * kv if is_newer else kv)
+        if is_newer:
+            write.wait(f"{_BACKWARD}.home.keys")
+        _send(write, f"{_BACKWARD}.home.values", kv)
         return
     size = 2 * times * kv
     write.start(f"{_BACKWARD}.home", "reduce_scatter", size, (CONTEXT,), buffers=2)

@@ -20,6 +20,7 @@ from scalejax.simulator.transformer.shape import (
     parameters_of_device,
     stage_layout,
     sum_axes,
+    transposes_kept,
     zero_parts,
 )
 
@@ -185,7 +186,7 @@ def embedding_gradient(
     if shard.recompute != "full" and not shape.is_fused:
         for name, size in heads(shard, parts=shard.layout.context):
             write.copy(f"{name}.transpose", layers * size)
-    if shard.sequence_parallel and shard.samples > 1 and shard.recompute in ("none", "selective"):
+    if transposes_kept(shard):
         for index in range(2):  # tokens of the kept norms first, as they were gathered
             write.copy(f"normalised.{index}.transpose", layers * shard.stream_bytes)
     if shard.sequence_parallel:

@@ -23,6 +23,7 @@ from scalejax.simulator.transformer.shape import (
     most_layers,
     parameters_of_device,
     stage_kinds,
+    transposes_kept,
     zero_parts,
 )
 
@@ -176,12 +177,14 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     else:
         is_early = layout.device_count > 1
         loss = table * (1 + is_early)
+    if shape.compiler == "0.12":  # zeroes them after it
+        is_early, loss = False, table
     loss += logits + 2 * shard.stream_bytes + (gradients if is_early else 0)
     loss += logits if is_manual else logits * _F32_BYTES // shape.element_bytes
     tables = table if shape.has_tied_embeddings else 2 * table
     backward = gradients + tables + block + (logits if is_scattered else 0)
     transposed = 0
-    if shard.sequence_parallel and shard.samples > 1 and shard.recompute in ("none", "selective"):
+    if transposes_kept(shard):
         transposed = (layers + 1) * shard.stream_bytes + gradients + logits + tables + table
     return cast + max(loss, backward, transposed)
 

@@ -195,8 +195,9 @@ class Writer:
         )
 
     def wait(self, name: str) -> None:
-        """Add a wait for the collective of that name, if it was started."""
+        """Add a wait for the collective of that name, if it was started and not waited for."""
         if name in self._started:
+            self._started.discard(name)
             full = self._full(name)
             self.operations.append(
                 Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)

@@ -25,6 +25,20 @@ _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", **dict.fromkeys(NARROW_TYPES, "bf16"),
 }  # fmt: skip
 
+Compiler = Literal["0.10", "0.12"]
+"""The XLA of jaxlib 0.10 and 0.11, or of 0.12. That of 0.12 reads matrices and kept activations in
+their stacks in the product; masks scores of grouped queries and makes shares of them in one fusion;
+sums the gradients of a block's matrices over fsdp, or over the batch beside tensor, all at once,
+before the last input gradient, and with nothing beside; gathers the last matrix of a pass late; and
+zeroes gradients after the loss."""
+
+
+def compiler_of(jaxlib: str) -> Compiler:
+    """The XLA of a version of jaxlib, such as "0.10.2"."""
+    major, minor = map(int, jaxlib.split(".")[:2])
+    return "0.12" if (major, minor) >= (0, 12) else "0.10"
+
+
 Recompute = Literal["none", "selective", "selective_op", "full"]
 """Recompute in the backward pass of a block: nothing; the scores of unfused attention; scores,
 norms, the projection (unless tensor sums it) and the gated up projection; or all but the input of
@@ -71,6 +85,8 @@ class TransformerShape:
     """Experts in place of the feed-forward layers after the first dense ones; None without."""
     is_first: bool = False
     """Whether its blocks are the first, dense ones of a network with experts."""
+    compiler: Compiler = "0.10"
+    """The XLA that schedules and fuses the step."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocabulary", "tokens"):
@@ -430,6 +446,14 @@ class BlockShard:
     def norm_elements(self) -> int:
         """Elements of the scales and offsets of the block's two norms."""
         return self.shape.norm_elements
+
+
+def transposes_kept(shard: BlockShard) -> bool:
+    """Whether the kept inputs of products, of all blocks at once, are transposed after the backward
+    pass to put tokens first, as they were gathered."""
+    is_kept = shard.recompute in ("none", "selective")
+    is_gathered = shard.sequence_parallel and shard.samples > 1
+    return is_gathered and is_kept and shard.shape.compiler == "0.10"
 
 
 _WHOLE_ON_TENSOR = ("q_down", "kv_down")

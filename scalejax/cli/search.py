@@ -88,7 +88,7 @@ class Search(CostCommand):
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
         if (self.run_file is None) == (self.model is None):
-            raise ConfigError("search needs one of RUN.toml and --model NAME.")
+            raise ConfigError("search needs either RUN.toml or --model NAME, and not both.")
         if self.model is not None:
             name, run_file = self.model, Path()
             batch = {} if self.global_batch is None else {"batch.global_batch": self.global_batch}

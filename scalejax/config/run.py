@@ -433,14 +433,12 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
     Raises:
         ConfigError: if there is no such decoder, or one line per problem.
     """
-    preset = PRESETS.get(name)
-    if preset is None:
-        raise ConfigError(unknown_name("model", name, PRESETS))
-    if preset.tokens is None or preset.vocabulary is None:
-        raise ConfigError(refusal("model", name, "the name of a published decoder"))
+    decoders = {key: each for key, each in PRESETS.items() if each.tokens and each.vocabulary}
+    if (preset := decoders.get(name)) is None:
+        raise ConfigError(unknown_name("model", name, decoders))
     batch = preset.training and preset.training.global_batch
     if batch is None and (overrides or {}).get("batch.global_batch") is None:
-        accepted = f"samples per update are needed: none are published here of {name}"
+        accepted = f"samples per update are needed, as none are kept here of {name}: --global-batch"
         raise ConfigError(refusal("batch.global_batch", None, accepted))
     tables: dict[str, JsonValue] = {
         "model": {"name": name, "compute_dtype": "bfloat16"},

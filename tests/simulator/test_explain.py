@@ -14,12 +14,20 @@ from rich.console import Console
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.core import serialization
 from scalejax.hardware import Link, Network, RunConditions, Site, load_cluster
-from scalejax.hardware.cluster import Algorithm
+from scalejax.hardware.cluster import Algorithm, HostMemory
 from scalejax.report.html.explanation import render, waterfall
 from scalejax.report.terminal import explanation as explanation_tables
 from scalejax.simulator.explain import Explanation, explain, match_trace
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
+from scalejax.simulator.program import (
+    HOST_MEMORY,
+    Collective,
+    DeviceGroup,
+    Loop,
+    MemoryUse,
+    Operation,
+    Program,
+)
 from scalejax.simulator.timeline.attribution import attributions
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
 
@@ -202,6 +210,23 @@ def test_half_the_latency_is_half_of_what_the_library_starts_and_sends_with(
     assert gains["latency"].step_seconds == pytest.approx(expected, rel=1e-9)
     assert expected < predict(step, before).step_seconds - 0.49e-3
     assert gains["latency"].change == "half the latency"
+
+
+def test_twice_the_host_link_halves_copies_and_half_the_latency_leaves_them():
+    """4 MB out at 1 GB/s with nothing beside them: 4 ms, or 2 ms; copies have no latency."""
+    made = Collective(
+        name="copy_to_host", payload_bytes=4 * 10**6, group=HOST_MEMORY, is_async=False
+    )
+    out = Operation(name="out", kind="collective", dtype="f32", collective=made)
+    step = program_of(PRODUCT, out)
+    step = replace(step, memory=replace(step.memory, host_bytes=4 * 10**6))
+    cluster = replace(cluster_of(), host=HostMemory(bytes_per_second=1e9))
+
+    explained = explain(step, cluster)
+
+    gains = {each.name: each for each in explained.improvements}
+    assert gains["host link"].step_seconds == pytest.approx(explained.step_seconds - 2e-3)
+    assert gains["latency"].step_seconds == pytest.approx(explained.step_seconds)
 
 
 def test_measured_times_have_a_latency_to_halve_too():

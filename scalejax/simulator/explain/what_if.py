@@ -77,6 +77,9 @@ def improvements(
             if (changed := change(site.input)) != site.input:
                 then = predict(program, cluster, site=replace(site, input=changed))
                 add(name, meaning, then.step_seconds, fits=then.fits)
+    if cluster.host is not None and program.memory.host_bytes:
+        then = predict(program, _host_link(cluster), site=site)
+        add("host link", "bandwidth to the memory of the host", then.step_seconds, fits=then.fits)
     if dict(now.waterfall).get(HOST):
         then = predict(program, _with_chips(cluster, _less_dispatch), site=site)
         add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
@@ -149,9 +152,18 @@ def _network(cluster: Cluster, factor: float = FACTOR) -> Cluster:
     return replace(cluster, network=replace(network, bytes_per_second=rate))
 
 
+def _host_link(cluster: Cluster, factor: float = FACTOR) -> Cluster:
+    """`cluster` with `factor` times the bandwidth between devices and the memory of their host."""
+    host = cluster.host
+    if host is None:
+        return cluster
+    return replace(cluster, host=replace(host, bytes_per_second=factor * host.bytes_per_second))
+
+
 def _half_rates(cluster: Cluster) -> Cluster:
-    """`cluster` with half the bandwidth of links and network, and twice the time to fill them."""
-    slow = _network(_links(cluster, 1 / FACTOR), 1 / FACTOR)
+    """`cluster` with half the bandwidth of links, network and host link, and twice the time to fill
+    them."""
+    slow = _host_link(_network(_links(cluster, 1 / FACTOR), 1 / FACTOR), 1 / FACTOR)
     link, network = slow.link, slow.network
     link = replace(
         link,

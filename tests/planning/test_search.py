@@ -565,7 +565,7 @@ def test_published_layout_has_a_place(
     assert "Against it, the first has -" in printed
 
     assert main(command) == 2
-    assert "one of RUN.toml and --model" in capsys.readouterr().err
+    assert "either RUN.toml or --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ from scalejax.config.moe import BlocksAtEvenLoad, MoeConfig, block_rows
 from scalejax.config.parallelism import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import is_recomputed, named
-from scalejax.models.sharding import constraints, divisible, is_of_layout, is_zigzag, zigzag_chunks
+from scalejax.models.sharding import (
+    constraints,
+    divisible,
+    is_of_layout,
+    is_zigzag,
+    without,
+    zigzag_chunks,
+)
 
 EXPERT_GATED = P(EXPERT, FSDP, None, TENSOR)
 EXPERT_DOWN = P(EXPERT, (TENSOR, FSDP), None)
@@ -51,6 +58,12 @@ PARTITION_RULES: PartitionRules = (
     (r"shared/down/kernel$", P(PIPELINE, *SHARED_DOWN)),
 )
 """Partition rules of its stacked parameters; the router is replicated."""
+
+
+def is_of_experts(path: Any) -> bool:
+    """Whether the parameter at this path of a tree has the experts as the first dimension of a
+    layer."""
+    return any(getattr(key, "key", None) == "experts" for key in path)
 
 
 class Routing(NamedTuple):
@@ -230,6 +243,7 @@ class MoeFeedForward(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         is_split = is_of_layout(mesh)
         sizes = {name: size for name, size in mesh.shape.items() if size > 1} if is_split else {}
+        manual = frozenset(mesh.manual_axes) if is_split else frozenset()
         parts = {"experts": (self.experts, EXPERT_GATED, EXPERT_DOWN)}
         if self.moe.shared_experts:
             parts["shared"] = (self.shared, SHARED_GATED, SHARED_DOWN)
@@ -239,11 +253,10 @@ class MoeFeedForward(nnx.Module):
                 matrix.kernel[...].astype(x_BSD.dtype) for matrix in (layer.gated, layer.down)
             )
             specs[name] = tuple(
-                divisible(name, spec, matrix.shape, sizes_of(mesh, is_split))
+                divisible(name, without(manual, spec), matrix.shape, sizes_of(mesh, is_split))
                 for spec, matrix in zip((gated, down), matrices[name], strict=True)
             )
         bias_E = self.bias[...] if self.moe.router.balance == "bias" else None
-        manual = frozenset(mesh.manual_axes) if is_split else frozenset()
         axes = _Axes(frozenset(sizes), frozenset(sizes) - manual, is_zigzag())
         layer = partial(self._of_device, specs, axes)
         arguments = (x_BSD, self.router[...], bias_E, matrices)

@@ -5,7 +5,7 @@ divides tokens and microbatches, are in the context. Without a mesh these functi
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from scalejax.config.parallelism import (
     BATCH_AXES,
     CONTEXT,
     DATA,
+    EXPERT,
     PIPELINE,
     TENSOR,
     ContextStrategy,
@@ -84,27 +85,26 @@ def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     Where parameters are sharded over fsdp, the compiler may move either the parameters to the rows
     of the batch or the rows to the parameters; this constraint enforces the first. It needs the
     mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing without a mesh of a
-    `Layout`, or where its axes are manual (`shard_map`). The data axis and the pipeline may be
+    `Layout`, or where its axes are manual (`shard_map`). The data, pipeline and expert axes may be
     manual: each shard of the batch, or stage, is then constrained over the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not is_of_layout(mesh):
         return array
-    for axis in mesh.manual_axes:
-        spec = _without(axis, spec)
+    spec = without(mesh.manual_axes, spec)
     return jax.lax.with_sharding_constraint(
         array, divisible("an activation", spec, array.shape, mesh.shape)
     )
 
 
-def _without(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """`spec` without `axis`."""
+def without(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    """`spec` without `axes`."""
     return PartitionSpec(
         *(
-            tuple(name for name in entry if name != axis)
+            tuple(name for name in entry if name not in axes)
             if isinstance(entry, tuple)
             else None
-            if entry == axis
+            if entry in axes
             else entry
             for entry in spec
         )
@@ -132,9 +132,10 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
 
 
 def is_of_layout(mesh: AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data and pipeline."""
+    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data, pipeline and
+    expert."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for axis in (DATA, PIPELINE):
+    for axis in (DATA, PIPELINE, EXPERT):
         if kinds.get(axis) == AxisType.Manual:
             kinds[axis] = AxisType.Auto
     return all(kinds.get(axis) == AxisType.Auto for axis in AXES)

@@ -1,10 +1,11 @@
 """Gradient of a pipeline of which every stage follows a timetable of its own.
 
-All stages are one program, in a `shard_map` over the pipeline axis that leaves the other axes to
-the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`), in each of which
-a stage computes a forward pass of one microbatch, a backward pass of another, or nothing, and then
-exchanges results with its neighbours. Collectives inside a pass are among the devices of one
-stage, which all compute the same.
+All stages are one program, in a `shard_map` over the pipeline and expert axes that leaves others to
+the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`), in each of
+which a stage computes a forward pass of one microbatch, a backward pass of another, or nothing, and
+then exchanges results with its neighbours. Collectives inside a pass are among the devices of one
+stage, which all compute the same. Devices along the expert axis add up gradients of their own rows,
+and sum them once, after all slots.
 
 A forward pass saves what its backward pass needs, with any recomputation, in a place of a buffer
 that holds as many microbatches as the schedule says. The first stage embeds the tokens, the last
@@ -26,9 +27,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
-from scalejax.config.parallelism import PIPELINE
+from scalejax.config.parallelism import EXPERT, PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
+from scalejax.models.moe import is_of_experts
 from scalejax.models.packing import Documents, documents_of, packed
+from scalejax.models.sharding import axis_size
 from scalejax.training.gradient_sync.device_rows import PyTree
 
 _KINDS: tuple[PassKind | None, ...] = (None, "forward", "backward", "weights")
@@ -89,7 +92,10 @@ def scheduled_gradients(
             a period, ...], sharded over the stages.
         rows: the batch, [microbatches, rows, ...].
     """
-    by_stage = P(None, PIPELINE)
+    # Left to the compiler, gradients of all but experts would be summed over this axis for every
+    # microbatch and layer; where it moves sums out of a loop (WhileLoopAllReduceCodeMotion of jax
+    # 0.10.2), it makes their zeros in the memory of the host: 3.7 GB of DeepSeek-V3's embedding.
+    expert = EXPERT if axis_size(EXPERT) > 1 else None
 
     def stage(ends: Parameters, blocks: Parameters, rows: PyTree) -> tuple[PyTree, ...]:
         own = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
@@ -98,15 +104,37 @@ def scheduled_gradients(
         reports = jax.tree.map(lambda leaf: leaf[:, :, None], held.reports)
         # Every part has been computed by one stage; of the others these are 0.
         of_ends, metrics = lax.psum((held.of_ends, held.metrics), PIPELINE)
+        if expert is not None:
+            of_ends, of_blocks = map(_mean_over_experts, (of_ends, of_blocks))
+            metrics, reports = lax.pmean((metrics, reports), expert)
         return of_ends, of_blocks, metrics, reports
 
+    def specs(parameters: PyTree, lead: int, whole: P) -> PyTree:
+        """`whole`, and of experts, before which are `lead` dimensions, their axis besides."""
+        none = (None,) * (lead - len(whole))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: P(*whole, *none, expert) if is_of_experts(path) else whole, parameters
+        )
+
+    of_ends, of_blocks = specs(ends, 1, P()), specs(blocks, 4, P(None, PIPELINE))
+    of_rows = jax.tree.map(lambda leaf: P(None, expert) if leaf.ndim > 1 else P(), rows)
     return jax.shard_map(
         stage,
-        in_specs=(P(), by_stage, P()),
-        out_specs=(P(), by_stage, P(), P(None, None, PIPELINE)),
-        axis_names={PIPELINE},
+        in_specs=(of_ends, of_blocks, of_rows),
+        out_specs=(of_ends.learning, of_blocks.learning, P(), P(None, None, PIPELINE)),
+        axis_names={PIPELINE} if expert is None else {PIPELINE, expert},
         check_vma=False,
     )(ends, blocks, rows)
+
+
+def _mean_over_experts(gradients: PyTree) -> PyTree:
+    """Gradients of the mean loss of the devices along the expert axis, of those of each one's loss:
+    experts have those of all devices already, whose tokens came to them."""
+
+    def mean(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf / lax.axis_size(EXPERT) if is_of_experts(path) else lax.pmean(leaf, EXPERT)
+
+    return jax.tree_util.tree_map_with_path(mean, gradients)
 
 
 class _Held(NamedTuple):

@@ -134,6 +134,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         4,
         "selective_op",
     ),
+    "capacity, expert=2 x fsdp=2 x pipeline=2, 1F1B": (
+        "capacity",
+        {"expert": 2, "fsdp": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "full",
+    ),
     "capacity, fsdp=2 x tensor=2 x pipeline=2, 1F1B": (
         "capacity",
         {"fsdp": 2, "tensor": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},

@@ -18,7 +18,7 @@ from scalejax.simulator.transformer import context_attention, latent_attention
 from scalejax.simulator.transformer.experts import ExpertLayer
 from scalejax.simulator.transformer.experts import kept as kept_by_experts
 from scalejax.simulator.transformer.operations import Writer, combined
-from scalejax.simulator.transformer.shape import BlockShard, is_of_experts, sum_axes
+from scalejax.simulator.transformer.shape import BlockShard, is_of_experts
 from scalejax.simulator.transforms.float8 import with_float8_products
 
 _CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
@@ -114,7 +114,7 @@ class _Block:
         self.fuses_norms = is_backward and is_summed and self.has_biases
         self.is_newer = shape.compiler == "0.12"
         """Whether that compiler makes it, not the one that it was read off first."""
-        fsdp, is_summed = shard.layout.fsdp, sum_axes(shard.layout) != ()
+        fsdp, is_summed = shard.layout.fsdp, shard.sum_axes != ()
         self.sums_early = self.tensor == fsdp == 1 and is_summed
         self.sums_late = self.is_newer and (fsdp > 1 or (self.tensor > 1 and is_summed))
         """Whether gradients of matrices are summed before the last input gradient is computed, and
@@ -225,7 +225,7 @@ class _Block:
     def start_sums(self, *names: str) -> None:
         """Start the sums of the gradients of matrices over the batch or fsdp, as soon as all that
         XLA combines are computed."""
-        layout, along = self.shard.layout, sum_axes(self.shard.layout)
+        layout, along = self.shard.layout, self.shard.sum_axes
         self._computed |= set(names)
         if layout.fsdp > 1:
             if self._computed == set(self.matrices):
@@ -871,7 +871,7 @@ def _score_gradients(block: _Block) -> None:
 def _sum_gradients(block: _Block) -> None:
     """Sums of the gradients over fsdp and the batch, and copies into their stacks."""
     shard, write, layout = block.shard, block.write, block.shard.layout
-    fsdp, along = layout.fsdp, sum_axes(layout)
+    fsdp, along = layout.fsdp, shard.sum_axes
     write.wait("scatter")
     if fsdp > 1 and along:
         divided = _ROWS_DIVIDED if block.tensor > 1 and not block.is_newer else ()
@@ -897,7 +897,7 @@ def _sum_vectors(block: _Block) -> None:
     their stacks."""
     shard, write, layout = block.shard, block.write, block.shard.layout
     count = 8 if block.has_biases else 2
-    axes = (*sum_axes(layout), FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
+    axes = (*shard.sum_axes, FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
     size = (shard.norm_elements + shard.shape.router_elements) * _F32_BYTES
     write.start("vectors.sum", "all_reduce", size, axes)
     if any(getattr(layout, axis) > 1 for axis in axes):

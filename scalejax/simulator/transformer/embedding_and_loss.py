@@ -213,7 +213,7 @@ def embedding_gradient(
 
 def _start_table_sums(write: Writer, shard: BlockShard) -> None:
     """Start the sums of the gradients of the embeddings and of the last norm."""
-    layout, along = shard.layout, sum_axes(shard.layout)
+    layout, along = shard.layout, shard.sum_axes
     both = (*along, FSDP)
     used = shard.shape.element_bytes
     table, places = _table_elements(shard) * used, _position_elements(shard) * used
@@ -235,7 +235,7 @@ def _start_table_sums(write: Writer, shard: BlockShard) -> None:
 
 def _add_table_sums(write: Writer, shard: BlockShard) -> None:
     """Wait for what `_start_table_sums` started, and sum the parts over the batch."""
-    layout, along = shard.layout, sum_axes(shard.layout)
+    layout, along = shard.layout, shard.sum_axes
     write.wait("scatter")
     if layout.fsdp > 1 and along:
         places = _position_elements(shard) if layout.tensor == 1 else 0
@@ -375,9 +375,16 @@ def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str,
         Bytes of the sums of several members, to be sliced once they are there, by that name.
     """
     along, summed = sum_axes(end.layout, of_experts=True), dict[str, int]()
+    sizes = {name: count * _F32_BYTES for name, count in counts.items()}
+    if end.layout.pipeline > 1:
+        whole = [(name, size) for name, size in sizes.items() if not is_of_experts(name)]
+        for group in combined(whole):
+            payload = sum(sizes[name] for name in group)
+            name = f"sum.{group[0]}.expert"
+            write.start(name, "all_reduce", payload, (EXPERT,), dtype=_F32)
+            write.wait(name)
     if not along:
         return summed
-    sizes = {name: count * _F32_BYTES for name, count in counts.items()}
     if end.zero_stage and DATA in along:
         for name, size in sizes.items():
             write.start(f"sum.{name}", "reduce_scatter", size, along, dtype=_F32)

@@ -165,8 +165,8 @@ class ExpertLayer:
     def _start_report(self, name: str) -> None:
         """Start to sum the loads of experts over all devices, or two losses."""
         size = _F32_BYTES * (self.moe.experts if name == "loads" else 2)
-        axes = (*sum_axes(self.layout), FSDP)
-        self.write.start(f"router.{name}", "all_reduce", size, axes)
+        axes = sum_axes(self.layout) if name == "loads" else self.shard.sum_axes
+        self.write.start(f"router.{name}", "all_reduce", size, (*axes, FSDP))
 
     def report(self) -> None:
         """Losses of the router, of the loads of experts on all devices."""

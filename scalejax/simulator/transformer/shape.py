@@ -341,6 +341,15 @@ class BlockShard:
     """How attention sees tokens of other context shards."""
     is_scattered: bool
     """Whether each device along data keeps only its shard of the summed gradients."""
+    is_of_stage: bool = False
+    """Whether it is of a pipeline, whose devices sum gradients over expert after all microbatches,
+    once."""
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradients of all but experts are summed for each microbatch."""
+        axes = sum_axes(self.layout)
+        return tuple(axis for axis in axes if axis != EXPERT) if self.is_of_stage else axes
 
     def gradient_parts(self, name: str) -> int:
         """Shards of the gradient of a matrix along the axes that ZeRO shards it over."""
@@ -624,6 +633,7 @@ def _block_shard(
         sequence_parallel=sequence_parallel,
         strategy=context_strategy,
         is_scattered=is_scattered,
+        is_of_stage=layout.pipeline > 1,
     )
 
 

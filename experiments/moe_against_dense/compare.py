@@ -28,6 +28,7 @@ ROUTERS: dict[str, dict[str, JsonValue] | None] = {
     "experts, bias 0.001": biased(0.001),
     "experts, bias 0.03": biased(0.03),
     "experts, bias 0.05": biased(0.05),
+    "experts, bias 0.1": biased(0.1),
     "experts, weights of sum 1": biased(0.01, scaling=1.0),
     "experts, auxiliary loss": {"scores": "softmax", "scaling": 2.0},
 }

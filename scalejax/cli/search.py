@@ -126,7 +126,7 @@ class Search(CostCommand):
             top=self.top,
             notes=(costed,) if costed else (),
             facts=facts,
-            training=PRESETS[name].training if name in PRESETS else None,
+            preset=name if name in PRESETS else None,
         )
         tables.show(search_tables.searched(report))
         if self.confirm:

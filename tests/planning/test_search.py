@@ -562,6 +562,7 @@ def test_published_layout_has_a_place(
     printed = " ".join(capsys.readouterr().out.split())
     said = f"(a report) is number {place:,} of {len(layouts):,}, at "
     assert said in printed
+    assert "deepseek-v3 on " in printed
     assert "Against it, the first has -" in printed
 
     assert main(command) == 2

@@ -16,6 +16,7 @@ from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transforms.pipeline import (
     Pipeline,
     pipelined,
+    sent_between_stages,
     with_bubble,
     without_bubble,
 )
@@ -253,6 +254,22 @@ def test_a_timetable_of_unlike_stages_is_that_of_the_one_with_most_work():
 
     assert step_milliseconds(without_bubble(told)) == pytest.approx(8 * 6)
     assert step_milliseconds(told) == pytest.approx(8 * 6 + 2 * 3 + 0.25 + 0.5)
+
+
+def test_stages_are_ranked_by_what_they_send_too():
+    """The first of two has more to multiply, and the second a layer more, that sends 1 GB."""
+    ticks = PipelineTicks("1f1b", stages=2, microbatches=8)
+    sent = sent_between_stages(2, 10**9, is_divided=False, tensor=1, stage_devices=1)
+    gate = Loop(name="layer_of_stage", trip_count=1, body=sent[:1])
+    layers = Loop(name="layers", trip_count=2, body=(gate,))
+    first = Loop(name="first_part", trip_count=1, body=(matmul("dense", 0.5),))
+    one = Loop(name="forward_pass", trip_count=1, body=(first, layers))
+    slots = Loop(name="slots", trip_count=len(timetable(ticks).slots), body=(one,))
+    compiled = replace(program_of(slots), mesh_axes=(("pipeline", 2),))
+
+    told = without_bubble(with_bubble(compiled, ticks, (1, 2)))
+
+    assert told.flop == 0
 
 
 def test_passes_over_weights_fill_part_of_the_bubble():

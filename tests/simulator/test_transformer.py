@@ -326,8 +326,10 @@ def test_operations_have_names_of_their_own(axes: dict, recompute: Recompute):
         for is_fused in (True, False):
             shape = dataclasses.replace(SMALL, is_fused=is_fused, **changed)
             parts = step_parts(shape, strategy(samples=2, recompute=recompute, **axes))
-            whole = [getattr(parts, name) for name in StepParts.__slots__ if name != "blocks"]
-            whole += [part for each in parts.blocks for part in (each.forward, each.backward)]
+            once = [name for name in StepParts.__slots__ if not name.endswith("blocks")]
+            whole = [getattr(parts, name) for name in once]
+            blocks = *parts.first_blocks, *parts.blocks
+            whole += [part for each in blocks for part in (each.forward, each.backward)]
             names = Counter(
                 operation.name
                 for part in whole
@@ -403,6 +405,25 @@ def test_slowest_of_unequal_stages_sets_the_pace():
         runs.append((found["forward.up"], found["logits.product"]))
 
     assert runs == [(8 * 2 + 1, 1), (8 * 1 + 2, 8)]
+
+
+def test_stages_share_first_dense_blocks_as_the_trainer_does():
+    """2 dense blocks and 5 with experts on 3 stages of 1, 2 and 2: 8 microbatches go through the
+    last, and one through the dense blocks and the others. All hold the gradients of both."""
+    moe = MoeConfig(experts=4, expert_hidden=64, dense_layers=2)
+    routed = dataclasses.replace(SMALL, layers=7, is_gated=True, experts=moe)
+    own = strategy(microbatches=8, pipeline=3, recompute="full")
+    program = transformer_program(routed, own)
+    runs = Counter[str]()
+    for item, times in program.walk():
+        if item.kind == "matmul":
+            runs[item.name.split(".bubble")[0].removesuffix(".1")] += times
+
+    assert (runs["dense.forward.up"], runs["logits.product"]) == (2, 8)
+    assert runs["forward.projection"] == 8 * 2 + 1 + 2
+    held = transformer_program(dataclasses.replace(routed, ffn_hidden=2 * SMALL.ffn_hidden), own)
+    added = 2 * 3 * SMALL.hidden * SMALL.ffn_hidden
+    assert held.memory.temporary_bytes - program.memory.temporary_bytes >= added * (4 + 2)
 
 
 def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():

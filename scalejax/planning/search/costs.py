@@ -72,8 +72,9 @@ class _StepTimes:
     """One block, forward and backward."""
     sends: Timeline
     """Sends between stages in one tick."""
-    last: tuple[tuple[Timeline, int], ...]
-    """Logits of one microbatch on a last stage that is not the slowest."""
+    ends: tuple[tuple[Timeline, int], ...]
+    """Of one microbatch, dense blocks of the first stage, and logits of the last if that is not the
+    slowest."""
     other_blocks: int
     """Blocks of all other stages."""
 
@@ -83,7 +84,7 @@ class _StepTimes:
         if stages == 1:
             return self.busy
         ticks = PipelineTicks("1f1b", stages, strategy.split.microbatches, chunks)
-        idle = (self.block, self.other_blocks // chunks), *self.last
+        idle = (self.block, self.other_blocks // chunks), *self.ends
         return total(((self.busy, 1), (self.sends, ticks.work + ticks.idle), *idle))
 
 
@@ -129,18 +130,21 @@ class StrategyCosts:
     def _step_times(self, strategy: Strategy, stub: Program) -> _StepTimes:
         parts, slowest = step_parts(self._shape, strategy), slowest_stage(self._shape, strategy)
         microbatches, logits = strategy.split.microbatches, self._timeline(parts.logits)
-        blocks = [
-            (
-                total(
-                    (
-                        (self._timeline(each.forward, stub), 1),
-                        (self._timeline(each.backward, stub), 1),
-                    )
-                ),
-                each.count,
-            )
-            for each in parts.blocks
-        ]
+        blocks, first = (
+            [
+                (
+                    total(
+                        (
+                            (self._timeline(each.forward, stub), 1),
+                            (self._timeline(each.backward, stub), 1),
+                        )
+                    ),
+                    each.count,
+                )
+                for each in kinds
+            ]
+            for kinds in (parts.blocks, parts.first_blocks)
+        )
         busy = (
             (self._timeline(parts.before), 1),
             (self._timeline(parts.embedding), microbatches),
@@ -149,9 +153,9 @@ class StrategyCosts:
             (self._timeline(parts.embedding_gradient), microbatches),
             (self._timeline(parts.update), 1),
         )
-        last = () if slowest.has_logits else ((logits, 1),)
-        others = self._shape.layers - slowest.layers
-        return _StepTimes(total(busy), blocks[-1][0], self._timeline(parts.sends), last, others)
+        ends = (*first, *(() if slowest.has_logits else ((logits, 1),)))
+        others = self._shape.kinds[-1][1] - slowest.layers
+        return _StepTimes(total(busy), blocks[-1][0], self._timeline(parts.sends), ends, others)
 
     def _timeline(self, part: Part, stub: Program | None = None) -> Timeline:
         """Timeline of one run of a part; of blocks as the fullest device runs them, if the loads of

@@ -13,7 +13,7 @@ from typing import get_args
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
-from scalejax.config.presets import PublishedTraining
+from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnProgress, no_display
@@ -291,7 +291,7 @@ def report_search(
     top: int = 10,
     notes: Sequence[str] = (),
     facts: DatasetFacts | None = None,
-    training: PublishedTraining | None = None,
+    preset: str | None = None,
 ) -> SearchReport:
     """Report of the best strategies of a search, none of them compiled.
 
@@ -307,8 +307,10 @@ def report_search(
         top: number of strategies in the table.
         notes: further notes.
         facts: counts and shapes of its data; if None, they are read.
-        training: how the network was published; None if that is not known.
+        preset: the preset that the network is, by which it is called and whose published layout is
+            placed; None if it is none.
     """
+    training = None if preset is None else PRESETS[preset].training
     best = deduplicated(found.ranked)[:top]
     shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     ranked = list(_ranked(config, facts, cluster, site, best, framework, price_per_device_hour))
@@ -318,7 +320,7 @@ def report_search(
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
-        title=framework.title_of(f"{config.model.name} on {cluster.title}"),
+        title=framework.title_of(f"{preset or config.model.name} on {cluster.title}"),
         devices=", ".join(map(str, counts)),
         objective=objective,
         global_batch=best[0].strategy.split.global_batch if best else None,

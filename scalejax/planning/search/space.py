@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.config.parallelism import BatchSplit, ContextStrategy, Layout
-from scalejax.simulator.transformer import Recompute, Strategy, TransformerShape, zero_parts
+from scalejax.simulator.transformer import (
+    Recompute,
+    Strategy,
+    TransformerShape,
+    is_uneven,
+    zero_parts,
+)
 
 
 def strategies(
@@ -134,9 +140,9 @@ def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1,
 
 
 def _chunk_counts(shape: TransformerShape, layout: Layout, microbatches: int) -> tuple[int, ...]:
-    if layout.pipeline == 1 or microbatches % layout.pipeline or shape.layers % layout.pipeline:
+    if layout.pipeline == 1 or microbatches % layout.pipeline or is_uneven(shape, layout):
         return (1,)
-    return _divisors(shape.layers // layout.pipeline)
+    return _divisors(shape.kinds[-1][1] // layout.pipeline)
 
 
 def _sequence_parallel(shape: TransformerShape, layout: Layout) -> tuple[bool, ...]:

@@ -4,14 +4,13 @@ From dimensions and a strategy to operations, collectives and memory in millisec
 over thousands of strategies. Tests compare products, bytes, collectives and memory of small
 networks with compiled programs (`tests/simulator/test_transformer.py`), and step time and memory of
 networks of 1e9 parameters, by layout (`experiments/closed_form`). A pipeline is 1F1B, where the
-trainer runs GPipe. Knows shapes and how XLA shards them; no compiler, no hardware, no seconds.
+trainer's default is GPipe. Knows shapes and how XLA shards them; no compiler, hardware or seconds.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from scalejax.config.parallelism import stage_layers
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transformer.block import block_backward, block_forward
 from scalejax.simulator.transformer.embedding_and_loss import (
@@ -42,6 +41,7 @@ from scalejax.simulator.transformer.shape import (
     matrix_elements_of_device,
     scatters_each,
     slowest_stage,
+    stage_counts,
     stage_kinds,
     stage_layout,
     sums_once,
@@ -60,6 +60,7 @@ __all__ = [
     "Strategy",
     "TransformerShape",
     "compiler_of",
+    "is_uneven",
     "matrix_elements_of_device",
     "memory_by_zero_stage",
     "memory_use",
@@ -68,10 +69,6 @@ __all__ = [
     "transformer_program",
     "zero_parts",
 ]
-
-
-_KINDS = ("dense.", "")
-"""Prefixes of the operations of the kinds of blocks, of which the last has none."""
 
 
 class Part(NamedTuple):
@@ -110,6 +107,8 @@ class StepParts:
     """Embedding, once per microbatch before its blocks."""
     blocks: tuple[BlockParts, ...]
     """Blocks of each kind, in order."""
+    first_blocks: tuple[BlockParts, ...]
+    """Dense blocks that the first of several stages has besides, once per microbatch there."""
     logits: Part
     """Logits and loss, once per microbatch between the passes over its blocks."""
     embedding_gradient: Part
@@ -124,8 +123,10 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     """Parts of the step of a device of the slowest stage; logits are included even if that is not
     the last stage."""
     layout = strategy.layout
-    kinds = stage_kinds(shape, slowest_stage(shape, strategy).layers, layout.pipeline)
+    slowest = slowest_stage(shape, strategy)
+    kinds = stage_kinds(shape, slowest.layers, layout.pipeline)
     blocks = tuple((_shard(kind, strategy, count), count) for kind, count in kinds)
+    first = shape.kinds[:-1] if layout.pipeline > 1 else ()
     shard = blocks[-1][0]
     dealt = layout if is_uneven(shape, layout) else None
     microbatches = strategy.split.microbatches
@@ -145,23 +146,31 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     return StepParts(
         before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
         embedding=Part(embedding, (blocks, strategy.zero_stage > 0, accumulated > 0)),
-        blocks=tuple(
-            BlockParts(
-                forward=Part(block_forward, (each, _KINDS[index - len(blocks)])),
-                backward=Part(block_backward, (each, _KINDS[index - len(blocks)])),
-                count=count,
-            )
-            for index, (each, count) in enumerate(blocks)
-        ),
+        blocks=tuple(_block_parts(each, count) for each, count in blocks),
+        first_blocks=tuple(_block_parts(_shard(kind, strategy, n), n) for kind, n in first),
         logits=Part(logits, (shard, is_data_manual(strategy) or stages > 1, is_scattered)),
         embedding_gradient=Part(
             embedding_gradient,
-            (blocks, accumulated > 0, layout.data if is_scattered else 1),
+            (
+                blocks,
+                accumulated > 0,
+                layout.data if is_scattered else 1,
+                None if stages == 1 else int(slowest.has_logits),
+            ),
         ),
         sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices, False))
         if stages > 1
         else Part(),
         update=Part(update, (end,)),
+    )
+
+
+def _block_parts(shard: BlockShard, count: int) -> BlockParts:
+    prefix = "dense." if shard.shape.is_first else ""
+    return BlockParts(
+        forward=Part(block_forward, (shard, prefix)),
+        backward=Part(block_backward, (shard, prefix)),
+        count=count,
     )
 
 
@@ -228,12 +237,13 @@ def transformer_program(
     pipeline = Pipeline(
         stages=layout.pipeline,
         chunks=strategy.pipeline_chunks,
-        layers=stage_layers(shape.layers, layout.pipeline) if is_uneven(shape, layout) else None,
+        layers=stage_counts(shape, layout) if is_uneven(shape, layout) else None,
         microbatches=count,
         boundary_bytes=block_shard(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,
         is_sent_in_parts=False,
     )
-    logits = () if slowest.has_logits else parts.logits.operations
-    whole = pipelined(program, pipeline, last=logits)  # type: ignore[arg-type]  no loops in logits
+    first = *_loops(parts.first_blocks, "forward"), *_loops(parts.first_blocks, "backward")
+    ends = (*first, *(() if slowest.has_logits else parts.logits.operations))
+    whole = pipelined(program, pipeline, last=ends)
     return replace(whole, memory=program.memory, model_flop=program.model_flop)

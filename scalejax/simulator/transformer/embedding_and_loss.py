@@ -16,8 +16,8 @@ from scalejax.simulator.transformer.shape import (
     devices_of_matrix,
     is_of_experts,
     is_uneven,
-    most_layers,
     parameters_of_device,
+    stage_counts,
     stage_layout,
     sum_axes,
     transposes_kept,
@@ -162,7 +162,10 @@ def _table_gradient(write: Writer, shard: BlockShard) -> None:
 
 
 def embedding_gradient(
-    blocks: tuple[tuple[BlockShard, int], ...], is_accumulated: bool, scattered_over: int
+    blocks: tuple[tuple[BlockShard, int], ...],
+    is_accumulated: bool,
+    scattered_over: int,
+    tables_of_stage: int | None = None,
 ) -> tuple[Operation | Loop, ...]:
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
@@ -172,6 +175,8 @@ def embedding_gradient(
         is_accumulated: whether gradients are accumulated in float32 over microbatches.
         scattered_over: devices along data, over which ZeRO 2 scatters the gradients of every
             microbatch; else 1.
+        tables_of_stage: gradients of whole embeddings that a pipeline stage sums, that of the
+            output layer on the last; None without stages.
     """
     shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
@@ -196,8 +201,9 @@ def embedding_gradient(
     write.copy("tokens.scatter", shard.stream_bytes)
     if not is_accumulated:
         return write.done()
-    _start_table_sums(write, shard)
-    _add_table_sums(write, shard)
+    if tables_of_stage != 0:
+        _start_table_sums(write, shard, tables_of_stage)
+        _add_table_sums(write, shard)
     if scattered_over > 1:
         write.fusion("wide.tables", tables * used, tables * _F32_BYTES)
         size = tables * _F32_BYTES
@@ -211,8 +217,9 @@ def embedding_gradient(
     return write.done()
 
 
-def _start_table_sums(write: Writer, shard: BlockShard) -> None:
-    """Start the sums of the gradients of the embeddings and of the last norm."""
+def _start_table_sums(write: Writer, shard: BlockShard, tables: int | None = None) -> None:
+    """Start the sums of the gradients of the embeddings, of all or of so many, and of the last
+    norm."""
     layout, along = shard.layout, shard.sum_axes
     both = (*along, FSDP)
     used = shard.shape.element_bytes
@@ -222,12 +229,13 @@ def _start_table_sums(write: Writer, shard: BlockShard) -> None:
     write.start("sum.norms", "all_reduce", _norm_elements(shard.shape) * _F32_BYTES + 8, both)
     if layout.fsdp == 1:
         kind = "reduce_scatter" if shard.is_scattered else "all_reduce"
-        write.start("sum", kind, (1 + is_twofold) * table + places, along)
+        write.start("sum", kind, (tables or 1 + is_twofold) * table + places, along)
     elif not along:
         uses = 2 if layout.tensor > 1 or is_twofold else 1
+        uses = tables or uses
         write.start("scatter", "reduce_scatter", uses * table + places, (FSDP,), buffers=3)
     elif layout.tensor == 1:
-        write.start("scatter", "reduce_scatter", 2 * table + places, (FSDP,), buffers=3)
+        write.start("scatter", "reduce_scatter", (tables or 2) * table + places, (FSDP,), buffers=3)
     else:
         write.start("scatter", "reduce_scatter", table, (FSDP,))
         write.start("sum", "all_reduce", table + places, both)
@@ -266,7 +274,7 @@ def zeros(
 def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout) -> None:
     """All-to-all that redistributes stored shards of all blocks into whole blocks per stage, or
     their gradients back; each stage's payload is that of the longest."""
-    layers, parts = most_layers(shape, layout), layout.tensor * layout.fsdp
+    layers, parts = max(stage_counts(shape, layout)), layout.tensor * layout.fsdp
     for name, size in shape.matrices.items():
         payload = layers * size * shape.element_bytes // parts
         payload //= layout.expert if is_of_experts(name) else 1

@@ -20,8 +20,8 @@ from scalejax.simulator.transformer.shape import (
     TransformerShape,
     block_shard,
     expert_parameters_of_device,
-    most_layers,
     parameters_of_device,
+    stage_counts,
     stage_kinds,
     transposes_kept,
     zero_parts,
@@ -64,6 +64,7 @@ class DeviceMemory:
         self,
         shape: TransformerShape,
         blocks: Blocks,
+        first: Blocks,
         layout: Layout,
         microbatches: int,
         moments: int,
@@ -74,6 +75,7 @@ class DeviceMemory:
             shape: the network.
             blocks: a device's shard of a block for one microbatch, and the blocks of the longest
                 stage, of each kind.
+            first: the same of the dense blocks that only the first of several stages computes.
             layout: layout of all devices.
             microbatches: microbatches per update.
             moments: arrays like the parameters that the optimizer keeps.
@@ -86,6 +88,7 @@ class DeviceMemory:
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
         self._is_cast = shape.element_bytes != _F32_BYTES
         self._kept = sum(sum(kept_stacks(each)) * count for each, count in blocks)
+        self._gathered_table = 0
         self._fixed = _fixed_bytes(blocks, layout.data > 1 and microbatches > 1)
         self._fixed_scattered = self._fixed
         if layout.data > 1:  # ZeRO 2 sums after each microbatch, not in its backward pass
@@ -95,7 +98,9 @@ class DeviceMemory:
             )
             self._fixed_scattered = _fixed_bytes(apart, True, layout.pipeline == 1)
         if layout.pipeline > 1:
-            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(blocks)
+            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(blocks, first)
+            self._accumulated += _gradients_beyond_share(shape, blocks, first, layout)
+            self._gathered_table = self._is_cast * _table_bytes(shard)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 
@@ -116,6 +121,7 @@ class DeviceMemory:
         accumulated = self._accumulated // (self._layout.data if zero_stage == 2 else 1)
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
         gathered = self._own if zero_stage and not self._is_cast else 0
+        gathered += self._gathered_table if zero_stage else 0
         ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
         fixed = self._fixed_scattered if zero_stage == 2 else self._fixed
         return fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
@@ -135,11 +141,15 @@ def memory_by_zero_stage(
     for each in strategies:
         if each.zero_stage not in found:
             layout = each.layout
-            kinds = stage_kinds(shape, most_layers(shape, layout), layout.pipeline)
-            blocks = tuple((block_shard(kind, each), count) for kind, count in kinds)
+            kinds = stage_kinds(shape, max(stage_counts(shape, layout)), layout.pipeline)
+            before = shape.kinds[:-1] if layout.pipeline > 1 else ()
+            blocks, first = (
+                tuple((block_shard(kind, each), count) for kind, count in some)
+                for some in (kinds, before)
+            )
             if blocks not in known:
                 known[blocks] = DeviceMemory(
-                    shape, blocks, layout, each.split.microbatches, each.moments
+                    shape, blocks, first, layout, each.split.microbatches, each.moments
                 )
             found[each.zero_stage] = known[blocks]
     return found
@@ -194,19 +204,36 @@ def _stack_bytes(blocks: Blocks) -> int:
     return sum(each.matrix_bytes // each.layout.fsdp * count for each, count in blocks)
 
 
-def _fixed_bytes_of_stage(blocks: Blocks) -> int:
-    """`_fixed_bytes` of a stage of a pipeline: its matrices, what it received from either side and
-    sends, and the most that the output layer holds, whose loss is differentiated at once (logits,
-    their gradient, and the layer, with fsdp also its gradient), or the backward pass of a block.
+def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
+    """`_fixed_bytes` of a stage of a pipeline: its matrices and those of the dense blocks of the
+    first stage, which every stage holds; what it received from either side and sends; and the most
+    that the output layer holds, whose loss is differentiated at once (logits, their gradient, and
+    the layer, with fsdp also its gradient), or the
+    backward pass of a block, or of the dense blocks, whose gradients are stacked.
     """
     shard = blocks[-1][0]
     shape, layout = shard.shape, shard.layout
-    stack = _stack_bytes(blocks)
-    cast = 0 if shape.element_bytes == _F32_BYTES else stack
+    stack, dense = _stack_bytes(blocks), _stack_bytes(first)
+    cast = 0 if shape.element_bytes == _F32_BYTES else stack + dense
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     table, streams = _table_bytes(shard), shard.stream_bytes
     last = 2 * logits + table * (1 + (layout.fsdp > 1)) + streams
-    return cast + 3 * streams + max(last, *(block_bytes(each) for each, _ in blocks))
+    kept = sum(sum(kept_stacks(each)) * count for each, count in first)
+    passes = [block_bytes(each) for each, _ in blocks]
+    passes += [dense + kept + block_bytes(each) for each, _ in first]
+    return cast + 3 * streams + max(last, *passes)
+
+
+def _gradients_beyond_share(
+    shape: TransformerShape, blocks: Blocks, first: Blocks, layout: Layout
+) -> int:
+    """Bytes of the accumulated gradients of a stage beyond those of an equal share of all blocks:
+    of those that shorter stages are padded with, and of the dense ones of the first stage."""
+    counts = [count for _, count in shape.kinds]
+    shares = ((each, count) for (each, _), count in zip((*first, *blocks), counts, strict=True))
+    share = _stack_bytes(tuple(shares)) // layout.pipeline
+    beyond = _stack_bytes(first) + _stack_bytes(blocks) - share
+    return beyond * _F32_BYTES // shape.element_bytes
 
 
 def _table_bytes(shard: BlockShard) -> int:

@@ -16,9 +16,11 @@ from scalejax.config.parallelism import (
     BatchSplit,
     ContextStrategy,
     Layout,
+    stage_layers,
 )
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.simulator.transforms.pipeline import FLOP_OF_SENT_BYTE
 
 _CACHE_SIZE = 65536  # entries of the caches
 _OPERAND_TYPES: dict[CostedType, str] = {
@@ -289,7 +291,7 @@ class Strategy:
         require_at_least("layers", shape.layers, layout.pipeline)
         if self.pipeline_chunks > 1:
             stages = layout.pipeline * self.pipeline_chunks
-            require_multiple("layers", shape.layers, stages, "pipeline*chunks")
+            require_multiple("layers", shape.kinds[-1][1], stages, "pipeline*chunks")
         for name in ("heads", "kv_heads", "ffn_hidden", "vocabulary"):
             require_multiple(name, getattr(shape, name), layout.tensor, "tensor")
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
@@ -501,31 +503,45 @@ class SlowestStage:
     """The slowest pipeline stage, on which the others wait."""
 
     layers: int
-    """Blocks of the stage."""
+    """Blocks of the stage, of the last kind."""
     has_logits: bool
     """Whether it is the last stage, which also computes logits."""
 
 
+_GATHERS_AND_SCATTERS = 5
+"""Times that a layer of experts gathers or scatters the tokens of its devices, where the backward
+pass gathers them again."""
+
+
 def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
-    """The stage with most FLOP: the last, unless it holds one block fewer and logits take less
-    than a block (as in the trainer, the first stages hold the remainder of the blocks)."""
-    least, rest = divmod(shape.layers, strategy.layout.pipeline)
+    """The stage with most to compute and to send: the last, unless it holds fewer blocks than
+    others and logits take less than these, or it holds none (as in the trainer, the first stages
+    hold the remainder of the blocks). Dense blocks before others take no longer than those with
+    experts, of which the first stage has so many fewer."""
+    layout = strategy.layout
+    counts = stage_counts(shape, layout)
+    fewer = max(counts) - counts[-1]
     passes = 4 if strategy.recompute == "full" else 3
     scores = shape.tokens * shape.heads * (shape.head_size + shape.value_size)
     block = passes * (shape.active_matrices + scores)
-    if rest and block > 3 * shape.hidden * shape.vocabulary:
-        return SlowestStage(least + 1, False)
-    return SlowestStage(least, True)
+    if layout.expert > 1:  # in products of two FLOP, shared by devices along tensor
+        sent = _GATHERS_AND_SCATTERS * layout.expert * shape.hidden * shape.element_bytes
+        block += sent * FLOP_OF_SENT_BYTE / 2 * layout.tensor
+    is_last = counts[-1] > 0 and fewer * block <= 3 * shape.hidden * shape.vocabulary
+    return SlowestStage(counts[-1] if is_last else max(counts), is_last)
 
 
-def most_layers(shape: TransformerShape, layout: Layout) -> int:
-    """Blocks of the longest stage."""
-    return -(-shape.layers // layout.pipeline)
+@lru_cache(maxsize=_CACHE_SIZE)
+def stage_counts(shape: TransformerShape, layout: Layout) -> tuple[int, ...]:
+    """Blocks of each pipeline stage, of the last kind."""
+    if shape.experts is None:
+        return stage_layers(shape.layers, layout.pipeline)
+    return shape.experts.layers_of_stages(shape.layers, layout.pipeline, chunks=1, period=1)
 
 
 def is_uneven(shape: TransformerShape, layout: Layout) -> bool:
-    """Whether some stages hold a block more than others."""
-    return shape.layers % layout.pipeline > 0
+    """Whether some stages hold more blocks than others."""
+    return len(set(stage_counts(shape, layout))) > 1
 
 
 def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
@@ -571,14 +587,8 @@ def stage_kinds(
     shape: TransformerShape, layers: int, stages: int
 ) -> tuple[tuple[TransformerShape, int], ...]:
     """(network of these blocks alone, their number) of each kind of block of a stage of `layers`
-    blocks; of several stages, that with most experts."""
-    kinds = shape.kinds
-    if stages == 1 or len(kinds) == 1:
-        return kinds if stages == 1 else ((kinds[0][0], layers),)
-    (dense, _), (routed, count) = kinds
-    last = min(layers, count)
-    found = (dense, layers - last), (routed, last)
-    return tuple(each for each in found if each[1])
+    blocks of the last kind; of several stages, without first dense ones."""
+    return shape.kinds if stages == 1 else ((shape.kinds[-1][0], layers),)
 
 
 def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:

@@ -38,6 +38,9 @@ BUBBLE = ".bubble"
 """Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
 _PASSES_OF_ZB = 3
 """Passes of a microbatch where that over weights is one of its own."""
+_FLOP_OF_MOVED_BYTE, FLOP_OF_SENT_BYTE = 989 / 3.35, 989 / 0.45
+"""FLOP of bfloat16 in the time of a byte of memory, and of one over NVLink each way (data sheet of
+NVIDIA's H100 SXM: 989 TFLOP/s, 3.35 TB/s, 900 GB/s both ways)."""
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 
 
@@ -70,7 +73,9 @@ class Pipeline:
             raise ConfigError(refusal("pipeline.layers", self.layers, accepted))
 
 
-def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...] = ()) -> Program:
+def pipelined(
+    stage: Program, pipeline: Pipeline, *, last: tuple[Operation | Loop, ...] = ()
+) -> Program:
     """Program of a device of the slowest stage, bubble included.
 
     One microbatch passes through all stages, and the others follow through the slowest: t of the
@@ -82,8 +87,8 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         stage: program of the network with the layers of one stage, on the devices of one stage,
             in a loop over the microbatches.
         pipeline: the division of the network.
-        last: operations of the last stage for a microbatch besides its blocks, where that is not
-            the given stage.
+        last: operations of the first and the last stage for a microbatch besides their blocks,
+            where these are not the given stage.
 
     Raises:
         ConfigError: if `stage` has no loop over microbatches, or no stage holds as many blocks.
@@ -137,9 +142,9 @@ def with_bubble(
     (`training.pipeline`): the result is that of the last stage, which goes forward and backward
     with each microbatch, and waits for as long as each other stage takes for a chunk of one; the
     first of those embeds the tokens too. Where stages compute unlike numbers of `layers`, it is
-    that of the one with most FLOP. With "zb_h1" passes over weights fill part of that time: it is
-    idle in the slots of the timetable that are left, of the mean length of its passes (Qi et al.
-    2023, arXiv 2401.10241, table 2, for passes of equal length).
+    that of the one with most to compute, to move and to send. With "zb_h1" passes over weights fill
+    part of that time: it is idle in the slots of the timetable that are left, of the mean length of
+    its passes (Qi et al. 2023, arXiv 2401.10241, table 2, for passes of equal length).
     """
     if ticks.schedule != "gpipe":
         devices = _stage_devices(program)
@@ -191,7 +196,7 @@ def _slowest_stage(
     ]
     slowest = own[-1]
     if layers is not None:
-        slowest = max(own, key=lambda shares: sum(map(_flop, _passes(passes, shares))))
+        slowest = max(own, key=lambda shares: sum(map(_work, _passes(passes, shares))))
     others = {
         gate: (sum(shares[gate] for shares in own) - share) / ticks.idle
         for gate, share in slowest.items()
@@ -275,13 +280,24 @@ def _flop(item: Operation | Loop) -> float:
     return item.flop * item.share
 
 
+def _work(item: Operation | Loop) -> float:
+    """What a stage has to do, in FLOP, by which stages are ranked: bytes moved and sent count as
+    what an H100 computes meanwhile, as if nothing were done at the same time."""
+    if isinstance(item, Loop):
+        return item.trip_count * sum(map(_work, item.body))
+    if item.collective is not None:
+        return item.collective.payload_bytes * item.share * FLOP_OF_SENT_BYTE
+    moved = item.read_bytes + item.write_bytes
+    return max(item.flop, moved * _FLOP_OF_MOVED_BYTE) * item.share
+
+
 def _layers(work: Loop) -> int:
     """Blocks of the stage in the microbatch loop `work`; 1 where it does not loop over them."""
     return max((item.trip_count for item in work.body if isinstance(item, Loop)), default=1)
 
 
 def _bubble(
-    work: Loop, pipeline: Pipeline, sent: tuple[Operation, ...], last: tuple[Operation, ...]
+    work: Loop, pipeline: Pipeline, sent: tuple[Operation, ...], last: tuple[Operation | Loop, ...]
 ) -> list[Loop]:
     """Bubble loops: one microbatch in the other stages, a loop per distinct number of blocks."""
     own = _layers(work)
@@ -295,7 +311,8 @@ def _bubble(
     for index, (layers, stages) in enumerate((+others).items()):
         suffix = (f".{index}" if index else "") + BUBBLE
         part = Fraction(layers, own * pipeline.chunks)
-        bubble_body = tuple(_with_suffix(_shortened(item, part), suffix) for item in blocks)
+        held = blocks if layers else ()  # a first stage may have only what is in `last`
+        bubble_body = tuple(_with_suffix(_shortened(item, part), suffix) for item in held)
         sends = _numbered(sent, pipeline.chunks + index)
         loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*bubble_body, *sends)))
     if last:

@@ -173,6 +173,14 @@ def machine_cores() -> int:
     return os.cpu_count() or 1
 
 
+def text_of(path: str | Path) -> str:
+    """Content of a file of the system, such as one of /proc; "" where there is none."""
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError:
+        return ""
+
+
 def process_fields(process: int | str = "self") -> list[str]:
     """The fields of /proc/PID/stat after the process name, which may contain spaces: proc(5).
 

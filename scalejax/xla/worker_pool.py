@@ -13,6 +13,7 @@ from scalejax.core.environment import (
     compiler_settings,
     machine_cores,
     required_flags,
+    text_of,
 )
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import GIB
@@ -82,7 +83,7 @@ def free_bytes(root: Path = Path("/")) -> int:
         root: folder of `proc` and `sys`.
     """
     found = _control_group_free_bytes(root)
-    match = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text_of(root / "proc/meminfo"))
     if match:
         found.append(int(match[1]) * 1024)
     return max(0, min(found, default=2 * WORKER_BYTES))
@@ -96,7 +97,7 @@ def _control_group_free_bytes(root: Path) -> list[int]:
     Source: cgroups(7); the kernel's admin guide on memory, cgroup-v2 and cgroup-v1.
     """
     found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             top, limit, taken, idle = "", "memory.max", "memory.current", "inactive_file"
@@ -109,18 +110,11 @@ def _control_group_free_bytes(root: Path) -> list[int]:
         group = PurePosixPath(name.lstrip("/"))
         for part in (group, *group.parents):
             folder = root / "sys/fs/cgroup" / top / part
-            most, used = (_text(folder / file).strip() for file in (limit, taken))
+            most, used = (text_of(folder / file).strip() for file in (limit, taken))
             if most.isdigit() and used.isdigit():  # "max" is none
-                kept = re.search(rf"^{idle} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                kept = re.search(rf"^{idle} (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
                 found.append(int(most) - int(used) + (int(kept[1]) if kept else 0))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except OSError:
-        return ""
 
 
 def _environment() -> dict[str, str]:

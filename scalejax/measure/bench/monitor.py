@@ -6,13 +6,14 @@ comes from a function.
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scalejax.core.environment import process_fields
+from scalejax.core.environment import process_fields, text_of
 from scalejax.core.units import KIB
 
 _PROC = Path("/proc")
@@ -130,15 +131,10 @@ def _family(process: int) -> list[int]:
     found = [process]
     for parent in found:
         for path in (_PROC / str(parent) / "task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in path.read_text().split()]
+            found += [int(child) for child in text_of(path).split()]
     return found
 
 
 def _pss_bytes(process: int) -> int | None:
-    try:
-        lines = (_PROC / str(process) / "smaps_rollup").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = (line.split()[1] for line in lines if line.startswith("Pss:"))
-    return next((int(size) * KIB for size in sizes), None)
+    found = re.search(r"^Pss:\s+(\d+) kB", text_of(_PROC / f"{process}/smaps_rollup"), re.MULTILINE)
+    return int(found[1]) * KIB if found else None

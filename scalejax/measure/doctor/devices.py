@@ -23,10 +23,8 @@ take twice as long."""
 STAGES = 4
 """Most calls of `on_progress` by `measure`."""
 
-_WIDTH = {"cpu": 1024}
-_STREAM_BYTES = {"cpu": 2**24}
-_REDUCED_BYTES = {"cpu": 2**22}
-_LARGE_WIDTH, _LARGE_STREAM, _LARGE_REDUCED = 8192, 2**30, 2**26
+# Width of products, bytes of the stream and of an all-reduce.
+_SIZES, _CPU_SIZES = (8192, 2**30, 2**26), (1024, 2**24, 2**22)
 _CALLS = 5
 _GPU_FIX = (
     "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER says whether it is throttled; nvidia-smi whether "
@@ -116,11 +114,8 @@ def measure(on_progress: OnProgress) -> Rates:
 
     from scalejax.measure.devices import machine, probes
 
-    platform = jax.default_backend()
     mesh = machine.mesh_of(jax.local_devices())
-    width = _WIDTH.get(platform, _LARGE_WIDTH)
-    stream = _STREAM_BYTES.get(platform, _LARGE_STREAM)
-    reduced = _REDUCED_BYTES.get(platform, _LARGE_REDUCED)
+    width, stream, reduced = _CPU_SIZES if jax.default_backend() == "cpu" else _SIZES
     rate_type = _rate_type(jax.local_devices()[0])
     dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[rate_type]
     on_progress(Progress(part="launches"))
@@ -130,14 +125,7 @@ def measure(on_progress: OnProgress) -> Rates:
     on_progress(Progress(part="memory"))
     memory = probes.stream_rate(mesh, stream, empty, _CALLS)
     on_progress(Progress(part="all-reduces"))
-    collectives = []
-    local = jax.local_device_count()
-    if local > 1:
-        group = DeviceGroup(extents=((local, 1),), axes=())
-        seconds = probes.all_reduce_seconds(mesh, reduced, _CALLS)
-        collectives.append(
-            MeasuredCollective(axis="devices of a process", group=group, seconds=seconds)
-        )
+    within = _all_reduce("devices of a process", mesh, reduced, 1) if mesh.size > 1 else None
     return Rates(
         rate_type=rate_type,
         width=width,
@@ -145,7 +133,7 @@ def measure(on_progress: OnProgress) -> Rates:
         moved_bytes=stream,
         memory_bytes_per_second=memory,
         reduced_bytes=reduced,
-        collectives=tuple(collectives),
+        collectives=() if within is None else (within,),
     )
 
 
@@ -153,15 +141,21 @@ def measure_all_reduce(rates: Rates) -> Rates:
     """`rates` with the all-reduce between processes; a collective call of every process."""
     import jax
 
-    from scalejax.measure.devices import machine, probes
+    from scalejax.measure.devices import machine
 
-    local, processes = jax.local_device_count(), jax.process_count()
     by_process = {device.process_index: device for device in reversed(jax.devices())}
-    firsts = machine.mesh_of([by_process[index] for index in range(processes)])
-    group = DeviceGroup(extents=((processes, local),), axes=())
-    seconds = probes.all_reduce_seconds(firsts, rates.reduced_bytes, _CALLS)
-    between = MeasuredCollective(axis="processes", group=group, seconds=seconds)
+    firsts = machine.mesh_of([by_process[index] for index in range(jax.process_count())])
+    between = _all_reduce("processes", firsts, rates.reduced_bytes, jax.local_device_count())
     return replace(rates, collectives=(*rates.collectives, between))
+
+
+def _all_reduce(axis: str, mesh: Any, size_bytes: int, stride: int) -> MeasuredCollective:
+    """A timed all-reduce over `mesh`, whose devices lie `stride` apart on the cluster."""
+    from scalejax.measure.devices import probes
+
+    group = DeviceGroup(extents=((mesh.size, stride),), axes=())
+    seconds = probes.all_reduce_seconds(mesh, size_bytes, _CALLS)
+    return MeasuredCollective(axis=axis, group=group, seconds=seconds)
 
 
 def no_rates(reason: str) -> Finding:
@@ -220,13 +214,14 @@ def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> I
         cluster: expected cluster, for the all-reduces; None if unknown.
     """
     width, kind = rates.width, rates.rate_type
+    element_bytes = 4 if kind == "f32" else 2
     product = Operation(
         name="product",
         kind="matmul",
         dtype=kind,
         flop=2 * width**3,
-        read_bytes=2 * width**2 * (4 if kind == "f32" else 2),
-        write_bytes=width**2 * (4 if kind == "f32" else 2),
+        read_bytes=2 * width**2 * element_bytes,
+        write_bytes=width**2 * element_bytes,
         shape=(1, width, width, width),
     )
     stream = Operation(

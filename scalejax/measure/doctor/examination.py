@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +86,8 @@ def examine(
     clocks = clock_finding(measure_clock_offsets())
     if place is not None and place.process == 0:  # the reference clock
         mine.append(clocks)
-    return tuple(together(_of_all([*mine, *variables], processes)))
+    said = _said_by_all(json.dumps(plain((*mine, *variables))), processes)
+    return tuple(together([build(tuple[Finding, ...], json.loads(each)) for each in said]))
 
 
 def _of_devices(
@@ -119,14 +120,11 @@ def together(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
     An "ok" finding is reported for the first process; any other names the processes concerned.
     Versions must be equal in all processes.
     """
-    keys = list(dict.fromkeys(_key(each) for findings in by_process for each in findings))
-    for key in keys:
-        having = [
-            (process, each)
-            for process, findings in enumerate(by_process)
-            for each in findings
-            if _key(each) == key
-        ]
+    said: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    for process, findings in enumerate(by_process):
+        for each in findings:
+            said.setdefault((each.topic, each.name), []).append((process, each))
+    for having in said.values():
         first = having[0][1]
         values = {each.value for _, each in having}
         if first.topic == "versions" and (len(values) > 1 or len(having) < len(by_process)):
@@ -147,15 +145,6 @@ def together(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
             processes = tuple(process for process, _ in alike)
             worst = min((each for _, each in alike), key=lambda each: each.verdict != "bad")
             yield replace(worst, processes=() if len(alike) == len(by_process) else processes)
-
-
-def _key(finding: Finding) -> tuple[str, str]:
-    return finding.topic, finding.name
-
-
-def _of_all(mine: Iterable[Finding], processes: int) -> list[list[Finding]]:
-    said = _said_by_all(json.dumps(plain(tuple(mine))), processes)
-    return [list(build(tuple[Finding, ...], json.loads(each))) for each in said]
 
 
 def _said_by_all(text: str, processes: int) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """Checks of the host limits of a process: cores, memory, shared memory, open files."""
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from scalejax.core.units import GIB, MIB, format_bytes
+from scalejax.core.environment import text_of
+from scalejax.core.units import GIB, KIB, MIB, format_bytes
 from scalejax.measure.doctor.finding import Finding, found
 
 _CONTAINER = "docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
@@ -48,7 +49,7 @@ class Host:
 
 def read_host() -> Host:
     """Host readings of this process."""
-    shared = _statistics("/dev/shm")
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = getattr(os, "sched_getaffinity", None)
     return Host(
@@ -160,20 +161,9 @@ def _shared_memory(size: int, free: int) -> Finding:
     )
 
 
-def _statistics(path: str) -> os.statvfs_result | None:
-    try:
-        return os.statvfs(path)
-    except OSError:
-        return None
-
-
 def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kilobytes[0]) * 1024 if kilobytes else None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text_of("/proc/meminfo"))
+    return int(found[1]) * KIB if found else None
 
 
 def _limit_bytes() -> int | None:
@@ -186,7 +176,7 @@ def _limit_bytes() -> int | None:
 
 def _quota_cores() -> float | None:
     """CPU quota of the cgroup in cores, version 2 or else 1."""
-    words = _text("/sys/fs/cgroup/cpu.max").split()
+    words = text_of("/sys/fs/cgroup/cpu.max").split()
     if len(words) == 2 and words[0].isdecimal():
         return int(words[0]) / int(words[1])
     quota = _number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -195,18 +185,11 @@ def _quota_cores() -> float | None:
 
 
 def _huge_pages() -> str | None:
-    words = _text("/sys/kernel/mm/transparent_hugepage/enabled").split()
-    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+    found = re.search(r"\[(.*?)\]", text_of("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return found[1] if found else None
 
 
 def _number(path: str) -> int | None:
     """The number in a file; None for "max", -1 or anything else that is no whole number."""
-    text = _text(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdecimal() else None
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

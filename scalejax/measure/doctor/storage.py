@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from scalejax.core.environment import text_of
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import GIB, format_bytes, format_bytes_per_second, format_seconds
 from scalejax.measure.doctor.finding import Finding, found
@@ -55,7 +56,7 @@ def read_storage(role: str, folder: Path) -> Storage:
         problem = str(error)
     return Storage(
         role=role,
-        file_system=file_system_of(folder, _mounts()),
+        file_system=file_system_of(folder, text_of("/proc/mounts")),
         free_bytes=about.f_bavail * about.f_frsize,
         size_bytes=about.f_blocks * about.f_frsize,
         write_bytes_per_second=rate,
@@ -118,29 +119,19 @@ def storage_findings(storage: Storage, hosts: int = 1) -> Iterator[Finding]:
 
 def _kind(storage: Storage, hosts: int) -> Finding:
     """Finding on the file system type: visible to the other machines, and persistent."""
-    kind = storage.file_system
-    is_run = storage.role == "run folder"
-    is_network, is_memory = kind in _NETWORK, kind in _IN_MEMORY
-    expected = None
+    kind, is_run = storage.file_system, storage.role == "run folder"
+    is_network, is_bad = kind in _NETWORK, False
+    expected, fix = None, ""
     if hosts > 1 and is_run:
-        expected = f"one that {hosts} machines see"
+        expected, is_bad = f"one that {hosts} machines see", not is_network
         fix = "give --folder a folder that all machines see: each writes its part of a checkpoint"
-        return found(
-            "storage", f"{storage.role}: kind", kind or "n/a", expected, bad=not is_network, fix=fix
-        )
-    if is_memory:
+    elif kind in _IN_MEMORY:
         expected, fix = "a disk", "it is memory, and lost with the machine: give another folder"
-    else:
-        expected, fix = ("a disk of this machine", "set SCALEJAX_CACHE to one, such as /tmp/cache")
-    is_far = is_network and not is_run
-    return found(
-        "storage",
-        f"{storage.role}: kind",
-        kind or "n/a",
-        expected if is_memory or is_far else None,
-        warn=is_memory or is_far,
-        fix=fix,
-    )
+    elif is_network and not is_run:
+        expected, fix = "a disk of this machine", "set SCALEJAX_CACHE to one, such as /tmp/cache"
+    is_other = expected is not None and not (hosts > 1 and is_run)
+    name = f"{storage.role}: kind"
+    return found("storage", name, kind or "n/a", expected, warn=is_other, bad=is_bad, fix=fix)
 
 
 def file_system_of(folder: Path, mounts: str) -> str | None:
@@ -158,13 +149,6 @@ def file_system_of(folder: Path, mounts: str) -> str | None:
         if (folder == path or path in folder.parents) and len(path.parts) >= longest:
             kind, longest = type_, len(path.parts)
     return kind
-
-
-def _mounts() -> str:
-    try:
-        return Path("/proc/mounts").read_text()
-    except OSError:
-        return ""
 
 
 def _sync_seconds(folder: Path) -> float:

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from scalejax.core.environment import text_of
 from scalejax.measure.doctor.finding import Finding, found
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -90,13 +90,10 @@ def _driver_finding(driver: str, plugins: list[str]) -> Finding:
 
 def _against(name: str, version: str | None, required: str | None) -> Finding:
     asked = name if required is None else f"{name}{required}"
-    is_good = version is not None and (required is None or version in _specifiers(required))
+    accepted = SpecifierSet(required or "", prereleases=True)
+    is_good = version is not None and version in accepted
     fix = "install such a Python" if name == "python" else f"pip install '{asked}'"
     return found("versions", name, version or "missing", required or None, bad=not is_good, fix=fix)
-
-
-def _specifiers(text: str) -> SpecifierSet:
-    return SpecifierSet(text, prereleases=True)
 
 
 def _required_by(package: str) -> dict[str, str]:
@@ -114,9 +111,6 @@ def _required_by(package: str) -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
+    text = text_of("/proc/driver/nvidia/version")
     version = re.search(r"Kernel Module(?: for \S+)?\s+(\d[\d.]*)", text)
     return version[1] if version else None

@@ -184,8 +184,8 @@ def test_legw_warms_up_for_more_epochs_at_a_larger_batch():
     [
         ({"scaling": "legw"}, r"schedule\.scaling='legw' is refused: .* use warmup=\"gradual\""),
         ({"decay_share": 0.2}, r"decay_share=0\.2 is refused: decay='constant' has no end"),
-        ({"decay": "cosine", "decay_share": 0.0}, "it must be above 0, at most 1"),
-        ({"decay": "cosine", "decay_share": 1.5}, "it must be above 0, at most 1"),
+        ({"decay": "cosine", "decay_share": 0.0}, "it must be above 0 and at most 1"),
+        ({"decay": "cosine", "decay_share": 1.5}, "it must be above 0 and at most 1"),
     ],
 )
 def test_impossible_schedules_are_refused(fields, said):

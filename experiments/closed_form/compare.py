@@ -179,6 +179,28 @@ WITH_EXPERTS = {
 }  # fmt: skip
 """Experts, latent attention and QK-norm."""
 ROWS |= WITH_EXPERTS
+_SHORT = {"tokens": 4096, "samples": 1, "microbatches": 2, "remat": "full"}
+_SMALL, _SMALL_MIXTURE = LLAMA | {"layers": 4}, MIXTURE | {"layers": 4}
+SUMMED_BY_MICROBATCH = {
+    "small llama, context 4, 2 microbatches, ZeRO 1": (
+        _SMALL, _SHORT | {"context": 4, "zero_stage": 1},
+    ),
+    "small llama, data 2 x context 4, 2 microbatches, ZeRO 1": (
+        _SMALL, _SHORT | {"data": 2, "context": 4, "zero_stage": 1},
+    ),
+    "small llama, data 2 x context 4, 2 microbatches, ZeRO 2": (
+        _SMALL, _SHORT | {"data": 2, "context": 4, "zero_stage": 2},
+    ),
+    "small experts, expert 4, 2 microbatches, ZeRO 1": (
+        _SMALL_MIXTURE, _SHORT | {"expert": 4, "zero_stage": 1},
+    ),
+    "small experts, expert 4 x context 2, gathered keys": (
+        _SMALL_MIXTURE, _SHORT | {"expert": 4, "context": 2, "microbatches": 1},
+    ),
+}  # fmt: skip
+"""Gradients over context and experts, which the compiler sums in every microbatch, of networks of
+4 layers."""
+ROWS |= SUMMED_BY_MICROBATCH
 _SPREAD = (
     "data", "fsdp", "expert", "tensor", "context", "context_strategy", "pipeline",
     "pipeline_schedule", "zero_stage", "sequence_parallel",

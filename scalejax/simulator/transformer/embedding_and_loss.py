@@ -19,7 +19,6 @@ from scalejax.simulator.transformer.shape import (
     parameters_of_device,
     stage_counts,
     stage_layout,
-    sum_axes,
     transposes_kept,
     zero_parts,
 )
@@ -210,8 +209,15 @@ def embedding_gradient(
         write.start("scatter_tables", "reduce_scatter", size, (DATA,), layout=whole)
         write.wait("scatter_blocks")
         write.wait("scatter_tables")
-    parts, kept = scattered_over, _F32_BYTES if scattered_over > 1 else used
-    size = (own + tables) // parts
+    kept = _F32_BYTES if scattered_over > 1 else used
+    if shard.is_scattered:
+        own = sum(
+            size // used // each.gradient_parts(name) * count
+            for each, count in blocks
+            for name, size in each.matrices.items()
+        )
+        tables //= zero_parts(layout)
+    size = (own + tables) // scattered_over
     write.fusion("accumulate", size * (_F32_BYTES + kept), size * _F32_BYTES)
     write.scalars("accumulate.vectors", _VECTOR_UPDATES)
     return write.done()
@@ -382,7 +388,9 @@ def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str,
     Returns:
         Bytes of the sums of several members, to be sliced once they are there, by that name.
     """
-    along, summed = sum_axes(end.layout, of_experts=True), dict[str, int]()
+    # Over context they are summed already, in each microbatch.
+    along = (DATA,) if end.layout.data > 1 else ()
+    summed = dict[str, int]()
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}
     if end.layout.pipeline > 1:
         whole = [(name, size) for name, size in sizes.items() if not is_of_experts(name)]

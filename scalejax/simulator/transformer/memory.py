@@ -84,8 +84,10 @@ class DeviceMemory:
         self._layout, self._stages, self._moments = layout, layout.pipeline, moments
         self._microbatches = microbatches
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
+        self._used = parameters_of_device(shape, layout) * shape.element_bytes
         self._of_experts = expert_parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
+        self._is_scattered = shard.is_scattered
         self._is_cast = shape.element_bytes != _F32_BYTES
         self._kept = sum(sum(kept_stacks(each)) * count for each, count in blocks)
         self._gathered_table = 0
@@ -118,13 +120,26 @@ class DeviceMemory:
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
         """Peak bytes of everything besides the state and the batch."""
-        accumulated = self._accumulated // (self._layout.data if zero_stage == 2 else 1)
+        is_sharded = self._is_scattered or (zero_stage == 2 and self._stages == 1)
+        accumulated = self._sharded(self._accumulated, is_sharded)
+        if zero_stage == 2 and self._stages > 1:
+            accumulated //= self._layout.data
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
         gathered = self._own if zero_stage and not self._is_cast else 0
         gathered += self._gathered_table if zero_stage else 0
         ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
         fixed = self._fixed_scattered if zero_stage == 2 else self._fixed
-        return fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
+        peak = fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
+        return max(peak, self._scatter_bytes(accumulated)) if zero_stage == 2 else peak
+
+    def _scatter_bytes(self, accumulated: int) -> int:
+        """Bytes while ZeRO 2 scatters all gradients over data, in float32: these and their shards;
+        between microbatches also parameters in the compute type and what is accumulated, whose
+        shards are over context and experts as well."""
+        if self._layout.data == 1 or self._stages > 1:
+            return 0
+        between = self._used + accumulated if accumulated else 0
+        return self._own + self._own // self._layout.data + between
 
 
 def memory_by_zero_stage(
@@ -179,7 +194,7 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
     if shard.is_over_context:  # blocks have latencies to fill then, and the loss only these
-        is_early = layout.fsdp > 1 or layout.data > 1 or is_manual
+        is_early = layout.fsdp > 1 or layout.data > 1 or is_manual or shard.is_scattered
         loss = table * (1 + (layout.tensor > 1 if shape.has_tied_embeddings else is_early))
     elif shape.has_tied_embeddings:
         is_early = layout.tensor == 1 and (layout.fsdp > 1 or shard.is_scattered)

@@ -545,13 +545,28 @@ def is_uneven(shape: TransformerShape, layout: Layout) -> bool:
 
 
 def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
-    """Whether gradients are summed over the batch once, after the last microbatch, in float32.
+    """Whether gradients are summed over data once, after the last microbatch, in float32.
 
-    Otherwise, with a single microbatch, each block's gradients are summed in its backward pass, in
-    the compute type. With ZeRO 2 those of every microbatch are summed after it, in float32. A
-    pipeline sums once.
+    Otherwise, with a single microbatch or one device along data, each block's gradients are summed
+    in its backward pass, in the compute type. With ZeRO 2 those of every microbatch are summed
+    after it, in float32. A pipeline sums once.
     """
-    return strategy.layout.pipeline > 1 or strategy.split.microbatches > 1
+    is_explicit = strategy.layout.data > 1 and strategy.split.microbatches > 1
+    return strategy.layout.pipeline > 1 or is_explicit
+
+
+def scatters_in_blocks(shape: TransformerShape, strategy: Strategy) -> bool:
+    """Whether ZeRO scatters each block's gradients in its backward pass: over data in stage 1 only,
+    where they are not summed once; over context and experts alone in stage 2 as well. With fsdp
+    they are summed by other collectives, as compiled."""
+    layout = strategy.layout
+    return (
+        strategy.zero_stage > 0
+        and (strategy.zero_stage == 1 or layout.data == 1)
+        and not sums_once(shape, strategy)
+        and zero_parts(layout) > 1
+        and layout.fsdp == 1
+    )
 
 
 def is_data_manual(strategy: Strategy) -> bool:
@@ -565,6 +580,7 @@ def scatters_each(strategy: Strategy) -> bool:
     return (
         strategy.zero_stage == 2
         and strategy.layout.pipeline == 1
+        and strategy.layout.data > 1
         and strategy.split.microbatches > 1
     )
 
@@ -602,11 +618,7 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         strategy.sequence_parallel,
         strategy.context_strategy,
         is_summed_once,
-        # As compiled; with fsdp gradients are summed by other collectives.
-        strategy.zero_stage == 1
-        and not is_summed_once
-        and zero_parts(layout) > 1
-        and layout.fsdp == 1,
+        scatters_in_blocks(shape, strategy),
     )
 
 
@@ -614,10 +626,9 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
     """Any shard of a block, where the gradients of the embeddings are summed once, with a single
     microbatch; else None."""
     layout = strategy.layout
-    if sums_once(shape, strategy):
+    if layout.pipeline > 1 or strategy.split.microbatches > 1:
         return None
-    is_scattered = strategy.zero_stage == 1 and zero_parts(layout) > 1
-    is_scattered = is_scattered and layout.fsdp == 1
+    is_scattered = scatters_in_blocks(shape, strategy)
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
 
 

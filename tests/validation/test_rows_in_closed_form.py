@@ -12,7 +12,7 @@ from scalejax.planning.search.run import strategy_of
 from scalejax.simulator.frameworks import XLA
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
-from scalejax.validation.closed_form import closed_form
+from scalejax.validation.programs import program_in_closed_form
 
 
 def test_rows_that_the_closed_form_knows_need_no_compiler(row):
@@ -26,7 +26,7 @@ def test_rows_that_the_closed_form_knows_need_no_compiler(row):
     rows = [row(each | {"hardware": "h100_sxm_80gb", "intra_node_link": ""}) for each in cells]
 
     with pytest.raises(ConfigError, match="pipelines in 1F1B"):
-        closed_form(replace(case(rows[1]).job(0), framework=XLA))
+        program_in_closed_form(replace(case(rows[1]).job(0), framework=XLA))
     cases = compile_cases(rows, archive=Archive({}), compiles=False, closed_form=True)
     plain, staged, mixture, images, eager = evaluate(cases)
 

@@ -423,7 +423,10 @@ def test_stages_share_first_dense_blocks_as_the_trainer_does():
     assert runs["forward.projection"] == 8 * 2 + 1 + 2
     held = transformer_program(dataclasses.replace(routed, ffn_hidden=2 * SMALL.ffn_hidden), own)
     added = 2 * 3 * SMALL.hidden * SMALL.ffn_hidden
-    assert held.memory.temporary_bytes - program.memory.temporary_bytes >= added * (4 + 2)
+    # Gradients take 4 bytes of each parameter, of which an equal share of 3 stages would be 4 / 3;
+    # what else grows with the dense layers takes between 4 and 6.
+    grown = held.memory.temporary_bytes - program.memory.temporary_bytes
+    assert grown >= added * (4 + 4)
 
 
 def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():

@@ -407,8 +407,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         path="scalejax/training/pipeline.py",
         old="own = jnp.asarray(counts)[self._here]",
-        new="own = self._layers",
-        mistake="a stage counts the loads of layers that it is padded with",
+        new="own = jnp.asarray(counts)[-1]",
+        mistake="a stage skips the layers that it has more of than the last one",
         first_tests=("tests/training/test_moe.py",),
     ),
     Mutation(

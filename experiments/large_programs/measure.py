@@ -17,32 +17,42 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CASES: dict[str, tuple[int, list[str]]] = {
-    "llama3_70b": (1024, ["--cluster", "dgx-h100"]),
-    "llama3_405b": (8192, ["--cluster", "dgx-h100"]),
-    "llama3_405b_long": (16_384, ["--cluster", "dgx-h100"]),
-    "deepseek_v3": (2048, ["--cluster", "h800"]),
+_H100 = ["--cluster", "dgx-h100"]
+CASES: dict[str, tuple[str, int, list[str]]] = {
+    "llama3_70b": ("llama3_70b", 1024, _H100),
+    "llama3_405b": ("llama3_405b", 8192, _H100),
+    "llama3_405b_context2": ("llama3_405b_context2", 1152, _H100),
+    **{
+        f"llama3_405b_{context * 8}k": (
+            "llama3_405b_long",
+            context * 1024,
+            [*_H100, "--layout.context", f"{context}", "--data.tokens", f"{context * 8192}"],
+        )
+        for context in (4, 8, 16)
+    },
+    "deepseek_v3": ("deepseek_v3", 2048, ["--cluster", "h800"]),
     "deepseek_v3_fp8": (
+        "deepseek_v3_fp8",
         2048,
         ["--cluster", "h800", "--framework", "megatron-core", "--conditions.dispatch", "deepep"],
     ),
 }
-"""Devices, and options of `scalejax predict`, of each case."""
+"""Config file, devices, and options of `scalejax predict`, of each case."""
 
 
 def main() -> None:
     """Print one line for each case."""
     print(
-        "network           devices  elapsed  processors  most memory     step    MFU  "
+        "network              devices  elapsed  processors  most memory     step    MFU  "
         "tokens/s  memory of a device"
     )
     for name in sys.argv[1:] or CASES:
-        before, (devices, options) = processor_seconds(), CASES[name]
-        elapsed, prediction = predicted(HERE / f"{name}.toml", devices, options)
+        before, (file, devices, options) = processor_seconds(), CASES[name]
+        elapsed, prediction = predicted(HERE / f"{file}.toml", devices, options)
         # The largest process so far; the cases grow.
         most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
         print(
-            f"{name:16} {devices:8} {elapsed:6.1f} s {processor_seconds() - before:9.1f} s "
+            f"{name:20} {devices:7} {elapsed:6.1f} s {processor_seconds() - before:9.1f} s "
             f"{most:9.2f} GB {prediction['step_seconds']:6.2f} s {prediction['mfu']:6.1%} "
             f"{prediction['tokens_per_second']:9,.0f} "
             f"{prediction['peak_memory_bytes'] / 2**30:15.1f} GiB",

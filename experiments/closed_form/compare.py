@@ -201,6 +201,49 @@ SUMMED_BY_MICROBATCH = {
 """Gradients over context and experts, which the compiler sums in every microbatch, of networks of
 4 layers."""
 ROWS |= SUMMED_BY_MICROBATCH
+_ADAPTED_ATTENTION = {"adapters": ("linear_qkv", "linear_proj")}
+_LORA_LONG = _ADAPTED_ATTENTION | {"tokens": 8192, "samples": 1}
+WITH_ADAPTERS = {
+    "adapters of all, one device": (LLAMA, {"adapters": ("all-linear",)}),
+    "adapters of attention, data 8": (LLAMA, _ADAPTED_ATTENTION | {"data": 8}),
+    "adapters of all, fsdp 8, full recompute": (
+        LLAMA, {"adapters": ("all-linear",), "fsdp": 8, "remat": "full"},
+    ),
+    "adapters of all, fsdp 4 x tensor 2": (
+        LLAMA, {"adapters": ("all-linear",), "fsdp": 4, "tensor": 2},
+    ),
+    "adapters of attention, tensor 4": (LLAMA, _ADAPTED_ATTENTION | {"tensor": 4}),
+    "adapters of attention, data 2 x tensor 4, sequence parallel, 2 microbatches": (
+        LLAMA, _ADAPTED_ATTENTION | {
+            "data": 2, "tensor": 4, "sequence_parallel": True, "microbatches": 2,
+        },
+    ),
+    "adapters of attention, 8k, data 8": (LLAMA, _LORA_LONG | {"data": 8}),
+    "adapters of attention, 8k, data 8, full recompute": (
+        LLAMA, _LORA_LONG | {"data": 8, "remat": "full"},
+    ),
+    "adapters of attention, 8k, data 2 x tensor 4, sequence parallel, full recompute": (
+        LLAMA, _LORA_LONG | {
+            "data": 2, "tensor": 4, "sequence_parallel": True, "remat": "full",
+        },
+    ),
+    "adapters of attention, 8k over context 2, data 4, full recompute, ring": (
+        LLAMA, _LORA_LONG | {"data": 4, "context": 2, "remat": "full"} | _RING,
+    ),
+    "adapters of attention, 8k over context 2, data 2 x tensor 2, sequence parallel, ring": (
+        LLAMA, _LORA_LONG | {
+            "data": 2, "context": 2, "tensor": 2, "sequence_parallel": True,
+        } | _RING,
+    ),
+    "adapters of queries, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B": (
+        LLAMA, {
+            "adapters": ("linear_qkv",), "tensor": 2, "pipeline": 4, "microbatches": 8,
+            "sequence_parallel": True, "tokens": 8192, "samples": 1, "pipeline_schedule": "1f1b",
+        },
+    ),
+}  # fmt: skip
+"""Adapters of rank 16 on a frozen base in 16 bits."""
+ROWS |= WITH_ADAPTERS
 _SPREAD = (
     "data", "fsdp", "expert", "tensor", "context", "context_strategy", "pipeline",
     "pipeline_schedule", "zero_stage", "sequence_parallel",
@@ -264,6 +307,9 @@ def run_of(title: str) -> ResolvedRun:
         "schedule": {"base_learning_rate": 1e-4},
         "layout": {"data": 1} | {name: layout[name] for name in layout if name in _SPREAD},
     }  # fmt: skip
+    if "adapters" in layout:
+        lora = {"rank": 16, "alpha": 32.0, "targets": list(layout["adapters"])}
+        tables["fine_tuning"] = {"base_dtype": "bfloat16", "lora": lora}
     return resolve(build(RunConfig, tables))
 
 
@@ -332,11 +378,13 @@ def by_kind(program: Program) -> dict[str, tuple[float, float, float]]:
 def main() -> None:
     """Print the table, and what rows differ in."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--remake", action="store_true", help="compile, and keep the programs")
+    parser.add_argument(
+        "--remake", nargs="?", const="", help="compile rows whose titles start so, and keep them"
+    )
     parser.add_argument("--explain", nargs="*", default=[], help="start of the titles of rows")
     arguments = parser.parse_args()
-    if arguments.remake:
-        remake(list(ROWS))
+    if arguments.remake is not None:
+        remake([title for title in ROWS if title.startswith(arguments.remake)])
     print(f"{CLUSTER.title}; what each JAX compiles, its closed form, and how far that is off\n")
     headings = "".join(f" {jax}: ms | | | GiB | | |" for jax in JAX_VERSIONS)
     print(f"| network, layout |{headings}")

@@ -628,6 +628,6 @@ def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run.write_text(RUN + "[fine_tuning.lora]\nrank = 4\n")
     assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "fine_tuning.lora='given' is refused: the closed form costs training in full" in said
+    assert "fine_tuning.lora='given' is refused: search ranks training in full" in said
     run.write_text(RUN + "[fine_tuning.rate_factors]\nnorm = 0.1\n")
     assert shape_of(load_config(run), CLUSTER.chip).layers == 4

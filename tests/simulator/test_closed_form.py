@@ -78,7 +78,23 @@ WITH_EXPERTS = [
     "experts, expert 2 x pipeline 4, 8 microbatches, full recompute, 1F1B",
     "experts, data 2 x expert 2 x pipeline 2, 4 microbatches, ZeRO 1, 1F1B",
 ]
-WITHIN = [*ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS]
+WITH_ADAPTERS = [
+    "adapters of all, one device",
+    "adapters of attention, data 8",
+    "adapters of all, fsdp 8, full recompute",
+    "adapters of all, fsdp 4 x tensor 2",
+    "adapters of attention, tensor 4",
+    "adapters of attention, data 2 x tensor 4, sequence parallel, 2 microbatches",
+    "adapters of attention, 8k, data 8",
+    "adapters of attention, 8k, data 8, full recompute",
+    "adapters of attention, 8k, data 2 x tensor 4, sequence parallel, full recompute",
+    "adapters of attention, 8k over context 2, data 4, full recompute, ring",
+    "adapters of attention, 8k over context 2, data 2 x tensor 2, sequence parallel, ring",
+    "adapters of queries, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B",
+]
+WITHIN = [
+    *ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS, *WITH_ADAPTERS,
+]  # fmt: skip
 """Rows within the bounds on the JAX that the closed form was read off first."""
 BEYOND = {
     "latent attention and shared experts, data 2 x expert 4, every second kept": (0.023, 0.005),
@@ -148,6 +164,32 @@ def test_attention_over_context_sends_what_it_must(
 
     assert over_context == 16 * sent
     assert attended == 16 * 7 * 32 * 32768**2 * 64 // 4
+
+
+def test_adapters_alone_have_gradients_and_state(compare: dict[str, Any]):
+    """By hand, of "adapters of attention, data 8": A and B of rank 16 of the matrices [2048, 3072]
+    and [2048, 2048] of 16 blocks. What is summed over data is theirs, in 16 bits, and no other
+    state has moments."""
+    row = compare["compared"]("adapters of attention, data 8", OLDEST)
+    adapters = 16 * (2048 + 3072 + 2048 + 2048)
+    norms = (2 * 16 + 1) * 2048
+    block = 2048 * (3072 + 2048) + 3 * 2048 * 8192
+    base = 16 * block + 2 * 128256 * 2048
+
+    for program in (row.own, row.compiled):
+        summed = sum(
+            runs * operation.collective.payload_bytes
+            for operation, runs in program.walk()
+            if operation.collective is not None and operation.collective.payload_bytes > 100
+        )
+        assert summed == 16 * adapters * 2
+        state = 2 * base + 4 * norms + 3 * 4 * 16 * adapters
+        assert program.state_bytes == pytest.approx(state, abs=20)  # the compiled has counters
+        # Twice the products of the base and the scores of both passes over them thrice.
+        tokens = 8 * 8 * 2048
+        forward = 16 * block + 128256 * 2048
+        expected = 2 * tokens * (2 * forward + 3 * 16 * (2 * 2048 * 2048 + adapters))
+        assert program.model_flop == expected
 
 
 @pytest.mark.parametrize("title", BEYOND)

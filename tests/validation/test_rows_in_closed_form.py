@@ -1,15 +1,19 @@
 """Rows predicted by the closed form of the step, which compiles nothing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ledger_cases import GPT, RESNET, case
 
-from scalejax.config.run import with_fields
+from scalejax.config.run import RunConfig, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build
 from scalejax.data.facts import resolve
-from scalejax.planning.search.run import strategy_of
+from scalejax.hardware import load_cluster
+from scalejax.planning.search.run import shape_of, strategy_of
 from scalejax.simulator.frameworks import XLA
+from scalejax.simulator.transformer import transformer_program
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
 from scalejax.validation.programs import program_in_closed_form
@@ -49,3 +53,32 @@ def test_what_the_closed_form_does_not_know_of_a_run_is_refused(field, value, ro
     config = with_fields(run.config, {field: value})
     with pytest.raises(ConfigError, match=field):
         strategy_of(resolve(config, 8, run.dataset))
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"model": {"name": "llama", "remat": "selective_op"}}, "model.remat"),
+        ({"layout": {"data": 8, "zero_stage": 1}}, "layout.zero_stage"),
+        ({"layout": {"pipeline": 3}}, "layout.pipeline"),
+        ({"model": {"name": "llama", "tied_embeddings": True}}, "fine_tuning.lora"),
+        ({"model": {"name": "gpt"}}, "fine_tuning.lora"),
+    ],
+)
+def test_adapters_that_the_closed_form_does_not_know_are_refused(table: dict[str, Any], field: str):
+    """Each would be costed wrongly: kept products, parts of frozen matrices, layers dealt anew."""
+    tables: dict[str, Any] = {
+        "model": {"name": "llama"},
+        "data": {"name": "synthetic_tokens", "tokens": 64, "vocabulary": 256},
+        "batch": {"global_batch": 24, "microbatches": 3},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "layout": {"data": 1},
+        "fine_tuning": {"lora": {"rank": 4}},
+    }
+    devices = 3 if "pipeline" in table.get("layout", {}) else 8 if "layout" in table else 1
+    run = resolve(build(RunConfig, tables | table), devices)
+    chip = load_cluster("dgx-h100").chip
+
+    with pytest.raises(ConfigError, match=field):
+        transformer_program(shape_of(run.config, chip, run.dataset), strategy_of(run))

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import DecoderConfig, LlamaConfig
+from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, LlamaConfig
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
 from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
@@ -35,6 +35,7 @@ from scalejax.planning.search import (
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.transformer import (
+    Adapters,
     Compiler,
     Recompute,
     Strategy,
@@ -174,9 +175,7 @@ def shape_of(
     if moe is not None and moe.capacity_factor is not None:
         accepted = "the closed form knows experts that drop no tokens; use scalejax predict"
         raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
-    if config.fine_tuning is not None and config.fine_tuning.lora is not None:
-        accepted = "the closed form costs training in full, no adapters; use scalejax predict"
-        raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
+    adapters = _adapters(config)
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
@@ -228,7 +227,29 @@ def shape_of(
         normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
         latent=model.mla if isinstance(model, LlamaConfig) else None,
         experts=moe,
+        adapters=adapters,
         compiler=compiler,
+    )
+
+
+def _adapters(config: RunConfig) -> Adapters | None:
+    """The adapters of a run; None where all of its network is trained.
+
+    Raises:
+        ConfigError: if they are of a network whose adapters the closed form does not know.
+    """
+    tuning, model = config.fine_tuning, config.model
+    if tuning is None or tuning.lora is None:
+        return None
+    if not isinstance(model, LlamaConfig) or model.mla is not None or model.tied_embeddings:
+        accepted = "the closed form knows adapters of Llama's own blocks; use scalejax predict"
+        raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
+    known = {"qkv": "qkv", "projection": "projection", "gated": "up", "down": "down"}
+    wanted = {layer for layers in tuning.lora.layers.values() for layer in layers or known}
+    return Adapters(
+        rank=tuning.lora.rank,
+        matrices=tuple(name for layer, name in known.items() if layer in wanted),
+        base_bytes=ELEMENT_BYTES[tuning.base_dtype],
     )
 
 
@@ -262,6 +283,9 @@ def search_run(
         DoesNotFit: if the cluster has fewer devices.
         ScalejaxError: if the system ends a process.
     """
+    if config.fine_tuning is not None and config.fine_tuning.lora is not None:
+        accepted = "search ranks training in full, no adapters; use scalejax predict"
+        raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
     shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     batch = config.batch.global_batch if global_batch is None else global_batch
     if batch is None:

@@ -29,6 +29,7 @@ from scalejax.simulator.transformer.memory import (
     memory_use,
 )
 from scalejax.simulator.transformer.shape import (
+    Adapters,
     BlockShard,
     Compiler,
     Recompute,
@@ -52,6 +53,7 @@ from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_bet
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
+    "Adapters",
     "Compiler",
     "DeviceMemory",
     "Part",
@@ -230,7 +232,7 @@ def transformer_program(
         global_batch=strategy.split.global_batch,
         tokens_per_sample=shape.tokens,
         model_flop=shape.model_flop(strategy.split.global_batch),
-        state_bytes=4 * shape.parameters * (1 + strategy.moments),
+        state_bytes=shape.state_bytes(strategy.moments),
     )
     if layout.pipeline == 1:
         return program

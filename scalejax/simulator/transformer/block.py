@@ -8,6 +8,7 @@ is copied out of its stack before a product, and gradients into theirs. Fusions 
 and counters take a launch and no time. Knows no hardware.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import isqrt
 
@@ -15,17 +16,16 @@ from scalejax.config.model import narrow_type
 from scalejax.config.parallelism import CONTEXT, FSDP, TENSOR
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer import context_attention, latent_attention
+from scalejax.simulator.transformer.adapters import AdaptedLayer
 from scalejax.simulator.transformer.experts import ExpertLayer
 from scalejax.simulator.transformer.experts import kept as kept_by_experts
 from scalejax.simulator.transformer.operations import Writer, combined
-from scalejax.simulator.transformer.shape import BlockShard, is_of_experts
+from scalejax.simulator.transformer.shape import ROWS_DIVIDED, BlockShard, is_of_experts
 from scalejax.simulator.transforms.float8 import with_float8_products
 
 _CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
 _F32_BYTES = 4
 _STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
-_ROWS_DIVIDED = ("projection", "down")
-"""Matrices whose rows are divided over tensor."""
 _SPLIT_ROWS = 4096
 """Sums over more rows than this take two operations, the first of which leaves about their root
 (XLA, service/gpu/transforms/tree_reduction_rewriter.cc: 32 threads of 128 rows)."""
@@ -61,7 +61,7 @@ def block_backward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop,
         block.norm("feed_forward.norm")
         if block.experts is None:
             block.gather_tokens("feed_forward")
-            _up(block)
+            _up(block, is_read=shard.shape.trains("down"))
         else:
             _route(block, block.experts)
     elif shard.recompute == "selective_op" and not block.fuses_norms:
@@ -103,6 +103,20 @@ class _Block:
         self.matrices = {
             name: size for name, size in shard.matrices.items() if not is_of_experts(name)
         }
+        self.adapted = None if shape.adapters is None else AdaptedLayer(self.write, shard, self.use)
+        """The matrices with adapters, of which these alone are trained; None of a block that is
+        trained in full."""
+        self.trained = {
+            name: size for name, size in shard.trained.items() if not is_of_experts(name)
+        }
+        """Bytes of the arrays whose gradients are computed, by name, but for vectors."""
+        self.summed = {
+            name: size
+            for name, size in self.trained.items()
+            if self.adapted is None or not self.adapted.is_summed_apart(name)
+        }
+        """Of these, those whose gradients are summed over the batch alone."""
+        self._has_residual = False
         self._gathers: dict[str, str] = {}
         self._used: set[str] = set()
         self._computed: set[str] = set()
@@ -120,7 +134,7 @@ class _Block:
         """Whether gradients of matrices are summed before the last input gradient is computed, and
         beside nothing."""
         # A product to which cuBLASLt adds a bias reads a copy of its matrix.
-        biased = ("up", *(_ROWS_DIVIDED if self.tensor == 1 else ())) if self.has_biases else ()
+        biased = ("up", *(ROWS_DIVIDED if self.tensor == 1 else ())) if self.has_biases else ()
         self._copied = self.matrices if not self.is_newer else () if is_backward else biased
         # The last matrix of a pass, if XLA gathers it alone, is gathered beside copies before it.
         is_late = self.is_newer and self.experts is None and shard.recompute != "full"
@@ -130,8 +144,12 @@ class _Block:
     def done(self) -> tuple[Operation | Loop, ...]:
         """All operations so far, with products in fp8 or fp4 if that is the compute type."""
         operations = self.write.done()
-        kind = narrow_type(self.shard.shape.compute_dtype)
-        return operations if kind is None else with_float8_products(operations, kind)
+        shape = self.shard.shape
+        kind = narrow_type(shape.compute_dtype)
+        if kind is None:
+            return operations
+        rank = None if shape.adapters is None else shape.adapters.rank
+        return with_float8_products(operations, kind, rank)
 
     def gather(self, *names: str) -> None:
         """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;
@@ -158,9 +176,12 @@ class _Block:
                 self.write.copy(f"{name}.slice", self.matrices[name] // fsdp)
                 self._gathers[name] = f"gather_{group[0]}"
             payload = sum(self.matrices[name] for name in group)
-            self.write.start(
-                f"gather_{group[0]}", "all_gather", payload, (FSDP,), buffers=len(group)
-            )
+            buffers = len(group)
+            if self.adapted is not None and "qkv" in group:  # all are as small as to be combined
+                payload += sum(self.trained.values())
+                buffers += len(self.trained)
+                self.write.scalars("adapters.slice", len(self.trained))
+            self.write.start(f"gather_{group[0]}", "all_gather", payload, (FSDP,), buffers=buffers)
 
     def use(self, name: str) -> None:
         """Wait until a matrix is gathered, unless that is late; without fsdp, slice its layer here,
@@ -179,7 +200,9 @@ class _Block:
     def norm_statistics(self, name: str) -> None:
         """Add the mean of each row, and the root of its variance."""
         statistics = self.stream_rows * _STATISTICS_BYTES
-        self.write.fusion(f"{name}.statistics", self.stream, statistics)
+        added = self.stream if self._has_residual else 0
+        self._has_residual = False
+        self.write.fusion(f"{name}.statistics", self.stream + added, statistics + added)
         self.write.copy(f"{name}.root", statistics)
 
     def norm(self, name: str) -> None:
@@ -200,6 +223,11 @@ class _Block:
         """Add the gradient of a norm, of its vectors, and of the bias that was added after it."""
         write, size = self.write, self.stream
         statistics = self.stream_rows * _STATISTICS_BYTES
+        if self.adapted is not None:  # of its input alone
+            write.fusion(f"{name}.gradient.statistics", 2 * size, statistics)
+            write.copy(f"{name}.gradient.mean", statistics)
+            write.fusion(f"{name}.gradient", 3 * size, size)
+            return
         vectors = 2 if self.has_biases else 1
         is_split = self.stream_rows > _SPLIT_ROWS
         wide = 0 if is_split else size * _F32_BYTES // self.shard.shape.element_bytes
@@ -228,31 +256,32 @@ class _Block:
         layout, along = self.shard.layout, self.shard.sum_axes
         self._computed |= set(names)
         if layout.fsdp > 1:
-            if self._computed == set(self.matrices):
+            if self._computed == set(self.summed):
                 self._start_scatter(along)
             return
         if not along:
             return
         kind = "reduce_scatter" if self.shard.is_scattered else "all_reduce"
-        for group in combined(self.matrices.items()):
+        for group in combined(self.summed.items()):
             if self._computed.issuperset(group) and not set(names).isdisjoint(group):
-                payload = sum(self.matrices[name] for name in group)
+                payload = sum(self.trained[name] for name in group)
                 if self.is_concatenated(group):
                     self.write.copy(f"sum_{group[0]}.concatenate", payload)
                 self.write.start(f"sum_{group[0]}", kind, payload, along)
 
     def _start_scatter(self, along: tuple[str, ...]) -> None:
         """Start the reduce-scatter of the matrices' gradients over fsdp."""
-        both = sum(size for name, size in self.matrices.items() if name in _ROWS_DIVIDED)
-        size = sum(self.matrices.values())
-        if self.tensor > 1 and along and not self.is_newer:
+        both = sum(size for name, size in self.trained.items() if name in ROWS_DIVIDED)
+        size = sum(self.trained.values())
+        if self.tensor > 1 and along and not self.is_newer and self.adapted is None:
             # Matrices whose rows are sharded over both axes: XLA all-reduces them over all of the
             # batch's axes and slices the result, where it reduce-scatters the others.
             self.write.start("scatter", "reduce_scatter", size - both, (FSDP,), buffers=2)
             self.write.copy("sum_all.concatenate", both)
             self.write.start("sum_all", "all_reduce", both, (*along, FSDP))
         else:
-            self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=4)
+            buffers = 4 if self.adapted is None else len(self.trained)
+            self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=buffers)
 
     def is_concatenated(self, group: list[str]) -> bool:
         """Whether the sum of a group is of several buffers, copied into one: matrices, or a matrix
@@ -263,7 +292,7 @@ class _Block:
     def wait_for_sums(self) -> None:
         """Wait for the sums of the gradients of matrices."""
         self.write.wait("scatter")
-        for name in self.matrices:
+        for name in self.trained:
             self.write.wait(f"sum_{name}")
 
     def partial_bytes(self, rows: int, size: int) -> int:
@@ -300,9 +329,34 @@ class _Block:
         if self.shard.samples > 1:
             self.write.copy(f"{name}.transpose_tokens", self.shard.stream_bytes)
 
-    def add_sum(self, name: str) -> None:
+    def adapts(self, name: str) -> bool:
+        """Whether a matrix has adapters."""
+        return self.adapted is not None and self.adapted.adapts(name)
+
+    def multiply_rows(self, name: str, width: int, beside: Callable[[], None]) -> None:
+        """A row-parallel product, and its sum over tensor: started, but of one with adapters, which
+        need it, waited for as well; `beside` adds what is put beside it."""
+        if self.adapted is not None and self.adapted.adapts(name):
+            self.adapted.multiply(name, beside)
+            return
+        residual = self.shard.stream_bytes if self.tensor == 1 else 0
+        self.use(name)
+        self.write.matmul(name, (1, self.rows, self.hidden, width), residual)
+        self.start_sum_over_tensor(name)
+        beside()
+
+    def add_sum(self, name: str, *, is_normalised: bool) -> None:
         """Wait for the sum over tensor after a row-parallel product, and add it to the stream; one
-        device adds the product as it is written."""
+        device adds the product as it is written, but of one with adapters, which the norm after it
+        adds."""
+        if self.adapts(name):
+            if self.shard.sequence_parallel:
+                self.write.fusion(f"{name}.residual", 3 * self.stream, self.stream)
+            elif is_normalised:
+                self._has_residual = True
+            else:
+                self.write.fusion(f"{name}.residual", 2 * self.stream, self.stream)
+            return
         if self.tensor > 1:
             self.write.wait(f"{name}.sum")
             self.write.fusion(f"{name}.residual", 2 * self.stream, self.stream)
@@ -328,17 +382,21 @@ def _attention_half(block: _Block, *, is_first: bool) -> None:
         _heads(block)
     _start_gathering_keys(block)
     _scores(block, has_mask=is_first, name="attention")
-    block.use("projection")
+    if not block.adapts("projection"):
+        block.use("projection")
     if is_first:
         _copy_stream(block)
     if shard.is_over_context:
         context_attention.wait_for_result(write, shard)
-    residual = shard.stream_bytes if tensor == 1 else 0
-    write.matmul("projection", (1, block.rows, block.hidden, block.head_width), residual)
-    block.start_sum_over_tensor("projection")
-    if tensor > 1 and not shard.sequence_parallel:
-        block.use("up")
-    block.add_sum("projection")
+
+    def beside() -> None:
+        if tensor > 1 and not shard.sequence_parallel and not block.adapts("up"):
+            block.use("up")
+        if is_first and _writes_early(block):
+            _write_kept(block, *_KEPT_EARLY)
+
+    block.multiply_rows("projection", block.head_width, beside)
+    block.add_sum("projection", is_normalised=True)
 
 
 def _heads(block: _Block) -> None:
@@ -346,10 +404,14 @@ def _heads(block: _Block) -> None:
     shard, write = block.shard, block.write
     if block.has_biases:
         write.fusion("qkv.bias", 0, shard.qkv_bytes)
-    block.use("qkv")
+    if shard.layout.fsdp > 1 or not block.adapts("qkv"):
+        block.use("qkv")
     block.wait_for_tokens("attention")
-    extra = shard.qkv_bytes if block.has_biases else 0
-    write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
+    if block.adapted is not None and block.adapts("qkv"):
+        block.adapted.multiply("qkv")
+    else:
+        extra = shard.qkv_bytes if block.has_biases else 0
+        write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
     if block.has_biases:
         write.copy("qkv.bias.slice", shard.qkv_bytes)
     else:
@@ -374,6 +436,8 @@ def _copy_stream(block: _Block) -> None:
     elif block.shard.recompute != "full":
         is_many = block.has_biases and block.stream_rows > _SPLIT_ROWS
         count = 3 if block.shard.layout.fsdp == 1 else 0 if is_many else 2
+    # Of a product with adapters the norm after it, or a fusion, adds to the stream.
+    count -= block.adapts("projection") + 2 * block.adapts("down")
     for index in range(count):
         block.write.copy(f"stream.copy.{index}", block.stream)
 
@@ -445,25 +509,36 @@ def _is_grouped(shard: BlockShard) -> bool:
 def _feed_forward_half(block: _Block) -> None:
     """The feed-forward layer after its norm, and copies of kept activations into their stacks,
     beside the sum over tensor."""
-    shard, write = block.shard, block.write
     block.gather_tokens("feed_forward")
-    _up(block)
-    residual = shard.stream_bytes if block.tensor == 1 else 0
+    _up(block, is_read=True)
     if is_late := block.gather_late("down"):
         _write_kept(block)
-    block.use("down")
-    write.matmul("down", (1, block.rows, block.hidden, block.inner_width), residual)
-    block.start_sum_over_tensor("down")
-    if not is_late:
-        _write_kept(block)
-    block.add_sum("down")
+
+    def beside() -> None:
+        if not is_late:
+            _write_kept(block)
+
+    block.multiply_rows("down", block.inner_width, beside)
+    block.add_sum("down", is_normalised=False)
 
 
-def _write_kept(block: _Block) -> None:
-    """Copies of kept activations into their stacks."""
-    block.write.copy("kept", block.stream)
-    for name, size in _kept(block.shard) if block.shard.recompute != "full" else ():
-        block.write.copy(name, size)
+_KEPT_EARLY = "kept", "kept.normalised.0"
+"""Kept activations that are there before attention."""
+
+
+def _writes_early(block: _Block) -> bool:
+    """Whether those are copied beside the sum of the projection over tensor, whose adapters wait
+    for it, and not beside that of the layer down."""
+    is_summed = block.tensor > 1 and block.shard.recompute != "full"
+    return is_summed and block.shard.layout.fsdp > 1 and block.adapts("projection")
+
+
+def _write_kept(block: _Block, *names: str) -> None:
+    """Copies of kept activations into their stacks: of these names, or of all that are left."""
+    kept = _kept(block.shard) if block.shard.recompute != "full" else []
+    for name, size in (("kept", block.stream), *kept):
+        if name in names or not (names or (_writes_early(block) and name in _KEPT_EARLY)):
+            block.write.copy(name, size)
 
 
 def _expert_half(block: _Block, layer: ExpertLayer) -> None:
@@ -560,13 +635,21 @@ def _expert_gradients(block: _Block, layer: ExpertLayer) -> None:
     block.norm_gradient("feed_forward.norm")
 
 
-def _up(block: _Block) -> None:
-    """The up projection; a GELU is fused into it, a SwiGLU is not."""
+def _up(block: _Block, *, is_read: bool) -> None:
+    """The up projection; a GELU is fused into it, a SwiGLU is not.
+
+    Args:
+        block: the block.
+        is_read: whether a product reads the hidden activation.
+    """
     shard, write = block.shard, block.write
-    block.use("up")
-    for name, width in _columns(block):
-        write.matmul(name, (1, block.rows, width, block.hidden))
-    if shard.shape.is_gated:
+    if block.adapted is not None and block.adapts("up"):
+        block.adapted.multiply("up")
+    else:
+        block.use("up")
+        for name, width in _columns(block):
+            write.matmul(name, (1, block.rows, width, block.hidden))
+    if shard.shape.is_gated and is_read:
         write.fusion("up.gate", shard.up_bytes, shard.inner_bytes)
 
 
@@ -616,25 +699,41 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
         return [*summed, *products, ("kept.mixed", shard.mixed_bytes), *of_fused]
     kept = [("kept.stream", shard.kept_stream_bytes)]
     # Inputs of column-parallel products: all tokens, as they are not gathered again.
-    layers = range(2 if shard.shape.experts is None else 1)
-    kept += [(f"kept.normalised.{index}", shard.stream_bytes) for index in layers]
+    names = ("qkv", "up") if shard.shape.experts is None else ("qkv",)
+    kept += [
+        (f"kept.normalised.{index}", shard.stream_bytes)
+        for index, name in enumerate(names)
+        if shard.shape.trains(name)
+    ]
     keys = shard.sent_key_bytes if shard.shape.is_fused else shard.key_bytes * shard.layout.context
     kept += [("kept.queries", shard.head_bytes), ("kept.keys", keys), ("kept.values", keys)]
     if shard.shape.latent is not None:
         kept += latent_attention.kept(shard)
     # Of fused attention as the kernel wrote it, and as the projection read it.
-    kept += [(f"kept.mixed.{index}", shard.mixed_bytes) for index in range(1 + len(of_fused))]
+    times = range(not shard.shape.trains("projection"), 1 + len(of_fused))
+    kept += [(f"kept.mixed.{index}", shard.mixed_bytes) for index in times]
+    kept += [(f"kept.narrow.{name}", size) for name, size in _kept_narrow(shard)]
     if shard.shape.experts is not None:
         return [*kept, *of_fused, *kept_by_experts(shard)]
     names = ("kept.gate", "kept.up") if shard.shape.is_gated else ("kept.up",)
     kept += [*of_fused, *((name, shard.inner_bytes) for name in names)]
-    if shard.recompute == "none":
+    if shard.recompute == "none" and shard.shape.trains("down"):
         kept.append(("kept.inner", shard.inner_bytes))
     if not shard.shape.is_fused and shard.recompute == "none":
         # Of grouped queries in both layouts that the backward pass reads.
         layouts = range(1 + _is_grouped(shard))
         kept += [(f"kept.scores.{index}", shard.score_bytes) for index in layouts]
     return kept
+
+
+def _kept_narrow(shard: BlockShard) -> list[tuple[str, int]]:
+    """(matrix, bytes) of what is kept between the A and the B of each matrix with adapters."""
+    adapters = shard.shape.adapters
+    if adapters is None:
+        return []
+    size = shard.rows * adapters.rank * shard.shape.element_bytes
+    parts = shard.layout.tensor if shard.sequence_parallel else 1
+    return [(name, size // (parts if name in ROWS_DIVIDED else 1)) for name in adapters.matrices]
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -667,32 +766,47 @@ def _read_kept(block: _Block, *names: str) -> None:
             block.write.copy(name, size)
 
 
+_READ_BY_GRADIENTS = "kept.mixed.0", "kept.normalised.0", "kept.normalised.1"
+"""Kept activations that gradients of matrices read; of adapters after the input gradient."""
+
+
 def _feed_forward_gradients(block: _Block) -> None:
     """Backward pass from the gradient after the block to that before its feed-forward norm."""
     shard, write, rows = block.shard, block.write, block.rows
     inner = shard.inner_bytes
-    block.start_gather_tokens("down.gradient")
+    if block.adapted is not None and block.adapts("down"):
+        block.adapted.start_gradient("down")
+    else:
+        block.start_gather_tokens("down.gradient")
     if shard.recompute in ("none", "selective") or block.fuses_norms:
         block.gather(*reversed(block.matrices))
-    block.use("down")
-    block.wait_for_tokens("down.gradient")
-    write.matmul("down.input_gradient", (1, rows, block.inner_width, block.hidden))
+    if block.adapted is not None and block.adapts("down"):
+        block.adapted.wait_for_gradient("down")
+        block.adapted.input_gradient("down")
+    else:
+        block.use("down")
+        block.wait_for_tokens("down.gradient")
+        write.matmul("down.input_gradient", (1, rows, block.inner_width, block.hidden))
     # If not kept, the hidden activation is written once more, for the gradient of the matrix.
-    is_again = shard.recompute != "none" and not (
-        shard.recompute == "full" and not block.has_biases
-    )
+    is_again = shard.recompute != "none" and shard.shape.trains("down")
+    is_again = is_again and not (shard.recompute == "full" and not block.has_biases)
     again, read = inner if is_again else 0, inner + shard.up_bytes
     is_by_block = shard.recompute in ("selective_op", "full")
     if block.has_biases and is_by_block and rows > _SPLIT_ROWS:
         write.copy("up.gelu", inner)  # apart from the sum of the bias's gradient
         read += inner
     write.fusion("up.gelu_gradient", read, shard.up_bytes + again)
-    block.use("up")
-    for name, width in _columns(block):
-        write.matmul(f"{name}.input_gradient", (1, rows, block.hidden, width))
-    block.start_sum_over_tensor("up.input_gradient")
-    if not shard.sequence_parallel:
-        _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
+    if block.adapted is not None and block.adapts("up"):
+        _start_adapted_input_gradient(block, block.adapted, "up")
+        _read_kept(block, "kept.queries")
+        _finish_adapted_input_gradient(block, block.adapted, "up")
+    else:
+        block.use("up")
+        for name, width in _columns(block):
+            write.matmul(f"{name}.input_gradient", (1, rows, block.hidden, width))
+        block.start_sum_over_tensor("up.input_gradient")
+    if not shard.sequence_parallel and not block.adapts("up"):
+        _read_kept(block, "kept.queries", *_READ_BY_GRADIENTS[: 2 * (block.adapted is None)])
     if block.has_biases:
         block.norm_statistics("feed_forward.norm.again")
     write.wait("up.input_gradient.sum")
@@ -704,13 +818,22 @@ def _feed_forward_gradients(block: _Block) -> None:
 def _attention_gradients(block: _Block) -> None:
     """Backward pass from the gradient before the feed-forward norm to that before the block."""
     shard, write, rows = block.shard, block.write, block.rows
-    block.start_gather_tokens("projection.gradient")
-    block.use("projection")
+    is_whole = block.adapted is None
+    if block.adapted is not None and block.adapts("projection"):
+        block.adapted.start_gradient("projection")
+    else:
+        block.start_gather_tokens("projection.gradient")
+    if not block.adapts("projection"):
+        block.use("projection")
     if shard.sequence_parallel:
-        _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
-    _read_kept(block, "kept.keys", "kept.values", "kept.normalised.1")
-    block.wait_for_tokens("projection.gradient")
-    write.matmul("projection.input_gradient", (1, rows, block.head_width, block.hidden))
+        _read_kept(block, "kept.queries", *_READ_BY_GRADIENTS[: 2 * is_whole])
+    _read_kept(block, "kept.keys", "kept.values", *_READ_BY_GRADIENTS[2 * is_whole : 3 * is_whole])
+    if block.adapted is not None and block.adapts("projection"):
+        block.adapted.wait_for_gradient("projection")
+        block.adapted.input_gradient("projection")
+    else:
+        block.wait_for_tokens("projection.gradient")
+        write.matmul("projection.input_gradient", (1, rows, block.head_width, block.hidden))
     _read_kept(block, "kept.statistics", "kept.mixed.1")
     if shard.is_over_context:
         _context_gradients(block)
@@ -725,7 +848,9 @@ def _attention_gradients(block: _Block) -> None:
     if not shard.shape.is_fused:
         write.copy("qkv.transpose.0", shard.qkv_bytes)
         write.copy("qkv.transpose.1", shard.qkv_bytes)
-    if shard.shape.latent is None:
+    if block.adapted is not None:
+        _adapter_gradients(block, block.adapted)
+    elif shard.shape.latent is None:
         block.use("qkv")
         _matrix_gradients(block)
     else:
@@ -783,6 +908,40 @@ def _matrix_gradients(block: _Block) -> None:
     write.wait("qkv.input_gradient.sum")
 
 
+def _start_adapted_input_gradient(block: _Block, layer: AdaptedLayer, name: str) -> None:
+    """The gradient before a matrix with adapters whose columns are divided over tensor; if it is
+    summed over that, started."""
+    if block.tensor > 1:
+        layer.start_input_gradient(name)
+    else:
+        layer.input_gradient(name)
+
+
+def _finish_adapted_input_gradient(block: _Block, layer: AdaptedLayer, name: str) -> None:
+    if block.tensor > 1:
+        layer.finish_input_gradient(name)
+
+
+def _adapter_gradients(block: _Block, layer: AdaptedLayer) -> None:
+    """`_matrix_gradients` of a frozen block: those of its adapters, beside the sum of the input
+    gradient over tensor."""
+    is_adapted = layer.adapts("qkv")
+    if is_adapted:
+        _start_adapted_input_gradient(block, layer, "qkv")
+    else:
+        _qkv_input_gradient(block)
+    _read_kept(block, *_READ_BY_GRADIENTS, "kept.inner", "kept.narrow")
+    if block.shard.recompute != "none" and layer.adapts("down"):
+        layer.narrow_again("down")
+    for name in ("projection", "qkv", "up", "down"):
+        if layer.adapts(name):
+            layer.matrix_gradients(name)
+    block.start_sums(*block.summed)
+    if is_adapted:
+        _finish_adapted_input_gradient(block, layer, "qkv")
+    block.write.wait("qkv.input_gradient.sum")
+
+
 def _qkv_input_gradient(block: _Block) -> None:
     """The gradient before queries, keys and values, and its sum over tensor."""
     shape = (1, block.rows, block.hidden, block.qkv_width)
@@ -808,7 +967,7 @@ def _latent_gradients(block: _Block) -> None:
 
 def _projection_gradient(block: _Block) -> None:
     """Gradient of the projection, if it is not there yet."""
-    if "projection" not in block.has_gradients:
+    if "projection" not in block.has_gradients and block.adapted is None:
         shape = (1, block.head_width, block.hidden, block.rows)
         block.write.matmul("projection.gradient", shape)
         block.has_gradients.add("projection")
@@ -817,7 +976,7 @@ def _projection_gradient(block: _Block) -> None:
 def _feed_forward_matrix_gradients(block: _Block) -> None:
     """Gradients of the matrices of the feed-forward layer, if they are not there yet; of experts
     those of the router, the others were made with the gradients of tokens."""
-    if "up" in block.has_gradients:
+    if "up" in block.has_gradients or block.adapted is not None:
         return
     if block.experts is not None:
         block.has_gradients |= {"down", "up"}
@@ -874,19 +1033,21 @@ def _sum_gradients(block: _Block) -> None:
     fsdp, along = layout.fsdp, shard.sum_axes
     write.wait("scatter")
     if fsdp > 1 and along:
-        divided = _ROWS_DIVIDED if block.tensor > 1 and not block.is_newer else ()
-        scattered = sum(size for name, size in block.matrices.items() if name not in divided)
+        divided = ROWS_DIVIDED if block.tensor > 1 and not block.is_newer else ()
+        scattered = sum(size for name, size in block.trained.items() if name not in divided)
         write.copy("sum.concatenate", scattered // fsdp)
         write.start("sum", "all_reduce", scattered // fsdp, along)
     _sum_vectors(block)
     write.wait("sum_all")
     write.wait("sum")
-    for group in combined(block.matrices.items()):
+    if block.adapted is not None:
+        block.adapted.wait_for_sums()
+    for group in combined(block.summed.items()):
         write.wait(f"sum_{group[0]}")
         if along and (block.is_concatenated(group) or fsdp > 1):
-            size = sum(block.matrices[name] for name in group)
+            size = sum(block.trained[name] for name in group)
             write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts(group[0]))
-    for name, size in block.matrices.items():
+    for name, size in block.trained.items():
         write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts(name))
     if block.experts is not None:
         block.experts.finish_sums()
@@ -896,6 +1057,8 @@ def _sum_vectors(block: _Block) -> None:
     """Sums of the vectors' gradients over the devices that share the tokens, and copies into
     their stacks."""
     shard, write, layout = block.shard, block.write, block.shard.layout
+    if block.adapted is not None:
+        return
     count = 8 if block.has_biases else 2
     axes = (*shard.sum_axes, FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
     size = (shard.norm_elements + shard.shape.router_elements) * _F32_BYTES

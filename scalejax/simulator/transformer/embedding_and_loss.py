@@ -16,9 +16,9 @@ from scalejax.simulator.transformer.shape import (
     devices_of_matrix,
     is_of_experts,
     is_uneven,
-    parameters_of_device,
     stage_counts,
     stage_layout,
+    trained_of_device,
     transposes_kept,
     zero_parts,
 )
@@ -60,11 +60,12 @@ def embedding(
     """
     shard = blocks[-1][0]
     write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
-    own = sum(each.matrix_bytes // fsdp * count for each, count in blocks)
-    is_cast = used != _F32_BYTES and not is_gathered
-    if is_cast:
+    own = _trained_bytes(blocks)
+    kept_bytes = base_bytes(shard.shape)
+    is_cast = used != kept_bytes and not is_gathered
+    if is_cast or (fsdp > 1 and used == kept_bytes):  # a copy that is gathered
         table = _table_elements(shard) // fsdp
-        write.fusion("tokens.cast", table * _F32_BYTES, table * used)
+        write.fusion("tokens.cast", table * kept_bytes, table * used)
     tables = (_table_elements(shard) + _position_elements(shard)) * used
     if fsdp > 1 and shard.shape.has_learned_positions:
         write.fusion("places.cast", tables // fsdp // 4, tables // fsdp // 8)
@@ -80,7 +81,11 @@ def embedding(
             kind = "dense." if each.shape.is_first else ""
             for name, size in each.matrices.items():
                 one = size // fsdp * count
-                write.fusion(f"{kind}{name}.cast", one * _F32_BYTES // used, one)
+                write.fusion(f"{kind}{name}.cast", one * kept_bytes // used, one)
+    if shard.shape.adapters is not None and used != _F32_BYTES:
+        for name, size in shard.trained.items():
+            one = size // fsdp * blocks[-1][1]
+            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
     write.fusion("gradients.zero", 0, own)
     stacks = [count * size for each, count in blocks for size in kept_stacks(each)]
     write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
@@ -97,6 +102,16 @@ def embedding(
         write.wait("gather_tables")
         write.fusion("lookup", stream + places, stream)
     return write.done()
+
+
+def base_bytes(shape: TransformerShape) -> int:
+    """Bytes of an element of a matrix as it is stored."""
+    return _F32_BYTES if shape.adapters is None else shape.adapters.base_bytes
+
+
+def _trained_bytes(blocks: tuple[tuple[BlockShard, int], ...]) -> int:
+    """Bytes of what is trained of the blocks of a stage, in the compute type."""
+    return sum(sum(each.trained.values()) // each.layout.fsdp * count for each, count in blocks)
 
 
 def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation | Loop, ...]:
@@ -118,11 +133,11 @@ def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Oper
     write.copy("norm.root", statistics)
     write.fusion("norm.apply", stream, stream)
     if not shape.has_tied_embeddings and shape.element_bytes != _F32_BYTES:
-        table = _table_elements(shard) // shard.layout.fsdp
-        write.fusion("output.cast", table * _F32_BYTES, table * shape.element_bytes)
-        write.collective(
-            "output.gather", "all_gather", table * shard.layout.fsdp * shape.element_bytes, (FSDP,)
-        )
+        fsdp, kept_bytes = shard.layout.fsdp, base_bytes(shape)
+        table = _table_elements(shard) // fsdp
+        if kept_bytes != shape.element_bytes or fsdp > 1:
+            write.fusion("output.cast", table * kept_bytes, table * shape.element_bytes)
+        write.collective("output.gather", "all_gather", table * fsdp * shape.element_bytes, (FSDP,))
     if shard.sequence_parallel:
         write.collective("gather_tokens", "all_gather", shard.stream_bytes, (TENSOR,))
         if shard.samples > 1:
@@ -144,13 +159,14 @@ def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Oper
     if shard.sequence_parallel and shard.samples > 1:
         write.copy("input_gradient.transpose_tokens", shard.stream_bytes)
     write.start("input_gradient.sum", kind, shard.stream_bytes, (TENSOR,))
-    if not is_scattered:
+    if not is_scattered and shape.adapters is None:
         _table_gradient(write, shard)
     write.wait("input_gradient.sum")
     write.fusion("norm.gradient.statistics", 2 * stream, statistics)
     write.copy("norm.gradient.mean", statistics)
     write.fusion("norm.gradient", 2 * stream, stream)
-    write.copy("norm.scale.gradient", shape.hidden * _F32_BYTES)
+    if shape.adapters is None:
+        write.copy("norm.scale.gradient", shape.hidden * _F32_BYTES)
     return write.done()
 
 
@@ -180,7 +196,7 @@ def embedding_gradient(
     shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
     used = shape.element_bytes
-    own = sum(each.matrix_bytes // layout.fsdp // used * count for each, count in blocks)
+    own = _trained_bytes(blocks) // used
     tables = (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
     whole = replace(layout, data=scattered_over)
     if scattered_over > 1:
@@ -191,8 +207,13 @@ def embedding_gradient(
         for name, size in heads(shard, parts=shard.layout.context):
             write.copy(f"{name}.transpose", layers * size)
     if transposes_kept(shard):
-        for index in range(2):  # tokens of the kept norms first, as they were gathered
-            write.copy(f"normalised.{index}.transpose", layers * shard.stream_bytes)
+        for index, name in enumerate(("qkv", "up")):  # of kept norms, as they were gathered
+            if shape.trains(name):
+                write.copy(f"normalised.{index}.transpose", layers * shard.stream_bytes)
+    if shape.adapters is not None:
+        if is_accumulated:
+            write.fusion("accumulate", own * (_F32_BYTES + used), own * _F32_BYTES)
+        return write.done()
     if shard.sequence_parallel:
         write.collective("lookup.gather", "all_gather", shard.stream_bytes, (TENSOR,))
     if scattered_over > 1:
@@ -296,7 +317,7 @@ def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: 
     """Gradients that a device accumulates over microbatches; 0 with a single microbatch."""
     if microbatches == 1 and layout.pipeline == 1:
         return 0
-    return parameters_of_device(shape, layout)
+    return trained_of_device(shape, layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,10 +346,10 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
-    own = parameters_of_device(shape, whole)
+    own = trained_of_device(shape, whole)
     counts: dict[str, int] = {}
     for kind, layers in shape.kinds:
-        for name, size in kind.matrices.items():
+        for name, size in kind.trained.items():
             parts = devices_of_matrix(name, layout) * layout.fsdp
             count = size // parts * layers // whole.pipeline
             counts[name] = counts.get(name, 0) + count
@@ -339,7 +360,7 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
     summed = _start_sums(write, end, counts) if end.is_accumulated and end.is_summed_once else {}
-    if end.tables is not None:
+    if end.tables is not None and shape.adapters is None:
         _start_table_sums(write, end.tables)
     state = (1 + end.moments) * _F32_BYTES
     parts_of = {
@@ -351,13 +372,13 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
         write.wait(f"sum.{name}")
         if name in summed:
             write.copy(f"sum.{name}.slice", summed[name])
-        if name == "tables" and end.tables is not None:
+        if name == "tables" and end.tables is not None and shape.adapters is None:
             _add_table_sums(write, end.tables)
         if shape.compute_dtype == "float16":  # whether every gradient is finite
             write.fusion(f"{name}.finite", count // parts * gradient_bytes, 0)
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     write.scalars("vectors", _VECTOR_UPDATES)
-    if end.zero_stage:
+    if end.zero_stage and shape.adapters is None:
         _gather(write, shape.element_bytes, counts, parts_of)
     return write.done()
 

@@ -12,7 +12,7 @@ from scalejax.config.parallelism import Layout
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.simulator.program import MemoryUse
 from scalejax.simulator.transformer.block import kept_stacks
-from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements
+from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements, base_bytes
 from scalejax.simulator.transformer.experts import held_bytes as held_by_experts
 from scalejax.simulator.transformer.shape import (
     BlockShard,
@@ -20,9 +20,11 @@ from scalejax.simulator.transformer.shape import (
     TransformerShape,
     block_shard,
     expert_parameters_of_device,
+    frozen_bytes_of_device,
     parameters_of_device,
     stage_counts,
     stage_kinds,
+    trained_of_device,
     transposes_kept,
     zero_parts,
 )
@@ -83,7 +85,8 @@ class DeviceMemory:
         shard = blocks[-1][0]
         self._layout, self._stages, self._moments = layout, layout.pipeline, moments
         self._microbatches = microbatches
-        self._own = parameters_of_device(shape, layout) * _F32_BYTES
+        self._own = trained_of_device(shape, layout) * _F32_BYTES
+        self._frozen = frozen_bytes_of_device(shape, layout)
         self._used = parameters_of_device(shape, layout) * shape.element_bytes
         self._of_experts = expert_parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
@@ -102,13 +105,14 @@ class DeviceMemory:
         if layout.pipeline > 1:
             self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(blocks, first)
             self._accumulated += _gradients_beyond_share(shape, blocks, first, layout)
-            self._gathered_table = self._is_cast * _table_bytes(shard)
+            if shape.adapters is None:
+                self._gathered_table = self._is_cast * _table_bytes(shard)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 
     def state_bytes(self, zero_stage: int) -> int:
         """Bytes of parameters and moments."""
-        return (1 + self._moments) * self._sharded(self._own, zero_stage > 0)
+        return (1 + self._moments) * self._sharded(self._own, zero_stage > 0) + self._frozen
 
     def _sharded(self, size: int, is_sharded: bool) -> int:
         """Bytes of an array of `size` for the parameters, if ZeRO shards it."""
@@ -187,10 +191,14 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     gradients = sum(
         size // each.layout.fsdp // each.gradient_parts(name) * count
         for each, count in blocks
-        for name, size in each.matrices.items()
+        for name, size in each.trained.items()
     )
-    cast = 0 if shape.element_bytes == _F32_BYTES else stack
-    table, block = _table_bytes(shard), max(block_bytes(each) for each, _ in blocks)
+    cast = stack if _casts(shape) else 0
+    block = max(block_bytes(each) for each, _ in blocks)
+    # That of a frozen base in the compute type is used where it is stored.
+    table = _table_bytes(shard) if _casts(shape) or layout.fsdp > 1 else 0
+    if shape.adapters is not None:
+        cast += gradients
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
     if shard.is_over_context:  # blocks have latencies to fill then, and the loss only these
@@ -202,16 +210,26 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     else:
         is_early = layout.device_count > 1
         loss = table * (1 + is_early)
-    if shape.compiler == "0.12":  # zeroes them after it
+    if shape.compiler == "0.12" or shape.adapters is not None:  # zeroes them after it
         is_early, loss = False, table
-    loss += logits + 2 * shard.stream_bytes + (gradients if is_early else 0)
+    # What the gradient of the output layer reads is not held if it has none.
+    streams = 2 * shard.stream_bytes if shape.adapters is None else shard.kept_stream_bytes
+    loss += logits + streams + (gradients if is_early else 0)
     loss += logits if is_manual else logits * _F32_BYTES // shape.element_bytes
     tables = table if shape.has_tied_embeddings else 2 * table
+    if shape.adapters is not None:  # have no gradients; that for the backward pass is gathered
+        tables = 0
     backward = gradients + tables + block + (logits if is_scattered else 0)
     transposed = 0
     if transposes_kept(shard):
         transposed = (layers + 1) * shard.stream_bytes + gradients + logits + tables + table
     return cast + max(loss, backward, transposed)
+
+
+def _casts(shape: TransformerShape) -> bool:
+    """Whether matrices are stored in another type than that of their products."""
+    is_stored = shape.element_bytes == base_bytes(shape)
+    return shape.element_bytes != _F32_BYTES and not is_stored
 
 
 def _stack_bytes(blocks: Blocks) -> int:
@@ -229,10 +247,11 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
     shard = blocks[-1][0]
     shape, layout = shard.shape, shard.layout
     stack, dense = _stack_bytes(blocks), _stack_bytes(first)
-    cast = 0 if shape.element_bytes == _F32_BYTES else stack + dense
+    cast = stack + dense if _casts(shape) else 0
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     table, streams = _table_bytes(shard), shard.stream_bytes
-    last = 2 * logits + table * (1 + (layout.fsdp > 1)) + streams
+    held = 1 + (layout.fsdp > 1) if _casts(shape) or shape.adapters is None else layout.fsdp > 1
+    last = 2 * logits + table * held + streams
     kept = sum(sum(kept_stacks(each)) * count for each, count in first)
     passes = [block_bytes(each) for each, _ in blocks]
     passes += [dense + kept + block_bytes(each) for each, _ in first]
@@ -264,7 +283,8 @@ def block_bytes(shard: BlockShard) -> int:
     the input, its norms and the gradient; queries, keys, values and their gradients; the
     feed-forward activations before and after the GELU and their gradient; two arrays of scores.
     """
-    matrices = shard.matrix_bytes * (2 if shard.layout.fsdp > 1 else 1)
+    has_gradients = shard.layout.fsdp > 1 and shard.shape.adapters is None
+    matrices = shard.matrix_bytes * (2 if has_gradients else 1)
     streams = 6 * shard.stream_bytes
     scores = 0 if shard.shape.is_fused else 2 * shard.score_bytes
     if shard.shape.experts is not None:

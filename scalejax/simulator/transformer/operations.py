@@ -27,20 +27,23 @@ xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold); an all-redu
 
 
 def combined(buffers: Iterable[tuple[str, int]]) -> list[list[str]]:
-    """Names of the buffers that XLA combines into one collective each, in order.
+    """Names of the buffers that XLA combines into one collective each, in order of the first. One
+    that is too large by itself does not end the group before it (XLA's CombineInstructionsByKey).
 
     Args:
         buffers: (name, bytes of the result) of each.
     """
     groups: list[list[str]] = []
-    held = 0
+    last, held = list[str](), COMBINED_BYTES
     for name, size in buffers:
-        if groups and held + size <= COMBINED_BYTES:
-            groups[-1].append(name)
+        if size > COMBINED_BYTES:
+            groups.append([name])
+        elif held + size <= COMBINED_BYTES:
+            last.append(name)
             held += size
         else:
-            groups.append([name])
-            held = size
+            last, held = [name], size
+            groups.append(last)
     return groups
 
 

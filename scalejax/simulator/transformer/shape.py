@@ -23,6 +23,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least, require
 from scalejax.simulator.transforms.pipeline import FLOP_OF_SENT_BYTE
 
 _CACHE_SIZE = 65536  # entries of the caches
+_F32_BYTES = 4
 _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", **dict.fromkeys(NARROW_TYPES, "bf16"),
 }  # fmt: skip
@@ -45,6 +46,18 @@ Recompute = Literal["none", "selective", "selective_op", "full"]
 """Recompute in the backward pass of a block: nothing; the scores of unfused attention; scores,
 norms, the projection (unless tensor sums it) and the gated up projection; or all but the input of
 the block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters (LoRA) of matrices of every block; all else is frozen."""
+
+    rank: int
+    """Columns of A [in, rank] and rows of B [rank, out]."""
+    matrices: tuple[str, ...]
+    """The adapted matrices, by their names in `TransformerShape.matrices`."""
+    base_bytes: int
+    """Bytes of an element of the frozen matrices and embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,8 @@ class TransformerShape:
     """Experts in place of the feed-forward layers after the first dense ones; None without."""
     is_first: bool = False
     """Whether its blocks are the first, dense ones of a network with experts."""
+    adapters: Adapters | None = None
+    """Adapters, which alone are trained; None where all of the network is."""
     compiler: Compiler = "0.10"
     """The XLA that schedules and fuses the step."""
 
@@ -176,6 +191,32 @@ class TransformerShape:
             found |= {"shared.down": moe.shared_experts * one}
         return found
 
+    def trains(self, name: str) -> bool:
+        """Whether a matrix is trained, or adapters of it."""
+        return self.adapters is None or name in self.adapters.matrices
+
+    @property
+    def sides(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of the matrices of a dense block that may have adapters."""
+        return {
+            "qkv": (self.hidden, self.qkv_width),
+            "projection": (self.heads * self.value_size, self.hidden),
+            "up": (self.hidden, self.up_width),
+            "down": (self.ffn_hidden, self.hidden),
+        }
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """Elements of the arrays of a block whose gradients are computed, but for vectors, by name:
+        its matrices, or the A and the B of its adapters."""
+        if self.adapters is None:
+            return self.matrices
+        rank, found = self.adapters.rank, dict[str, int]()
+        for name in self.adapters.matrices:
+            inputs, outputs = self.sides[name]
+            found |= {f"{name}.a": inputs * rank, f"{name}.b": rank * outputs}
+        return found
+
     @property
     def active_matrices(self) -> int:
         """Elements of the matrices of a block that a token goes through."""
@@ -220,7 +261,21 @@ class TransformerShape:
         scores = self.tokens * self.heads * (self.head_size + self.value_size)
         per_token = sum(count * (kind.active_matrices + scores) for kind, count in self.kinds)
         per_token += self.hidden * self.vocabulary
-        return 3 * 2 * per_token * global_batch * self.tokens
+        if self.adapters is None:
+            return 3 * 2 * per_token * global_batch * self.tokens
+        # Frozen matrices have no gradient; scores have those of both operands.
+        adapted = self.layers * sum(self.trained.values())
+        passes = 2 * per_token + self.layers * scores + 3 * adapted
+        return 2 * passes * global_batch * self.tokens
+
+    def state_bytes(self, moments: int) -> int:
+        """Bytes of parameters and moments, of all devices: float32, frozen ones as their base."""
+        adapters = self.adapters
+        if adapters is None:
+            return _F32_BYTES * self.parameters * (1 + moments)
+        vectors = self.layers * self.norm_elements + self.hidden
+        base = adapters.base_bytes * (self.parameters - vectors) + _F32_BYTES * vectors
+        return base + _F32_BYTES * self.layers * sum(self.trained.values()) * (1 + moments)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -302,6 +357,8 @@ class Strategy:
             raise ConfigError(
                 refusal("layout.expert", layout.expert, "1 of a network without experts")
             )
+        if shape.adapters is not None:
+            self._require_fits_adapters(shape)
         if shape.latent is not None and layout.context > 1:
             accepted = "the closed form knows latent attention of whole samples; use 1"
             raise ConfigError(refusal("layout.context", layout.context, accepted))
@@ -322,6 +379,18 @@ class Strategy:
             divisor = zero_parts(layout) * layout.fsdp
             axes = f"{layout.batch_axes}*context" if layout.context > 1 else layout.batch_axes
             require_multiple("hidden", shape.hidden, divisor, f"{axes}")
+
+    def _require_fits_adapters(self, shape: TransformerShape) -> None:
+        """Refuse what the closed form does not know of frozen matrices."""
+        if self.recompute == "selective_op":
+            accepted = "the closed form knows adapters with none, selective and full"
+            raise ConfigError(refusal("model.remat", self.recompute, accepted))
+        if self.zero_stage and zero_parts(self.layout) > 1:
+            accepted = "the closed form knows adapters without ZeRO; use 0"
+            raise ConfigError(refusal("layout.zero_stage", self.zero_stage, accepted))
+        if is_uneven(shape, self.layout):
+            accepted = "the closed form knows adapters in stages of as many layers each"
+            raise ConfigError(refusal("layout.pipeline", self.layout.pipeline, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +515,11 @@ class BlockShard:
         return _matrix_bytes(self.shape, self.layout)[1]
 
     @property
+    def trained(self) -> dict[str, int]:
+        """Bytes of what is trained of the block where it is used, in the compute type, by name."""
+        return _trained_bytes(self.shape, self.layout)
+
+    @property
     def small_elements(self) -> int:
         """Elements of the block's biases, as one device of a tensor group holds them."""
         shape, tensor = self.shape, self.layout.tensor
@@ -467,7 +541,11 @@ def transposes_kept(shard: BlockShard) -> bool:
     return is_gathered and is_kept and shard.shape.compiler == "0.10"
 
 
-_WHOLE_ON_TENSOR = ("q_down", "kv_down")
+ROWS_DIVIDED = ("projection", "down")
+"""Matrices whose rows are divided over tensor; the columns of others are."""
+_WHOLE_ON_TENSOR = (
+    "q_down", "kv_down", "qkv.a", "up.a", *(f"{name}.b" for name in ROWS_DIVIDED),
+)  # fmt: skip
 
 
 def devices_of_matrix(name: str, layout: Layout) -> int:
@@ -485,6 +563,14 @@ def _matrix_bytes(shape: TransformerShape, layout: Layout) -> tuple[dict[str, in
         for name, size in shape.matrices.items()
     }
     return found, sum(found.values())
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _trained_bytes(shape: TransformerShape, layout: Layout) -> dict[str, int]:
+    return {
+        name: size * shape.element_bytes // devices_of_matrix(name, layout)
+        for name, size in shape.trained.items()
+    }
 
 
 def is_of_experts(name: str) -> bool:
@@ -704,3 +790,25 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
     return blocks + tables + places + shape.hidden * (1 if shape.is_gated else 2)
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def trained_of_device(shape: TransformerShape, layout: Layout) -> int:
+    """Of the parameters that one device stores, those that are trained."""
+    if shape.adapters is None:
+        return parameters_of_device(shape, layout)
+    block = sum(
+        size // layout.fsdp // devices_of_matrix(name, layout)
+        for name, size in shape.trained.items()
+    )
+    return shape.layers * block // layout.pipeline
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def frozen_bytes_of_device(shape: TransformerShape, layout: Layout) -> int:
+    """Bytes of the parameters that one device stores and does not train; vectors in float32."""
+    if shape.adapters is None:
+        return 0
+    vectors = shape.layers * shape.norm_elements // layout.pipeline + shape.hidden
+    matrices = parameters_of_device(shape, layout) - vectors
+    return matrices * shape.adapters.base_bytes + vectors * _F32_BYTES

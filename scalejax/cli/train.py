@@ -118,12 +118,16 @@ class ConfigShow(RunFileCommand):
 class ConfigFields(PlainCommand):
     """List the fields of a run.toml: type, default, meaning."""
 
-    def execute(self) -> None:
-        """Print the reference of all fields."""
-        from scalejax.config.presets import PRESETS
-        from scalejax.config.reference import run_reference
+    name: Annotated[Positional[str | None], flag("NAME")] = None
+    """A table or field by its dotted name, such as layout or batch.microbatches. By default all."""
 
-        tables.show(tables.reference(run_reference(), PRESETS))
+    def execute(self) -> None:
+        """Print the reference of these fields."""
+        from scalejax.config.presets import PRESETS
+        from scalejax.config.reference import named_reference, run_reference
+
+        sections = run_reference() if self.name is None else named_reference(self.name)
+        tables.show(tables.reference(sections, PRESETS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass
 
 from scalejax.config.run import RunConfig
+from scalejax.core.errors import ConfigError, unknown_name
 from scalejax.core.serialization import is_family
 
 
@@ -50,6 +51,31 @@ def run_reference() -> list[TableReference]:
     for field in dataclasses.fields(RunConfig):
         tables += _tables_of(_hints(RunConfig)[field.name], field.name)
     return tables
+
+
+def named_reference(name: str) -> list[TableReference]:
+    """The entries of `run_reference` for one table or field, by its dotted name: "layout",
+    "model.block", "batch.microbatches".
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    tables = run_reference()
+    found = [dataclasses.replace(each, fields=_of_name(each, name)) for each in tables]
+    found = [each for each in found if each.fields]
+    if not found:
+        names = {each.name for table in tables for each in table.fields}
+        groups = {each.rpartition(".")[0] for each in names} - {""}
+        table = name.rpartition(".")[0]
+        known = {each for each in names if each.startswith(f"{table}.")}
+        raise ConfigError(unknown_name("field", name, known or groups))
+    return found
+
+
+def _of_name(table: TableReference, name: str) -> tuple[FieldReference, ...]:
+    """The field of this name, or those of the table of this name."""
+    fields = (each for each in table.fields if each.accepted)
+    return tuple(each for each in fields if f"{each.name}.".startswith(f"{name}."))
 
 
 def _tables_of(hint: object, name: str) -> list[TableReference]:

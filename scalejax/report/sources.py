@@ -15,7 +15,7 @@ import numpy as np
 
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, nearest_name, refusal
 from scalejax.emulation.record import EMULATION, Emulation
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.results import Summary, read_plan, read_summaries
@@ -171,6 +171,11 @@ class RunSource:
     def measures_noise_scale(self) -> bool:
         """Whether the record has a gradient noise scale."""
         return any(m.noise_scale is not None for m in self.record.training)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the record has loads of experts."""
+        return any(m.expert_load is not None for m in self.record.training)
 
     @property
     def warmup_epochs(self) -> float:
@@ -347,6 +352,11 @@ def _guessed_kind(path: Path) -> str | None:
 
 def _read_file(path: Path) -> ScalingPrediction | RampPrediction | Plan:
     """A plan, a scaling study, a batch-size ramp, or a single prediction as a study of one."""
+    if not path.exists():
+        siblings = [str(path.parent / each.name) for each in path.parent.glob("*")]
+        closest = nearest_name(str(path), siblings)
+        hint = f" (did you mean {closest!r}?)" if closest else ""
+        raise ConfigError(f"{str(path)!r} is neither a folder nor a file{hint}.")
     kind = serialization.kind_of(path) or _guessed_kind(path)
     if kind in _DRAWN:
         return serialization.load(_DRAWN[kind], path)

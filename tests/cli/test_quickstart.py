@@ -13,6 +13,7 @@ from scalejax.cli import quickstart
 from scalejax.cli.main import main
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core import serialization
+from scalejax.data.facts import read_facts
 from scalejax.simulator.predict import ScalingPrediction
 from scalejax.training.record import RunRecord
 from scalejax.training.train import train
@@ -28,7 +29,9 @@ def accuracy(folder: Path) -> float:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_example_is_a_run(path: Path):
     """Each run file that is offered for copying is accepted, on eight devices."""
-    assert resolve(load_config(path), 8).layout.device_count == 8
+    config = load_config(path)
+
+    assert resolve(config, 8, read_facts(config.data)).layout.device_count == 8
 
 
 def test_arms_differ_in_batch_and_warmup_alone():

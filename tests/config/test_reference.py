@@ -4,7 +4,8 @@ import pytest
 
 from scalejax.cli.main import main
 from scalejax.config.presets import PRESETS
-from scalejax.config.reference import run_reference
+from scalejax.config.reference import named_reference, run_reference
+from scalejax.core.errors import ConfigError
 
 
 def test_every_field_is_listed_with_what_it_takes_and_means():
@@ -46,3 +47,19 @@ def test_published_names_are_listed_after_the_models(
     assert set(PRESETS) <= {line.split()[0] for line in lines[:first_data] if line}
     assert names.count("llama3-8b") == 1
     assert max(map(len, lines)) <= 80
+
+
+def test_fields_are_shown_by_the_name_of_their_table_or_their_own():
+    """A table with what is below it, of every kind; one field alone; the nearest of what is
+    misspelt."""
+    block = [each.name for table in named_reference("model.moe") for each in table.fields]
+    (stages,) = [each for table in named_reference("layout.pipeline") for each in table.fields]
+
+    assert {"model.moe.experts", "model.moe.router.balance"} <= set(block)
+    assert all(name.startswith("model.moe.") for name in block)
+    assert stages.name == "layout.pipeline"
+    assert len(named_reference("optimizer")) == 6
+    with pytest.raises(ConfigError, match=r"did you mean 'layout'"):
+        named_reference("layot")
+    with pytest.raises(ConfigError, match=r"did you mean 'layout\.pipeline'"):
+        named_reference("layout.pipelin")

@@ -78,6 +78,8 @@ def write_run(
     loss: float = 2.0,
     noise_scale: float | None = None,
     data_wait_seconds: float | None = None,
+    expert_load: float | None = None,
+    expert_load_of_window: float | None = None,
 ) -> Path:
     """A run's folder with an evaluation per epoch, each after ten steps of 5 ms."""
     folder.mkdir(parents=True)
@@ -98,6 +100,8 @@ def write_run(
                     elapsed_seconds=seconds,
                     noise_scale=noise_scale,
                     data_wait_seconds=data_wait_seconds,
+                    expert_load=expert_load,
+                    expert_load_of_window=expert_load_of_window,
                 )
             )
             log.append(
@@ -205,6 +209,20 @@ def test_the_noise_scale_is_drawn_where_it_was_measured(page: Page, tmp_path: Pa
     assert json.dumps(charts).count("noise scale (samples)") == 1
     assert "870" in json.dumps(charts)
     assert "noise scale" not in json.dumps(page.charts)
+
+
+def test_the_load_of_experts_is_drawn_of_runs_that_have_them(page: Page, tmp_path: Path):
+    """By windows where these were measured, else by updates; and not without experts."""
+    updates = write_run(tmp_path / "updates", [0.5, 0.6], expert_load=3.125)
+    loads = {"expert_load": 3.125, "expert_load_of_window": 1.375}
+    windows = write_run(tmp_path / "windows", [0.5, 0.6], **loads)
+
+    drawn = [json.dumps(Page(render(read_sources([run]), "")).charts) for run in (updates, windows)]
+
+    assert [each.count("fullest expert over the mean") for each in drawn] == [1, 1]
+    assert ["3.125" in each for each in drawn] == [True, False]
+    assert "1.375" in drawn[1]
+    assert "fullest expert" not in json.dumps(page.charts)
 
 
 def test_waiting_for_input_is_drawn_where_it_was_worth_a_word(page: Page, tmp_path: Path):
@@ -409,7 +427,7 @@ def test_single_prediction_is_reported_too(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (None, "is no file"),
+        (None, "neither a folder nor a file"),
         ("{3", "not valid JSON"),
         ('{"a": 1}', "neither the folder of a run nor a prediction"),
         ('{"predictions": 3}', "predictions=3 is refused"),

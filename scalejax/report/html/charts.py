@@ -188,6 +188,18 @@ def noise_scale(runs: Sequence[RunSource]) -> Spec:
     return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
 
 
+def expert_load(runs: Sequence[RunSource]) -> Spec:
+    """Load of the fullest expert over the mean, of the runs that have experts: of windows of
+    assignments where these were measured, else of each update."""
+    rows: list[Row] = []
+    for run in (run for run in runs if run.has_experts):
+        windows = _logged([run], "load", lambda m: m.expert_load_of_window)
+        windows = [row for row in windows if row["load"] is not None]
+        rows += windows or _logged([run], "load", lambda m: m.expert_load)
+    y = alt.Y("load:Q", title="fullest expert over the mean", scale=alt.Scale(zero=False))
+    return _curves(rows, y, alt.Tooltip("load:Q", format=".3f"))
+
+
 def input_wait(runs: Sequence[RunSource]) -> Spec:
     """Part of the time for which devices waited for input, of the runs that measured it."""
 

@@ -195,6 +195,14 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
             "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
             charts.noise_scale(runs),
         )
+    if any(run.has_experts for run in runs):
+        page.add_chart(
+            "Load of experts",
+            "Tokens of the fullest expert of all layers over the mean of its layer: 1 where all "
+            "have equally many. Of the last window of assignments (model.moe.load_window), or "
+            "without one of single updates.",
+            charts.expert_load(runs),
+        )
 
 
 def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:

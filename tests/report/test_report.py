@@ -214,8 +214,9 @@ def test_the_noise_scale_is_drawn_where_it_was_measured(page: Page, tmp_path: Pa
 def test_the_load_of_experts_is_drawn_of_runs_that_have_them(page: Page, tmp_path: Path):
     """By windows where these were measured, else by updates; and not without experts."""
     updates = write_run(tmp_path / "updates", [0.5, 0.6], expert_load=3.125)
-    loads = {"expert_load": 3.125, "expert_load_of_window": 1.375}
-    windows = write_run(tmp_path / "windows", [0.5, 0.6], **loads)
+    windows = write_run(
+        tmp_path / "windows", [0.5, 0.6], expert_load=3.125, expert_load_of_window=1.375
+    )
 
     drawn = [json.dumps(Page(render(read_sources([run]), "")).charts) for run in (updates, windows)]
 

@@ -22,10 +22,10 @@ from scalejax.core.serialization import Family
 ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
-Float8Type = Literal["float8", "float8_blockwise", "mxfp8"]
+Float8Type = Literal["float8", "float8_delayed", "float8_blockwise", "mxfp8"]
 """Formats of the products of linear layers in 8-bit floating point, by which values share a scale:
-all of an operand (float8), 128 or 128 x 128 (float8_blockwise), 32 (mxfp8); see
-`scalejax.models.float8`."""
+all of an operand (float8; float8_delayed, by its largest value in the last steps), 128 or 128 x 128
+(float8_blockwise), 32 (mxfp8); see `scalejax.models.float8`."""
 
 NarrowType = Literal[Float8Type, "float4"]
 """Compute types of which only the products of linear layers are; float4 is costed but not
@@ -314,6 +314,7 @@ class DecoderConfig(ModelConfig):
         tied_embeddings: bool
         remat: DecoderRemat
         attention: AttentionKind
+        amax_history_length: int
 
     reads = ("text",)
     is_gated: ClassVar[bool] = False
@@ -450,14 +451,18 @@ class GptConfig(DecoderConfig):
     """fused: one cuDNN kernel (NVIDIA GPUs from compute capability 8.0 on, 16 bits). unfused:
     separate matrix products and softmax. auto: fused where the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8, float8_blockwise and mxfp8: linear layers in fp8, with a
-    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4: costed
-    only."""
+    """Element type of activations; float8, float8_delayed, float8_blockwise, mxfp8: linear layers
+    in fp8, with a scale for each operand, now or by its last steps, for 128 or for 32 values, and
+    the rest in bfloat16; float4: costed only."""
+    amax_history_length: int = 1024
+    """With float8_delayed, steps over which the largest value of an operand sets its scale
+    (Transformer Engine's `amax_history_len`, which is 1024)."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_at_least("model.ffn_hidden", self.inner_width, 1)
+        require_at_least("model.amax_history_length", self.amax_history_length, 1)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
         self.require_stack()
         self.require_activations()
@@ -629,9 +634,12 @@ class LlamaConfig(DecoderConfig):
     """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
     the device has it."""
     compute_dtype: CostedType = "float32"
-    """Element type of activations; float8, float8_blockwise and mxfp8: linear layers in fp8, with a
-    scale for each operand, for 128 or for 32 values, and the rest in bfloat16; float4, and these
-    three with `moe` or `mtp`: costed only."""
+    """Element type of activations; float8, float8_delayed, float8_blockwise, mxfp8: linear layers
+    in fp8, with a scale for each operand, now or by its last steps, for 128 or for 32 values, and
+    the rest in bfloat16; float4, and these four with `moe` or `mtp`: costed only."""
+    amax_history_length: int = 1024
+    """With float8_delayed, steps over which the largest value of an operand sets its scale
+    (Transformer Engine's `amax_history_len`, which is 1024)."""
     scaled_embeddings: bool = False
     """Whether embedded tokens are multiplied by the root of `hidden` (Gemma 3)."""
     block: BlockConfig = BlockConfig()
@@ -646,6 +654,7 @@ class LlamaConfig(DecoderConfig):
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
+        require_at_least("model.amax_history_length", self.amax_history_length, 1)
         if self.block.head_size is None and self.mla is None:
             # Rotary embeddings rotate pairs of entries of a head.
             require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")

@@ -9,6 +9,10 @@ formats all are in e4m3.
 
 - "float8": one scale for each operand, of its present values (per-tensor current scaling;
   Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433).
+- "float8_delayed": one for each operand, of the largest value (amax) that it had in the last steps
+  (per-tensor delayed scaling; `DelayedScaling` of NVIDIA's Transformer Engine, with its algorithm
+  "max", a margin of 0 and e5m2 gradients). It is known before the operand is; values beyond it
+  become the largest of the type.
 - "float8_blockwise": one for 128 values along the sum, and for 128 x 128 of a matrix
   (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
 - "mxfp8": one for 32 values along the sum (Open Compute Project 2023, "OCP Microscaling Formats
@@ -20,6 +24,8 @@ several microbatches or the noise scale over data), each device along it scales 
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +35,10 @@ from jax import lax
 
 from scalejax.config.model import Float8Type
 
+PyTree = Any
+"""Nested dicts of arrays."""
+
+_DELAYED: Float8Type = "float8_delayed"
 _BLOCKS: dict[Float8Type, int] = {"float8_blockwise": 128, "mxfp8": 32}
 """Values along the sum that share a scale."""
 
@@ -50,8 +60,16 @@ def quantised(array: jax.Array, dtype: Any, axes: tuple[int, ...] | None = None)
     """`array` with one scale for all values, or for those along each of `axes`."""
     top = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None).astype(jnp.float32)
-    # The least power of two that brings `largest` down to `top`, in bits: exp2 is not exact
-    # everywhere, and 0 below its least normal number.
+    power, inverse = _power_and_inverse(largest, top)
+    # Not finite stays so: what overflowed before is not hidden.
+    scale = jnp.where(jnp.isfinite(largest), power, largest)
+    narrow = jnp.clip(array.astype(jnp.float32) * inverse, -top, top)
+    return Quantised(narrow.astype(dtype), scale)
+
+
+def _power_and_inverse(largest: jax.Array, top: np.float32) -> tuple[jax.Array, jax.Array]:
+    """The least power of two that brings `largest` down to `top`, and 1 over it; in bits: exp2 is
+    not exact everywhere, and 0 below its least normal number."""
     bits, top_bits = lax.bitcast_convert_type(largest, jnp.int32), top.view(np.int32)
     is_above = (bits & _FRACTION) > (top_bits & _FRACTION)
     biased = (bits >> _FRACTION_BITS) - (top_bits >> _FRACTION_BITS) + is_above + _BIAS
@@ -60,10 +78,95 @@ def quantised(array: jax.Array, dtype: Any, axes: tuple[int, ...] | None = None)
         lax.bitcast_convert_type(each << _FRACTION_BITS, jnp.float32)
         for each in (biased, 2 * _BIAS - biased)
     )
-    # Not finite stays so: what overflowed before is not hidden.
-    scale = jnp.where(jnp.isfinite(largest), power, largest)
-    narrow = jnp.clip(array.astype(jnp.float32) * inverse, -top, top)
+    return power, inverse
+
+
+def quantised_by(array: jax.Array, dtype: Any, scale: jax.Array) -> Quantised:
+    """`array` with this scale, whatever its values; what is not finite stays so."""
+    top = np.float32(jnp.finfo(dtype).max)
+    scaled = array.astype(jnp.float32) * (1 / scale)
+    narrow = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -top, top), scaled)
     return Quantised(narrow.astype(dtype), scale)
+
+
+def of_tensor(array: jax.Array, dtype: Any, scale: jax.Array | None) -> Quantised:
+    """`array` with `scale`, or that of its values if it is None."""
+    return quantised(array, dtype) if scale is None else quantised_by(array, dtype, scale)
+
+
+def amax(array: jax.Array) -> jax.Array:
+    """The largest absolute value, float32."""
+    return jnp.max(jnp.abs(array)).astype(jnp.float32)
+
+
+# Delayed scaling: statistics of each linear layer, of its input, its matrix and the gradient of its
+# output, in this order; in the state of the run as those of BatchNorm are.
+
+SCALES, AMAX_HISTORY = "float8_scales", "amax_history"
+"""Names of the statistics: the scales of the step, [..., 3], and the largest values of the last
+steps, the last one first, [..., 3, steps]."""
+
+
+def initial_history(lead: tuple[int, ...], steps: int) -> dict[str, jax.Array]:
+    """The statistics of a layer before the first step, whose scales are 1, as Transformer Engine's;
+    `lead` is their shape before that of one layer."""
+    return {
+        SCALES: jnp.ones((*lead, 3), jnp.float32),
+        AMAX_HISTORY: jnp.zeros((*lead, 3, steps), jnp.float32),
+    }
+
+
+def is_scales(path: Sequence[Any]) -> bool:
+    """Whether a leaf of a tree is scales, by its path."""
+    return any(getattr(entry, "key", None) == SCALES for entry in path)
+
+
+def scales_of(statistics: PyTree) -> PyTree:
+    """The scales among the statistics of a network, None in place of the others."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_scales(path) else None, statistics
+    )
+
+
+def with_amaxes(statistics: PyTree, amaxes: PyTree) -> PyTree:
+    """The statistics of a network after a step: its largest values at the head of the histories,
+    and scales by the largest of each. A history of zeros, and what is not finite, leaves a scale.
+
+    Args:
+        statistics: those before it.
+        amaxes: the largest values of the step, in place of the scales as `scales_of` gives them.
+    """
+    if not isinstance(statistics, dict) or SCALES not in statistics:
+        if not isinstance(statistics, dict):
+            return statistics
+        return {name: with_amaxes(part, amaxes[name]) for name, part in statistics.items()}
+    history, scales = statistics[AMAX_HISTORY], statistics[SCALES]
+    history = jnp.concatenate([amaxes[SCALES][..., None], history[..., :-1]], axis=-1)
+    largest = jnp.max(history, axis=-1)
+    tops = (forward_type(_DELAYED), forward_type(_DELAYED), gradient_type(_DELAYED))
+    powers = [
+        _power_and_inverse(largest[..., index], np.float32(jnp.finfo(dtype).max))[0]
+        for index, dtype in enumerate(tops)
+    ]
+    is_known = jnp.isfinite(largest) & (largest > 0)
+    scales = jnp.where(is_known, jnp.stack(powers, axis=-1), scales)
+    return {**statistics, SCALES: scales, AMAX_HISTORY: history}
+
+
+def for_each_use(scales: jax.Array | None, uses: int) -> Iterator[jax.Array | None]:
+    """`scales` for as many products that share them, whose largest values are those of all."""
+    return iter([None] * uses if scales is None else _apart(scales, uses))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _apart(scales: jax.Array, uses: int) -> tuple[jax.Array, ...]:
+    return (scales,) * uses
+
+
+_apart.defvjp(
+    lambda scales, uses: ((scales,) * uses, None),
+    lambda uses, _, amaxes: (jnp.max(jnp.stack(amaxes), axis=0),),
+)
 
 
 def restored(narrow: Quantised, dtype: Any) -> jax.Array:
@@ -78,11 +181,18 @@ def forward_type(recipe: Float8Type) -> Any:
 
 def gradient_type(recipe: Float8Type) -> Any:
     """The 8-bit type of gradients of activations."""
-    return jnp.float8_e5m2 if recipe == "float8" else jnp.float8_e4m3fn
+    return jnp.float8_e4m3fn if recipe in _BLOCKS else jnp.float8_e5m2
 
 
 def along_sum(
-    array: jax.Array, letters: str, result: str, recipe: Float8Type, dtype: Any, *, is_matrix: bool
+    array: jax.Array,
+    letters: str,
+    result: str,
+    recipe: Float8Type,
+    dtype: Any,
+    *,
+    is_matrix: bool,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """`array` rounded to 8 bits as an operand of an einsum, in its own type.
 
@@ -94,9 +204,10 @@ def along_sum(
         dtype: the 8-bit type.
         is_matrix: whether it is a matrix of parameters, whose blocks are squares in
             "float8_blockwise".
+        scale: that of "float8_delayed"; None in the other formats.
     """
-    if recipe == "float8":
-        return restored(quantised(array, dtype), array.dtype)
+    if recipe not in _BLOCKS:
+        return restored(of_tensor(array, dtype, scale), array.dtype)
     summed = [axis for axis, letter in enumerate(letters) if letter not in result]
     kept = [axis for axis in range(array.ndim) if axis not in summed]
     block = _BLOCKS[recipe]

@@ -7,7 +7,7 @@ the parameter (ZeRO 3; Rajbhandari et al. 2020, arXiv 1910.02054). All communica
 compute type.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,14 @@ from jax.sharding import PartitionSpec
 from scalejax.config.model import DecoderRemat, Float8Type
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.float8 import (
+    SCALES,
     Quantised,
     along_sum,
+    amax,
     forward_type,
     gradient_type,
-    quantised,
+    initial_history,
+    of_tensor,
     restored,
 )
 from scalejax.models.lora import AdaptedLayer, adapter_specs
@@ -223,6 +226,7 @@ def _float8_product(
     recipe: Float8Type,
     activations: jax.Array,
     kernel: jax.Array,
+    scales: jax.Array | None,
 ) -> jax.Array:
     """The product in 8-bit floating point (`scalejax.models.float8`): the operands of all three
     products, forward and of both gradients, are rounded to it; results are not.
@@ -234,14 +238,23 @@ def _float8_product(
         recipe: which values share a scale.
         activations: rows of the batch.
         kernel: the matrix, in the type of the activations.
+        scales: those of "float8_delayed", of activations, matrix and gradient; their own gradient
+            is the largest values of the three. None in the other formats.
     """
     (rows, matrix), result = _letters(equation)
     whole = kernel if kept is None else _brought(kernel, kept)
-    dtype = forward_type(recipe)
-    narrow = along_sum(activations, rows, result, recipe, dtype, is_matrix=False)
+    dtype, (of_rows, of_matrix, _) = forward_type(recipe), _each(scales)
+    narrow = along_sum(activations, rows, result, recipe, dtype, is_matrix=False, scale=of_rows)
     return jnp.einsum(
-        equation, narrow, along_sum(whole, matrix, result, recipe, dtype, is_matrix=True)
+        equation,
+        narrow,
+        along_sum(whole, matrix, result, recipe, dtype, is_matrix=True, scale=of_matrix),
     )
+
+
+def _each(scales: jax.Array | None) -> Sequence[jax.Array | None]:
+    """The scales of activations, matrix and gradient; None where there are none."""
+    return (None,) * 3 if scales is None else jnp.unstack(scales)
 
 
 def _letters(equation: str) -> tuple[tuple[str, str], str]:
@@ -257,36 +270,41 @@ def _float8_forward(
     recipe: Float8Type,
     activations: CustomVJPPrimal,
     kernel: CustomVJPPrimal,
-) -> tuple[jax.Array, tuple[Any, jax.Array]]:
+    scales: CustomVJPPrimal | None,
+) -> tuple[jax.Array, tuple[Any, jax.Array, jax.Array | None, jax.Array | None]]:
     """The product, and what its gradients need: activations in 8 bits where one scale serves both
     products that read them."""
-    result = _float8_product(equation, kept, recipe, activations.value, kernel.value)
+    given = None if scales is None else scales.value
+    result = _float8_product(equation, kept, recipe, activations.value, kernel.value, given)
     saved = None
     if kernel.perturbed:
         saved = activations.value
-        if recipe == "float8":
-            saved = quantised(saved, forward_type(recipe))
-    return result, (saved, kernel.value)  # type: ignore[return-value]
+        if recipe in ("float8", "float8_delayed"):
+            saved = of_tensor(saved, forward_type(recipe), _each(given)[0])
+    largest = None if given is None else amax(activations.value)
+    return result, (saved, kernel.value, given, largest)  # type: ignore[return-value]
 
 
 def _float8_backward(
     equation: str,
     kept: PartitionSpec | None,
     recipe: Float8Type,
-    saved: tuple[Any, jax.Array],
+    saved: tuple[Any, jax.Array, jax.Array | None, jax.Array | None],
     gradient: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     (rows, matrix), result = _letters(equation)
-    activations, kernel = saved
+    activations, kernel, scales, largest = saved
     whole = kernel if kept is None else _brought(kernel, kept)
     forward, backward = forward_type(recipe), gradient_type(recipe)
+    _, of_matrix, of_gradient = _each(scales)
     of_activations = jnp.einsum(
         f"{result},{matrix}->{rows}",
-        along_sum(gradient, result, rows, recipe, backward, is_matrix=False),
-        along_sum(whole, matrix, rows, recipe, forward, is_matrix=True),
+        along_sum(gradient, result, rows, recipe, backward, is_matrix=False, scale=of_gradient),
+        along_sum(whole, matrix, rows, recipe, forward, is_matrix=True, scale=of_matrix),
     )
+    amaxes = None if largest is None else jnp.stack([largest, amax(whole), amax(gradient)])
     if activations is None:  # the matrix is frozen
-        return of_activations, None
+        return of_activations, None, amaxes
     if isinstance(activations, Quantised):
         narrow = restored(activations, kernel.dtype)
     else:
@@ -294,9 +312,10 @@ def _float8_backward(
     of_kernel = jnp.einsum(
         f"{rows},{result}->{matrix}",
         narrow,
-        along_sum(gradient, result, matrix, recipe, backward, is_matrix=False),
+        along_sum(gradient, result, matrix, recipe, backward, is_matrix=False, scale=of_gradient),
     )
-    return of_activations, of_kernel if kept is None else constrained(of_kernel, kept)
+    of_kernel = of_kernel if kept is None else constrained(of_kernel, kept)
+    return of_activations, of_kernel, amaxes
 
 
 _float8_product.defvjp(_float8_forward, _float8_backward, symbolic_zeros=True)
@@ -344,7 +363,9 @@ def linear(
         remat: what the backward pass of the block recomputes.
     """
     bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
-    result = multiplied(layer.kernel[...], equation, kept, x, remat, recipe_of(layer))
+    result = multiplied(
+        layer.kernel[...], equation, kept, x, remat, recipe_of(layer), scales_of_layer(layer)
+    )
     if (adaptation := adapted(layer, equation, kept, x, remat)) is not None:
         result = result + adaptation
     return result if bias is None else result + jnp.expand_dims(bias, (0, 1))
@@ -377,11 +398,21 @@ def recipe_of(layer: nnx.Module) -> Float8Type | None:
     return getattr(layer, "float8_recipe", None)
 
 
-def in_float8(network: nnx.Module, recipe: Float8Type) -> None:
-    """Compute the linear layers of the blocks of `network` in 8-bit floating point."""
+def scales_of_layer(layer: nnx.Module) -> jax.Array | None:
+    """The scales of a layer in "float8_delayed"; None of others."""
+    return getattr(layer, SCALES)[...] if recipe_of(layer) == "float8_delayed" else None
+
+
+def in_float8(network: nnx.Module, recipe: Float8Type, history: int) -> None:
+    """Compute the linear layers of the blocks of `network` in 8-bit floating point, with that many
+    steps of history in "float8_delayed"."""
     for path, layer in nnx.iter_modules(network):
         if path and path[0] == "blocks" and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             layer.float8_recipe = recipe  # type: ignore[attr-defined]  a static attribute more
+            if recipe == "float8_delayed":
+                layers = layer.kernel[...].shape[:1]
+                for name, value in initial_history(layers, history).items():
+                    setattr(layer, name, nnx.BatchStat(value))
 
 
 def multiplied(
@@ -391,16 +422,19 @@ def multiplied(
     x: jax.Array,
     remat: DecoderRemat,
     recipe: Float8Type | None = None,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """The product of `x` and a kernel sharded over fsdp, in the 8-bit format `recipe` if there is
-    one; other arguments as for `linear`."""
+    one, with its `scales` in "float8_delayed"; other arguments as for `linear`."""
     kernel = kernel.astype(x.dtype)
     is_gathered = is_recomputed(remat)
     result: jax.Array
     if recipe is not None:
         brought = gathered(kernel, kept) if is_gathered else kernel
         used = None if is_gathered else kept
-        result = _float8_product(equation, used, recipe, x, brought)  # type: ignore[assignment]
+        result = _float8_product(  # type: ignore[assignment]
+            equation, used, recipe, x, brought, scales
+        )
     elif is_gathered:
         result = jnp.einsum(equation, x, gathered(kernel, kept))
     else:

@@ -29,7 +29,8 @@ from scalejax.models.blocks import (
     with_added,
 )
 from scalejax.models.decoder import JOIN, TOKENS, CausalNetwork
-from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of
+from scalejax.models.float8 import for_each_use
+from scalejax.models.fsdp import adapted, linear, multiplied, recipe_of, scales_of_layer
 from scalejax.models.moe import (
     PARTITION_RULES,
     MoeFeedForward,
@@ -253,9 +254,10 @@ class FeedForward(nnx.Module):
             return jnp.unstack(gated_BSNF, axis=2)
         kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
         columns = P(FSDP, TENSOR)
+        recipe, scales = recipe_of(self.gated), scales_of_layer(self.gated)
         parts_BSF = [
-            multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op", recipe_of(self.gated))
-            for each in kernels_DF
+            multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op", recipe, own)
+            for each, own in zip(kernels_DF, for_each_use(scales, len(kernels_DF)), strict=True)
         ]
         adaptation_BSNF = adapted(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, "selective_op")
         if adaptation_BSNF is None:

@@ -21,7 +21,7 @@ from scalejax.models import BatchNormScope, attention
 from scalejax.models.sharding import ShardingConstraints, sharding_context
 from scalejax.training.gradient_sync.device_rows import device_rows
 from scalejax.training.gradients import Batch, gradients
-from scalejax.training.setup import TrainSetup
+from scalejax.training.setup import TrainSetup, has_batch_norm
 from scalejax.training.state import (
     PyTree,
     as_local_slice,
@@ -155,9 +155,7 @@ def _reduced_once_per_step(
     """
     run = setup.run
     zero_stage = run.config.layout.zero_stage
-    # Of experts the statistics are counts, summed where they are made.
-    has_batch_norm = jax.tree.leaves(model_state) and not run.config.model.expert_count
-    if has_batch_norm or not _is_per_shard(run):
+    if has_batch_norm(run.config.model, model_state) or not _is_per_shard(run):
         return *gradients(setup, bn, params, model_state, batch, scale), sync_state
     parts = data_parts(setup, mesh)
 

@@ -16,11 +16,12 @@ from jax import lax
 
 from scalejax.config.dataset_facts import IGNORED_TARGET, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import LlamaConfig, activation_type
-from scalejax.config.parallelism import stage_layers
+from scalejax.config.parallelism import DATA, stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
+from scalejax.models.float8 import scales_of, with_amaxes
 from scalejax.models.moe import (
     RouterReport,
     load_of_all,
@@ -229,44 +230,56 @@ def gradients(
     given. `reduce`, if given, is applied to the gradient of each microbatch before accumulation.
     With `rows`, those of one device, it is the gradient and the metrics whose mean over the devices
     is that over all rows that count. For the noise scale, the metrics hold the squared norm of the
-    gradients before accumulation.
+    gradients before accumulation. The largest values of operands in "float8_delayed", which come as
+    the gradients of their scales, are those of all microbatches and devices.
     """
     is_pipelined = setup.run.layout.pipeline > 1  # its stages split the microbatches themselves
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
     learning = trainable(setup.run.config.fine_tuning, params)
+    scales = scales_of(model_state)
     batch = _of_mean_1(batch, rows)
 
-    def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
+    def loss_of(learned: tuple[PyTree, PyTree], model_state: PyTree, batch: Batch) -> PyTree:
+        learning, scales = learned
+        model_state = updated(model_state, scales)
         return mean_loss(setup, bn, updated(params, learning), model_state, batch, scale)
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
-    def of_part(model_state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-        (_, (metrics, model_state)), gradient = differentiate(learning, model_state, batch)
+    def of_part(
+        model_state: PyTree, batch: Batch
+    ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
+        (_, (metrics, model_state)), (gradient, amaxes) = differentiate(
+            (learning, scales), model_state, batch
+        )
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
         if setup.run.config.train.noise_scale is not None:
             metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
-        return gradient if reduce is None else reduce(gradient), model_state, metrics
+        return gradient if reduce is None else reduce(gradient), amaxes, model_state, metrics
 
-    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
-        total, model_state = carry
-        gradient, model_state, metrics = of_part(model_state, microbatch)
+    def accumulate(carry: tuple[PyTree, ...], microbatch: Batch) -> tuple[PyTree, PyTree]:
+        total, largest, model_state = carry
+        gradient, amaxes, model_state, metrics = of_part(model_state, microbatch)
         total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
-        return (total, model_state), metrics
+        return (total, jax.tree.map(jnp.maximum, largest, amaxes), model_state), metrics
 
     if is_pipelined and setup.run.config.layout.pipeline_schedule != "gpipe":
-        gradient, model_state, metrics = by_timetable(
+        gradient, amaxes, model_state, metrics = by_timetable(
             setup, bn, params, learning, model_state, batch, scale
         )
-        return gradient if reduce is None else reduce(gradient), model_state, metrics
-    if microbatches == 1:
-        return of_part(model_state, batch)
-    zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
-    split = partial(_split_microbatches, microbatches, 2 if "mix" in batch else 1)
-    (gradient, model_state), metrics = lax.scan(
-        accumulate, (zeros, model_state), jax.tree.map(split, batch)
-    )
-    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+        gradient = gradient if reduce is None else reduce(gradient)
+    elif microbatches == 1:
+        gradient, amaxes, model_state, metrics = of_part(model_state, batch)
+    else:
+        zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
+        split = partial(_split_microbatches, microbatches, 2 if "mix" in batch else 1)
+        (gradient, amaxes, model_state), metrics = lax.scan(
+            accumulate, (zeros, _zeros_like(scales), model_state), jax.tree.map(split, batch)
+        )
+        metrics = jax.tree.map(jnp.mean, metrics)
+    if DATA in jax.sharding.get_abstract_mesh().manual_axes:
+        amaxes = jax.tree.map(lambda leaf: lax.pmax(leaf, DATA), amaxes)
+    return gradient, with_amaxes(model_state, amaxes), metrics
 
 
 def by_timetable(
@@ -277,8 +290,9 @@ def by_timetable(
     model_state: PyTree,
     batch: Batch,
     scale: jax.Array | None,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes."""
+) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
+    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes, and
+    after them the largest values of a step in place of scales, as `scales_of` gives those."""
     run, model = setup.run, setup.run.config.model
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
     microbatches, period = run.split.microbatches, getattr(model, "period", 1)
@@ -358,10 +372,13 @@ def by_timetable(
         lambda leaf, own: leaf if own is None else None, params, learning, is_leaf=_is_none
     )
     cast = partial(jax.tree_util.tree_map_with_path, partial(cast_kernel, dtype))
-    no_statistics = jax.tree.map(lambda _: None, statistics)
+    scales = scales_of(statistics)
+    others = jax.tree.map(
+        lambda leaf, own: leaf if own is None else None, statistics, scales, is_leaf=_is_none
+    )
     blocks = Parameters(
-        (dealt(cast(learning[_BLOCKS])), no_statistics),
-        (dealt(cast(frozen[_BLOCKS])), dealt(statistics)),
+        (dealt(cast(learning[_BLOCKS])), dealt(scales)),
+        (dealt(cast(frozen[_BLOCKS])), dealt(others)),
     )
 
     def cast_ends(tree: PyTree) -> PyTree:
@@ -378,13 +395,13 @@ def by_timetable(
     if mtp is not None:
         rows["index"] = jnp.arange(microbatches)
     own = None if moe is None or min(counts) == max(counts) else counts
-    (of_ends, _), (of_dealt, _), metrics, reports = scheduled_gradients(
+    (of_ends, _), of_dealt, metrics, reports = scheduled_gradients(
         Network(first, middle, last, weight, own), timetable(ticks), ends, blocks, rows
     )
     whole = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), learning[_BLOCKS]
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), (learning[_BLOCKS], scales)
     )
-    (of_blocks,) = jax.linear_transpose(dealt, whole)(of_dealt)
+    ((of_blocks, amaxes),) = jax.linear_transpose(dealt, whole)(of_dealt)
     gradient = {name: of_blocks if name == _BLOCKS else of_ends[name] for name in learning}
     if run.config.train.noise_scale is not None:
         metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
@@ -398,7 +415,8 @@ def by_timetable(
             model_state = {**model_state, **_counted(model_state, _OF_MTP, of_mtp)}
             report = with_later_layers(report, of_mtp)
         metrics |= router_metrics(report)
-    return gradient, model_state, metrics
+    of_all = scales_of(model_state)
+    return gradient, {**of_all, _BLOCKS: amaxes} if of_all else of_all, model_state, metrics
 
 
 _BLOCKS = "blocks"

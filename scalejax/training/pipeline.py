@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
 from scalejax.config.parallelism import EXPERT, PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
+from scalejax.models.float8 import is_scales
 from scalejax.models.moe import is_of_experts
 from scalejax.models.packing import Documents, documents_of, packed
 from scalejax.models.sharding import axis_size
@@ -677,13 +678,15 @@ def _put(place: tuple[Any, ...], array: jax.Array, entry: jax.Array) -> jax.Arra
 
 
 def _added_at(first: Any, second: Any, total: PyTree, more: PyTree) -> PyTree:
-    """`total` with `more` added to its entries [first, second]."""
+    """`total` with `more` added to its entries [first, second]; of scales, whose gradients are
+    largest values, the larger."""
 
-    def added(total: jax.Array, more: jax.Array) -> jax.Array:
-        old = _taken(first, second, total)
-        return _put((first, second), total, old + more.astype(total.dtype))
+    def added(path: Any, total: jax.Array, more: jax.Array) -> jax.Array:
+        old, more = _taken(first, second, total), more.astype(total.dtype)
+        new = jnp.maximum(old, more) if is_scales(path) else old + more
+        return _put((first, second), total, new)
 
-    return jax.tree.map(added, total, more)
+    return jax.tree_util.tree_map_with_path(added, total, more)
 
 
 def _layer(tree: PyTree, chunk: Any, layer: Any) -> PyTree:

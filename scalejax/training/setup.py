@@ -59,7 +59,7 @@ def train_setup(
     Raises:
         ConfigError: if fused attention is required, and neither devices nor JAX have it.
     """
-    _require_trained_type(run.config.model)
+    _require_trained_type(run.config)
     device = None if mesh is None else mesh.devices.flat[0]
     if device is not None and lacks_fused_blocks(run):
         # Other reasons are refused with the layout: this one is no matter of the run.
@@ -113,8 +113,9 @@ def schedule_of(run: ResolvedRun) -> Schedule:
     return by_samples
 
 
-def _require_trained_type(model: ModelConfig) -> None:
-    """Refuse compute types that can be costed but not trained."""
+def _require_trained_type(config: RunConfig) -> None:
+    """Refuse compute types that can be costed but not trained, or not in this run."""
+    model = config.model
     if model.compute_dtype == "float4":
         accepted = (
             "it is for costing only: predict, explain and search know what linear layers in it "
@@ -128,6 +129,29 @@ def _require_trained_type(model: ModelConfig) -> None:
                 f'in bfloat16; use "bfloat16", or leave model.{name} out'
             )
             raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    if float8_type(model) != "float8_delayed":
+        return
+    if config.layout.pipeline > 1 and config.layout.pipeline_schedule == "gpipe":
+        accepted = (
+            "with model.compute_dtype='float8_delayed' a pipeline keeps the largest values of each "
+            'microbatch in "1f1b" and "zb_h1"; use one of these, or another compute_dtype'
+        )
+        raise ConfigError(refusal("layout.pipeline_schedule", "gpipe", accepted))
+    for name in ("local_sgd", "emulation"):
+        if getattr(config, name) is not None:
+            accepted = (
+                f"with {name} workers would each have a history of largest values of their own; "
+                'use "float8", "mxfp8" or "bfloat16"'
+            )
+            raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+
+
+def has_batch_norm(model: ModelConfig, model_state: Any) -> bool:
+    """Whether these statistics are those of BatchNorm, which a user's own network may have: those
+    of experts and of fp8 are sums and largest values, which are of all devices where they are made.
+    """
+    is_other = model.expert_count > 0 or float8_type(model) == "float8_delayed"
+    return bool(jax.tree.leaves(model_state)) and not is_other
 
 
 def reads_features(config: RunConfig) -> bool:
@@ -181,8 +205,8 @@ def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
     run = setup.run
     rngs, model = nnx.Rngs(run.config.seed), run.config.model
     network = build_network(with_activation_type(model), run.dataset, bn=bn, rngs=rngs)
-    if (recipe := float8_type(model)) is not None:
-        in_float8(network, recipe)
+    if (recipe := float8_type(model)) is not None and isinstance(model, DecoderConfig):
+        in_float8(network, recipe, model.amax_history_length)
     tuning = run.config.fine_tuning
     freeze_norms(tuning, network)
     if tuning is not None and tuning.lora is not None:

@@ -29,7 +29,13 @@ from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.schedules import Schedule
-from scalejax.training.setup import TrainSetup, feature_width, reads_features, train_setup
+from scalejax.training.setup import (
+    TrainSetup,
+    feature_width,
+    has_batch_norm,
+    reads_features,
+    train_setup,
+)
 from scalejax.training.state import (
     PyTree,
     TrainState,
@@ -315,9 +321,8 @@ def _gradient_metrics(
 
 
 def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
-    has_batch_norm = bool(jax.tree.leaves(model_state)) and not run.config.model.expert_count
-    mode = run.config.layout.mode
-    return require_noise_scale_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
+    mode, keeps = run.config.layout.mode, has_batch_norm(run.config.model, model_state)
+    return require_noise_scale_parts(run.split, mode=mode, has_batch_norm=keeps)
 
 
 def _select_unless_skipped(

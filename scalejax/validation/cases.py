@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from scalejax.config.model import ModelConfig
+from scalejax.config.model import NARROW_TYPES, ModelConfig
 from scalejax.config.parallelism import ContextStrategy
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
@@ -134,12 +134,12 @@ _COMPUTE_TYPES = {
     "tf32": "float32",
     "fp16": "bfloat16",
     "bf16": "bfloat16",
-    "fp8": "float8",
-    "fp8?": "float8",
+    "fp8": "float8_delayed",
+    "fp8?": "float8_delayed",
     "fp8-cs": "float8",
-    "fp8-ds": "float8",
-    "fp8-mx": "float8",
-    "mxfp8": "float8",
+    "fp8-ds": "float8_delayed",
+    "fp8-mx": "mxfp8",
+    "mxfp8": "mxfp8",
     "fp4": "float4",
     "nvfp4": "float4",
     "Autocast:BF16+FP32Optimizer": "bfloat16",
@@ -147,11 +147,10 @@ _COMPUTE_TYPES = {
 }
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16. Where a source leaves fp8 or fp4 open (fp8?), fp8 is
-taken. Per tensor with current or delayed scaling (fp8-cs, fp8-ds) or in blocks of 32 (fp8-mx,
-mxfp8), fp8 is costed as one. torch-neuronx's autocast is of products; with stochastic rounding (SR)
+taken. Where it does not say how fp8 is scaled, it is costed as with delayed scaling, Transformer
+Engine's default: torchtitan's largest values are computed by what produces the operands, too, which
+torch.compile fuses. torch-neuronx's autocast is of products; with stochastic rounding (SR)
 it holds parameters in 16 bits, here in 32."""
-_NARROW = ("float8", "float4")
-"""Types of which only products are."""
 
 _ASYNC_TENSOR = "asynctp"
 """Mark of rows of torchtitan with asynchronous tensor parallelism."""
@@ -310,7 +309,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     if row.work.precision is None:
         raise ConfigError("precision is not stated")
     compute_type = _COMPUTE_TYPES.get(row.work.precision)
-    if compute_type is None or (compute_type in _NARROW and row.model.model not in _CAUSAL):
+    if compute_type is None or (compute_type in NARROW_TYPES and row.model.model not in _CAUSAL):
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []

@@ -5,12 +5,17 @@ differs in the casts, which it fuses where it can, and in sums of largest values
 some chips cannot be compiled for. Every product of a linear layer, forward and of
 both gradients, runs at the chip's rate for fp8, after its two operands have been cast to 8 bits.
 Attention, as in Transformer Engine and torchao, and the output layer stay in bf16; so do all sums
-and gathers. The largest value of an operand (amax), by which it is scaled, is computed by the
-operation that produces it. A gradient that two products share is cast twice, a sixth too much of
-the cast bytes. Of blocks the scales are counted too: 4 bytes for 128 values, a byte for 32
-(MXFP8). In 4 bits blocks of 16 share a scale of a byte (NVFP4), and all linear layers are products
-in 4 bits: left out are the few that recipes keep in 16, and the transforms of gradients before they
-are rounded. Knows nothing of hardware.
+and gathers. A gradient that two products share is cast twice, a sixth too much of the cast bytes.
+
+With a scale for each operand by its present values ("float8") its largest value (amax) must be
+known before it is cast: it is read once more for that, as by a kernel of Transformer Engine and in
+XLA's program, which reads activations and gradients again but finds the largest values of matrices
+on the way. With one by the last steps ("float8_delayed"), and in blocks, the cast finds it; left
+out is the sum over devices of all largest values, once a step (12 bytes a product). Of blocks
+the scales are counted too: 4 bytes for 128 values, a byte for 32 (MXFP8). In 4 bits blocks of 16
+share a scale of a byte (NVFP4), and all linear layers are products in 4 bits: left out are the few
+that recipes keep in 16, and the transforms of gradients before they are rounded. Knows nothing of
+hardware.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433; NVIDIA 2025,
 "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
@@ -31,11 +36,15 @@ FP8 = "f8e4m3fn"
 _WIDE_BYTES = 2  # of an element of bf16
 _TYPES: dict[NarrowType, tuple[str, str, float]] = {
     "float8": (FP8, "fp8", 1.0),
+    "float8_delayed": (FP8, "fp8", 1.0),
     "float8_blockwise": (FP8, "fp8", 1 + 4 / 128),
     "mxfp8": (FP8, "fp8", 1 + 1 / 32),
     "float4": ("f4e2m1fn", "fp4", 0.5 + 1 / 16),
 }
 """XLA's name of each, its short name, and the bytes of an element with its share of the scale."""
+
+_READ_BEFORE: tuple[NarrowType, ...] = ("float8",)
+"""Those whose scale is known when all of an operand has been read."""
 
 _ENDS = ("first_part", "last_part")
 """Gates of embedding and output layer."""
@@ -150,4 +159,10 @@ def _cast(
     )
     saved = _WIDE_BYTES * operands - narrow
     product = replace(item, dtype=dtype, read_bytes=max(narrow, item.read_bytes - saved))
-    return cast, product
+    if kind not in _READ_BEFORE:
+        return cast, product
+    # Each of the three products of a layer shares both its operands with another one.
+    amax = replace(
+        cast, name=f"{item.name}.amax", read_bytes=_WIDE_BYTES * operands // 2, write_bytes=8
+    )
+    return amax, cast, product

@@ -264,10 +264,11 @@ class Calibrate(PlainCommand):
         choose_platform()
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             choose_platform(max(2, os.cpu_count() or 1) if count is None else count)
-        from scalejax.measure.devices import GRID, calibrate, stage_count
+        from scalejax.measure.devices import calibrate, local_grid, stage_count
 
-        with progress.measuring(stage_count(GRID)) as on_progress:
-            found = calibrate(output, GRID, on_progress)
+        grid = local_grid()
+        with progress.measuring(stage_count(grid)) as on_progress:
+            found = calibrate(output, grid, on_progress)
         paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes, found.notes))
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")

@@ -23,7 +23,8 @@ class MeasuredRates:
     """(batch, m, n, k, FLOP/s) of matrix products by type of operands."""
     convolution: dict[str, tuple[tuple[int, int, int, int, int, float], ...]]
     """(samples, output positions, input channels, output channels, window positions, FLOP/s) of
-    convolutions by pass: forward, input_gradient, filter_gradient."""
+    convolutions of f32 by pass: forward, input_gradient, filter_gradient; of other types by pass
+    and type: forward_bf16."""
     stream: tuple[tuple[int, float], ...]
     """(bytes, bytes/s) of operations that read and write so many bytes: small ones hit caches."""
     first_touch: tuple[tuple[int, float], ...] = ()
@@ -56,9 +57,13 @@ class MeasuredRates:
         rows = self.matmul.get(rate_type) or self.matmul["f32"]
         return _nearby(rows, shape)
 
-    def convolution_rate(self, shape: Sequence[int], convolution_pass: str) -> float | None:
-        """FLOP/s of a convolution; None if none was measured."""
-        rows = self.convolution.get(convolution_pass) or self.convolution.get("forward")
+    def convolution_rate(
+        self, shape: Sequence[int], convolution_pass: str, rate_type: str = "f32"
+    ) -> float | None:
+        """FLOP/s of a convolution, of f32 where its type was not measured; None if none was."""
+        own = f"_{rate_type}"
+        names = (f"{convolution_pass}{own}", f"forward{own}", convolution_pass, "forward")
+        rows = next((found for name in names if (found := self.convolution.get(name))), None)
         return _nearby(rows, shape) if rows else None
 
     def stream_rate(self, moved_bytes: float) -> float:

@@ -1,10 +1,14 @@
 """This machine measured and written down: what the files hold, and what they are good for."""
 
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from hardware_cases import CHIP, cluster_of
 
@@ -17,12 +21,13 @@ from scalejax.hardware import (
     RunConditions,
     SharedChip,
     Site,
+    load_chip,
     load_cluster_and_site,
     save_cluster,
 )
-from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
+from scalejax.measure.devices import TINY_GRID, calibrate, probes, stage_count, timing
 from scalejax.measure.devices.collectives import MeasuredCollective, fit_ring
-from scalejax.measure.devices.machine import probe_count
+from scalejax.measure.devices.machine import architecture, mesh_of, probe_count
 from scalejax.measure.devices.processes import Between, between_processes
 from scalejax.measure.fit import fit_runs, read_runs
 from scalejax.simulator.device_state import under_load
@@ -94,6 +99,90 @@ def test_each_pass_of_a_convolution_has_its_own_rate():
 
     assert operation_time(forward, chip).seconds == pytest.approx(0.5)
     assert operation_time(gradient, chip).seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 0.125), ("f32", 0.5), ("f16", 0.5)])
+def test_each_type_of_a_convolution_has_its_own_rate(dtype, seconds):
+    """A GPU convolves bf16 faster than f32, whose rate stands in for a type not measured."""
+    rates = {**MEASURED.convolution, "forward_bf16": ((1, 16, 8, 8, 9, 8e9),)}
+    chip = replace(
+        CHIP,
+        peak_flop_per_second={"f32": 1e10, "bf16": 2e10, "f16": 2e10},
+        measured=replace(MEASURED, convolution=rates),
+    )
+    operation = Operation(
+        name="conv", kind="convolution", dtype=dtype, flop=10**9, shape=(1, 16, 8, 8, 9)
+    )
+
+    assert operation_time(operation, chip).seconds == pytest.approx(seconds)
+
+
+def test_attention_in_one_kernel_has_its_own_rate():
+    """A quarter of the peak, as measured, and not the rate of some product."""
+    chip = replace(
+        CHIP,
+        peak_flop_per_second={"f32": 1e10, "bf16": 2e10},
+        attainable=replace(CHIP.attainable, attention_fraction=0.25),
+        measured=MEASURED,
+    )
+    operation = Operation(
+        name="fmha", kind="attention", dtype="bf16", flop=10**9, shape=(32, 4096, 4096, 128)
+    )
+
+    assert operation_time(operation, chip).seconds == pytest.approx(10**9 / (0.25 * 2e10))
+
+
+def gpu(capability: str = "9.0", multiprocessors: int = 132) -> SimpleNamespace:
+    """What JAX says of a GPU, by default of an H100."""
+    return SimpleNamespace(
+        platform="gpu", compute_capability=capability, core_count=multiprocessors
+    )
+
+
+def test_short_operations_of_a_gpu_are_repeated_within_a_program(monkeypatch):
+    """32 products take 30 us of call, 31 launches of 1 us and 32 times 2 us: the rate is that of
+    one in 2 us, where a single one would be lost in its call."""
+    found = []
+
+    def timed(*unused: object, repeats: int, **options: object) -> float:
+        found.append(repeats)
+        return 30e-6 + (repeats - 1) * 1e-6 + repeats * 2e-6
+
+    monkeypatch.setattr("scalejax.measure.devices.probes.seconds_of_function", timed)
+    mesh: Any = SimpleNamespace(devices=np.array([gpu()], object))
+
+    small = probes.matmul_row(mesh, (1, 64, 64, 64), "bfloat16", 30e-6, 3, 1e-6)
+    large = probes.matmul_row(mesh, (1, 8192, 8192, 8192), "bfloat16", 30e-6, 3, 1e-6)
+
+    assert found == [32, 2**31 // (3 * 2 * 8192**2)]  # of two gigabytes of operands and results
+    assert small[-1] == pytest.approx(2 * 64**3 / 2e-6)
+    assert large[-1] == pytest.approx(2 * 8192**3 / 2e-6)
+
+
+def test_repeated_operations_are_all_in_the_program(monkeypatch):
+    """None is merged with another: each has arrays of its own, paired as they were given."""
+    texts, shapes = [], []
+
+    def text_of(compiled: Any, arguments: Any, **unused: object) -> float:
+        texts.append(compiled.as_text())
+        shapes.extend(each.shape for each in arguments)
+        return 1.0
+
+    monkeypatch.setattr(timing, "seconds_of_call", text_of)
+    mesh = mesh_of(jax.local_devices()[:1])
+
+    timing.seconds_of_function(lambda x, y: x @ y, mesh, [(8, 16), (16, 4)], calls=1, repeats=3)
+
+    assert shapes == [(1, 8, 16)] * 3 + [(1, 16, 4)] * 3
+    assert len(re.findall(r"= f32\[8,4\]\S* dot\(", texts[0])) == 3
+
+
+def test_a_gpu_is_compiled_for_as_the_chip_of_the_catalogue():
+    """By compute capability and multiprocessors; a CPU and an unknown GPU have no target."""
+    assert architecture(gpu()) == load_chip("h100").cuda
+    assert architecture(gpu("8.0", 108)) == load_chip("a100-80gb").cuda
+    assert architecture(gpu("9.0", 131)) is None
+    assert architecture(jax.local_devices()[0]) is None
 
 
 def test_small_operations_stay_in_the_caches():

@@ -26,10 +26,19 @@ from scalejax.hardware import (
 )
 from scalejax.measure.devices import collectives, host, machine, probes
 from scalejax.measure.devices.collectives import MeasuredCollective
-from scalejax.measure.devices.probes import GRID, TINY_GRID, Grid
+from scalejax.measure.devices.probes import ACCELERATOR_GRID, GRID, TINY_GRID, Grid
 from scalejax.measure.devices.processes import Between, between_processes
 
-__all__ = ["GRID", "TINY_GRID", "Calibration", "Grid", "calibrate", "stage_count"]
+__all__ = [
+    "ACCELERATOR_GRID",
+    "GRID",
+    "TINY_GRID",
+    "Calibration",
+    "Grid",
+    "calibrate",
+    "local_grid",
+    "stage_count",
+]
 
 NAME = "this-machine"
 _STORED_BYTES = 2**26
@@ -81,6 +90,16 @@ def busy_counts() -> list[int]:
     if jax.default_backend() != "cpu":
         return [len(jax.local_devices())]
     return sorted({1, min(len(jax.local_devices()), os.cpu_count() or 1)})
+
+
+def local_grid() -> Grid:
+    """The shapes to time on the devices here; attention only where its one kernel is."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return GRID
+    found = machine.architecture(device)
+    has_kernel = found is not None and found.compute_capability >= (8, 0)
+    return ACCELERATOR_GRID if has_kernel else replace(ACCELERATOR_GRID, attention=())
 
 
 def stage_count(grid: Grid) -> int:

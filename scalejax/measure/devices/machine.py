@@ -1,12 +1,14 @@
 """The local devices measured as a chip: every rate is timed, none assumed.
 
 Virtual devices of one CPU share its cores, so the chip is timed with one device under load, and
-again with as many as there are cores. Knows no program and no model.
+again with as many as there are cores. What a compiler asks of an NVIDIA GPU is read from the
+catalogue. Knows no program and no model.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from statistics import median
+from dataclasses import replace
+from statistics import fmean, median
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -14,7 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from scalejax.core.progress import OnProgress, Progress, no_display
-from scalejax.hardware import Attainable, Chip, MeasuredRates, RateType
+from scalejax.hardware import (
+    Attainable,
+    Chip,
+    CudaArchitecture,
+    MeasuredRates,
+    RateType,
+    chip_names,
+    load_chip,
+)
 from scalejax.measure.devices import probes
 from scalejax.measure.devices.probes import Grid
 from scalejax.measure.devices.timing import ALL
@@ -33,9 +43,14 @@ def mesh_of(devices: Sequence[Any]) -> Mesh:
 
 def probe_count(grid: Grid, device: Any) -> int:
     """Number of probes that `measure_chip` runs."""
-    products = len(grid.matmul) * len(rate_types(device))
+    each = len(grid.matmul) + len(PASSES) * len(grid.convolutions)
     memory = len(grid.stream_bytes) + len(grid.touched_bytes)
-    return products + len(PASSES) * len(grid.convolutions) + memory + 3
+    return each * len(rate_types(device)) + memory + len(grid.attention) + 3
+
+
+def convolution_key(convolution_pass: str, rate_type: RateType) -> str:
+    """Key of `MeasuredRates.convolution`."""
+    return convolution_pass if rate_type == "f32" else f"{convolution_pass}_{rate_type}"
 
 
 def measure_chip(mesh: Mesh, grid: Grid, source: str, on_progress: OnProgress = no_display) -> Chip:
@@ -57,23 +72,31 @@ def measure_chip(mesh: Mesh, grid: Grid, source: str, on_progress: OnProgress = 
     launch = timed("launches", probes.launch_seconds, mesh, calls)
     overhead = timed("launches", probes.step_overhead_seconds, mesh, launch, calls)
     stream = tuple(
-        (size, timed("memory", probes.stream_rate, mesh, size, empty, calls))
+        (size, timed("memory", probes.stream_rate, mesh, size, empty, calls, launch=launch))
         for size in grid.stream_bytes
     )
     matmul: dict[str, tuple[probes.MatmulRow, ...]] = {
         name: tuple(
-            timed("matrix products", probes.matmul_row, mesh, shape, dtype, empty, calls)
+            timed("matrix products", probes.matmul_row, mesh, shape, dtype, empty, calls, launch)
             for shape in grid.matmul
         )
         for name, dtype in rate_types(device).items()
     }
     convolution = {
-        kind: tuple(
-            timed("convolutions", probes.convolution_row, mesh, each, kind, empty, calls)
+        convolution_key(kind, name): tuple(
+            timed(
+                *("convolutions", probes.convolution_row),
+                *(mesh, each, kind, empty, calls, dtype, launch),
+            )
             for each in grid.convolutions
         )
         for kind in PASSES
+        for name, dtype in rate_types(device).items()
     }
+    attention = [
+        timed("attention", probes.attention_rate, mesh, shape, empty, calls)
+        for shape in grid.attention
+    ]
     touch = [
         (size, timed("fresh memory", probes.first_touch_seconds, mesh, size, empty, calls))
         for size in grid.touched_bytes
@@ -81,38 +104,70 @@ def measure_chip(mesh: Mesh, grid: Grid, source: str, on_progress: OnProgress = 
     measured = MeasuredRates(
         matmul=matmul, convolution=convolution, stream=stream, first_touch=tuple(touch)
     )
-    return _chip(mesh, measured, launch=launch, overhead=overhead, source=source)
+    return _chip(mesh, measured, attention, launch=launch, overhead=overhead, source=source)
 
 
 def _chip(
-    mesh: Mesh, measured: MeasuredRates, *, launch: float, overhead: float, source: str
+    mesh: Mesh,
+    measured: MeasuredRates,
+    attention: Sequence[float],
+    *,
+    launch: float,
+    overhead: float,
+    source: str,
 ) -> Chip:
     device = mesh.devices.flat[0]
     products = {name: [row[-1] for row in rows] for name, rows in measured.matmul.items()}
-    images = [row[-1] for rows in measured.convolution.values() for row in rows]
+    images = {
+        name: [
+            row[-1]
+            for kind in PASSES
+            for row in measured.convolution.get(convolution_key(kind, name), ())
+        ]
+        for name in rate_types(device)
+    }
     # The peak is the highest rate measured in any operation.
     peak: dict[RateType, float] = {
-        name: max(products[name] + (images if name == "f32" else [])) for name in rate_types(device)
+        name: max(products[name] + images[name]) for name in rate_types(device)
     }
     memory = max(rate for _, rate in measured.stream)
+    if device.platform != "cpu":  # those of fewer bytes are of its caches
+        memory = measured.stream[-1][1]
+    attainable = Attainable(
+        matmul_fraction=median(products["f32"]) / peak["f32"],
+        matmul_ramp_seconds=0.0,
+        convolution_fraction=median(images["f32"]) / peak["f32"] if images["f32"] else 1.0,
+        memory_fraction=measured.stream[-1][1] / memory,
+        launch_seconds=launch,
+        step_overhead_seconds=overhead,
+    )
+    if attention:
+        attainable = replace(attainable, attention_fraction=fmean(attention) / peak["bf16"])
     return Chip(
         name=device.platform,
         title=device.device_kind,
         peak_flop_per_second=peak,
         memory_bytes=memory_bytes(mesh.devices.flat),
         memory_bytes_per_second=memory,
-        attainable=Attainable(
-            matmul_fraction=median(products["f32"]) / peak["f32"],
-            matmul_ramp_seconds=0.0,
-            convolution_fraction=median(images) / peak["f32"] if images else 1.0,
-            memory_fraction=measured.stream[-1][1] / memory,
-            launch_seconds=launch,
-            step_overhead_seconds=overhead,
-        ),
+        attainable=attainable,
         runtime_reserve_bytes=0,
+        cuda=architecture(device),
         measured=measured,
         sources={"*": source},
     )
+
+
+def architecture(device: Any) -> CudaArchitecture | None:
+    """What a compiler asks of `device`, which JAX does not say: that of a chip of the catalogue
+    with its compute capability and multiprocessors; None if there is none, or it is no GPU."""
+    said = str(getattr(device, "compute_capability", "") or "")
+    for name in chip_names() if said else ():
+        found = load_chip(name).cuda
+        if found is None or found.stands_in or found.sm_count != device.core_count:
+            continue
+        if said == ".".join(map(str, found.compute_capability)):
+            return found
+    return None
 
 
 def rate_types(device: Any) -> dict[RateType, Any]:

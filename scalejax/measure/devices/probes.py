@@ -27,6 +27,8 @@ _WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little beside the first t
 _CHAIN = 33  # products so small that only their launch takes time
 _STEP_PRODUCT = 1024  # width of a product that takes milliseconds
 _BUFFERS = 8  # all-reduced after it: parameters of a small network
+_REPEATS = 32  # of an operation within one program, on an accelerator
+_REPEATED_BYTES = 2**31  # of arguments and results, which bound them
 _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolve
 _STATE = 24  # arrays of an empty step: parameters and moments of a small network
 
@@ -72,7 +74,10 @@ class Grid:
     stream_bytes: tuple[int, ...]
     """Bytes read and written by element-wise operations."""
     touched_bytes: tuple[int, ...]
-    """Bytes of temporary memory of a program."""
+    """Bytes of temporary memory of a program; () where the allocator keeps pages for the next."""
+    attention: tuple[tuple[int, int, int, int], ...] = ()
+    """(samples, tokens, heads, head size) of causal attention in one kernel, forward and
+    backward."""
     calls: int
     """Number of timed calls of each program."""
 
@@ -104,6 +109,36 @@ GRID = Grid(
     calls=12,
 )
 """Shapes typical of a training step on a CPU, in powers of two."""
+ACCELERATOR_GRID = Grid(
+    matmul=(
+        *((1, size, size, size) for size in (1024, 2048, 4096, 8192)),
+        (1, 8192, 3072, 768),
+        (1, 8192, 768, 3072),
+        (1, 768, 3072, 8192),
+        (1, 8192, 16_384, 4096),
+        (1, 8192, 4096, 16_384),
+        (1, 4096, 16_384, 8192),
+        (1, 256, 4096, 4096),
+        (128, 1024, 1024, 64),
+    ),
+    convolutions=tuple(
+        Convolution(128, *each)
+        for each in (
+            (224, 3, 64, 7, 2),
+            (56, 64, 64, 3, 1),
+            (56, 64, 256, 1, 1),
+            (28, 128, 128, 3, 1),
+            (14, 1024, 256, 1, 1),
+            (7, 512, 512, 3, 1),
+        )
+    ),
+    stream_bytes=tuple(2**power for power in (18, 21, 24, 26, 28, 30)),  # the last: no cache
+    touched_bytes=(),
+    attention=((2, 4096, 16, 128), (2, 4096, 16, 64)),
+    calls=12,
+)
+"""Shapes typical of a training step on a GPU: of transformers and of ResNet-50. Each product is
+compiled in several ways to choose from, 1 to 2 s."""
 TINY_GRID = Grid(
     matmul=((1, 64, 64, 64), (1, 256, 256, 256)),
     convolutions=(
@@ -122,9 +157,14 @@ def call_seconds(mesh: Mesh, calls: int) -> float:
 
 
 def matmul_row(
-    mesh: Mesh, shape: tuple[int, int, int, int], dtype: Any, empty_seconds: float, calls: int
+    mesh: Mesh,
+    shape: tuple[int, int, int, int],
+    dtype: Any,
+    empty_seconds: float,
+    calls: int,
+    launch: float = 0.0,
 ) -> MatmulRow:
-    """Measured rate of matrix products of shape (batch, m, n, k).
+    """Measured rate of matrix products of shape (batch, m, n, k), without their `launch`.
 
     Where k is the largest, the left operand is transposed, as in weight gradients, which contract
     over all samples.
@@ -133,20 +173,29 @@ def matmul_row(
     is_gradient = k > max(m, n)
     left = (batch, k, m) if is_gradient else (batch, m, k)
     formula = "bkm,bkn->bmn" if is_gradient else "bmk,bkn->bmn"
-    seconds = seconds_of_function(
+    sizes = [math.prod(left), batch * k * n, batch * m * n]
+    seconds = _seconds_of_one(
         lambda x, y: jnp.einsum(formula, x, y),
         mesh,
         [left, (batch, k, n)],
+        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
+        overheads=(empty_seconds, launch),
         calls=calls,
         dtype=dtype,
     )
-    return (*shape, 2 * batch * m * n * k / _beyond(seconds, empty_seconds))
+    return (*shape, 2 * batch * m * n * k / seconds)
 
 
 def convolution_row(
-    mesh: Mesh, convolution: Convolution, kind: str, empty_seconds: float, calls: int
+    mesh: Mesh,
+    convolution: Convolution,
+    kind: str,
+    empty_seconds: float,
+    calls: int,
+    dtype: Any = jnp.float32,
+    launch: float = 0.0,
 ) -> ConvolutionRow:
-    """Measured rate of one pass: forward, input_gradient or filter_gradient."""
+    """Measured rate of one pass: forward, input_gradient or filter_gradient; without `launch`."""
     c = convolution
     outputs = -(-c.size // c.stride)
     image = (c.samples, c.size, c.size, c.channels_in)
@@ -159,18 +208,61 @@ def convolution_row(
         )
 
     def input_gradient(y: jax.Array, out: jax.Array) -> jax.Array:
-        return jax.vjp(lambda x: forward(x, y), jnp.ones(image))[1](out)[0]
+        return jax.vjp(lambda x: forward(x, y), jnp.ones(image, dtype))[1](out)[0]
 
     def filter_gradient(x: jax.Array, out: jax.Array) -> jax.Array:
-        return jax.vjp(lambda y: forward(x, y), jnp.ones(kernel))[1](out)[0]
+        return jax.vjp(lambda y: forward(x, y), jnp.ones(kernel, dtype))[1](out)[0]
 
     function, shapes = {
         "forward": (forward, [image, kernel]),
         "input_gradient": (input_gradient, [kernel, cotangent]),
         "filter_gradient": (filter_gradient, [image, cotangent]),
     }[kind]
-    seconds = seconds_of_function(function, mesh, shapes, calls=calls)
-    return (*c.shape, c.flop / _beyond(seconds, empty_seconds))
+    sizes = [math.prod(shape) for shape in (image, kernel, cotangent)]
+    seconds = _seconds_of_one(
+        function,
+        mesh,
+        shapes,
+        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
+        overheads=(empty_seconds, launch),
+        calls=calls,
+        dtype=dtype,
+    )
+    return (*c.shape, c.flop / seconds)
+
+
+def attention_rate(
+    mesh: Mesh, shape: tuple[int, int, int, int], empty_seconds: float, calls: int
+) -> float:
+    """FLOP/s of causal attention in one kernel in bf16, forward and backward together.
+
+    The FLOP are those of `xla.flop`: two products of the scores forward and five backward, and half
+    of each, since what the mask hides is skipped.
+
+    Args:
+        mesh: the devices, NVIDIA GPUs that have cuDNN's kernel.
+        shape: (samples, tokens, heads, head size).
+        empty_seconds: of a call, from `call_seconds`.
+        calls: most calls to time.
+    """
+    samples, tokens, heads, size = shape
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array) -> Any:
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        mixed, backward = jax.vjp(attend, q, k, v)
+        return mixed, backward(out)
+
+    moved_bytes = 8 * 2 * math.prod(shape)  # q, k, v, the result, and their gradients
+    seconds = _seconds_of_one(
+        gradients,
+        mesh,
+        [shape] * 4,
+        moved_bytes=moved_bytes,
+        overheads=(empty_seconds, 0.0),
+        calls=calls,
+        dtype=jnp.bfloat16,
+    )
+    return 7 * samples * heads * tokens**2 * size / seconds
 
 
 def scale(y: jax.Array) -> jax.Array:
@@ -188,21 +280,37 @@ def stream_rate(
     empty_seconds: float,
     calls: int,
     fusions: Sequence[Callable[[jax.Array], jax.Array]] = FUSIONS,
+    launch: float = 0.0,
 ) -> float:
     """Bytes/s of operations that move `moved_bytes`, half read and half written.
 
-    The geometric mean over `fusions`.
+    The geometric mean over `fusions`, without the `launch` of the operation. On a GPU, whose
+    allocator keeps memory, they are several arrays instead of several passes over one: a loop would
+    copy what is transposed.
     """
     count = max(1, moved_bytes // (8 * _TILE**2))
+    moved, shapes = 8 * _TILE**2 * count, [(count, _TILE, _TILE)]
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
     logs = []
     for function in fusions:
 
         def passes(x: jax.Array, function: Any = function) -> jax.Array:
             return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)
 
-        seconds = seconds_of_function(passes, mesh, [(count, _TILE, _TILE)], calls=calls)
-        moved = _STREAM_PASSES * 8 * _TILE**2 * count
-        logs.append(math.log(moved / _beyond(seconds, empty_seconds)))
+        if is_cpu:
+            seconds = seconds_of_function(passes, mesh, shapes, calls=calls)
+            seconds = _beyond(seconds, empty_seconds) / _STREAM_PASSES
+        else:
+            seconds = _seconds_of_one(
+                function,
+                mesh,
+                shapes,
+                moved_bytes=moved,
+                overheads=(empty_seconds, launch),
+                calls=calls,
+                dtype=jnp.float32,
+            )
+        logs.append(math.log(moved / seconds))
     return math.exp(math.fsum(logs) / len(logs))
 
 
@@ -242,6 +350,8 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
 
     The host work of a step: checking arguments, dispatching them and receiving results.
     """
+    if mesh.devices.flat[0].platform != "cpu":
+        return 0.0  # done while the device still computes the step before
     state = [filled(mesh, (4,), jnp.float32) for _ in range(_STATE)]
     step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
     seconds = seconds_of_call(step, state, calls=5 * calls)
@@ -274,6 +384,34 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
     beyond_product = seconds(product=True, sums=True) - seconds(product=True, sums=False)
     alone = seconds(product=False, sums=True) - seconds(product=False, sums=False)
     return max(beyond_product, alone, _LEAST_SECONDS) / count
+
+
+def _seconds_of_one(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    moved_bytes: int,
+    overheads: tuple[float, float],
+    calls: int,
+    dtype: Any,
+) -> float:
+    """Seconds of one operation within a program that repeats it where it is short beside a call.
+
+    Args:
+        function: the operation.
+        mesh: the devices.
+        shapes: shapes of its arguments.
+        moved_bytes: of its arguments and results; a program holds as many operations as fit.
+        overheads: seconds of a call, and of the launch of one operation more.
+        calls: most calls to time.
+        dtype: data type of its arguments.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    repeats = 1 if is_cpu else max(1, min(_REPEATS, _REPEATED_BYTES // moved_bytes))
+    seconds = seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
+    call, launch = overheads
+    return _beyond(seconds, call + (repeats - 1) * launch) / repeats
 
 
 def _beyond(seconds: float, empty_seconds: float) -> float:

@@ -4,6 +4,7 @@ Virtual devices of one CPU share its cores, so a device is timed while all other
 same load. Knows nothing of what is timed.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -30,8 +31,9 @@ def seconds_of_function(
     *,
     calls: int,
     dtype: Any = jnp.float32,
+    repeats: int = 1,
 ) -> float:
-    """Seconds of one call of `function` on arrays of ones, the same on every device.
+    """Seconds of one call of `function` on arrays of noise, the same on every device.
 
     Args:
         function: takes arrays of `shapes` on one device; its results stay there.
@@ -39,15 +41,21 @@ def seconds_of_function(
         shapes: shapes of the arguments on each device.
         calls: most calls to time.
         dtype: data type of the arguments.
+        repeats: how often the program has `function`, each time on arrays of its own: a GPU does
+            in microseconds what takes longer to call.
     """
     spec = PartitionSpec(ALL)
-    each = jax.shard_map(
-        lambda *parts: jax.tree.map(lambda out: out[None], function(*(p[0] for p in parts))),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-    )
-    arguments = [filled(mesh, shape, dtype) for shape in shapes]
+
+    def repeated(*parts: jax.Array) -> list[Any]:
+        own = [part[0] for part in parts]
+        groups = [own[start::repeats] for start in range(repeats)]
+        return jax.tree.map(lambda out: out[None], [function(*group) for group in groups])
+
+    each = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec)
+    arguments: list[jax.Array] = []
+    for shape in shapes:
+        first = filled(mesh, shape, dtype)
+        arguments += [first, *(jnp.copy(first) for _ in range(repeats - 1))]
     return seconds_of_call(jax.jit(each).lower(*arguments).compile(), arguments, calls=calls)
 
 
@@ -83,6 +91,13 @@ def seconds_of_call(
 
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array of ones with a row of `shape` on each device."""
+    """An array of noise with a row of `shape` on each device: multiplying ones or zeros takes less
+    power, so that a GPU's clocks stay higher than in training."""
     sharding = NamedSharding(mesh, PartitionSpec(ALL))
-    return jax.jit(lambda: jnp.ones((mesh.size, *shape), dtype), out_shardings=sharding)()
+
+    def noise() -> jax.Array:
+        count = mesh.size * math.prod(shape)
+        values = jnp.sin(jnp.arange(count, dtype=jnp.float32)).astype(dtype)
+        return values.reshape(mesh.size, *shape)
+
+    return jax.jit(noise, out_shardings=sharding)()

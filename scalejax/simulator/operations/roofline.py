@@ -46,12 +46,16 @@ def measured_seconds(
 
 
 def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
+    rate_type = chip.rate_type(operation.dtype)
     if operation.kind == "convolution" and operation.shape:
-        rate = measured.convolution_rate(operation.shape, operation.convolution_pass or "forward")
+        convolution_pass = operation.convolution_pass or "forward"
+        rate = measured.convolution_rate(operation.shape, convolution_pass, rate_type)
         if rate is not None:
             return rate
+    if operation.kind == "attention":  # its rate is one number, whatever its shape
+        return chip.peak(operation.dtype) * chip.attainable.attention_fraction
     shape = operation.shape if operation.kind == "matmul" else ()
-    return measured.matmul_rate(shape or _UNKNOWN_SHAPE, chip.rate_type(operation.dtype))
+    return measured.matmul_rate(shape or _UNKNOWN_SHAPE, rate_type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,6 +306,9 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     Raises:
         ConfigError: if it means none that scalejax can build.
     """
+    unknown = {"custom", "vit"}  # whose sizes a row lacks
+    if row.model.model not in {*ModelConfig.names(), *_BLOCKS} - unknown:
+        raise ConfigError(f"no network {row.model.model!r}")
     if row.work.precision is None:
         raise ConfigError("precision is not stated")
     compute_type = _COMPUTE_TYPES.get(row.work.precision)
@@ -446,12 +449,9 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     """The table `model` of the run.
 
     Raises:
-        ConfigError: if scalejax has no such network.
+        ConfigError: if a size is missing, or scalejax has no such experts.
     """
     model = row.model
-    unknown = {"custom", "vit"}  # whose sizes a row lacks
-    if model.model not in {*ModelConfig.names(), *_BLOCKS} - unknown:
-        raise ConfigError(f"no network {model.model!r}")
     if model.model not in _CAUSAL:
         return {"name": model.model, "compute_dtype": compute_type}
     if model.layers is None or model.hidden is None or model.heads is None:

@@ -89,14 +89,24 @@ def test_ledger_without_measured_times_is_predicted_and_says_so(tmp_path: Path, 
 
 
 def test_dry_run_says_which_rows_are_runs_and_compiles_nothing(tmp_path: Path, capsys):
-    """And not how far off they are: the archive has no program of such a row."""
+    """And not how far off they are: the archive has no program of such a row. In every line rows
+    are runs and skipped ones, and the reasons add up to these."""
     unknown = {"per_device_batch": "95", "microbatch": "95", "global_batch": "1520"}
-    rows = RESNET | unknown, RESNET | {"pipeline": "4"}
+    stated = {"layers": "50", "hidden": "64"}
+    rows = (
+        RESNET | unknown,
+        RESNET | {"pipeline": "4"},
+        RESNET | {"pipeline": "4"} | stated,
+        RESNET | {"model": "mamba", "precision": "mxfp8"},  # of which the network is the reason
+    )
 
     assert main(["validate", str(ledger(tmp_path, *rows)), "--dry-run"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Nothing is compiled and predicted" in printed
-    assert "1 0 dense a pipeline of 'resnet50'" in printed
+    assert "rows = are runs + skipped nearest" in printed
+    assert "dense 4 1 (25.0%) 3 0 stating 1 0 (0.0%) 1 0" in printed
+    assert "2 1 dense a pipeline of 'resnet50'" in printed
+    assert "1 0 dense no network 'mamba'" in printed
 
 
 @pytest.mark.parametrize(

@@ -165,4 +165,4 @@ def test_table_of_validation_fits_80_columns(row, capsys, monkeypatch: pytest.Mo
     (figures,) = [line for line in lines if name in line]
     assert "37.5%" in figures
     assert "-12.5%" in figures
-    assert any("1      0 dense  a pipeline axis" in line for line in lines)
+    assert any("1      0  dense  a pipeline axis" in line for line in lines)

@@ -140,21 +140,25 @@ def validation(found: Validation) -> Iterator[RenderableType]:
 def _coverage(found: Validation) -> Iterator[RenderableType]:
     """How many rows of each kind are predicted, and why others are not."""
     is_dry = any(row.status == NOT_COMPILED for row in found.rows)
-    counts = figures(
-        "kind", "rows", "stating", "nearest", "mapped", *([] if is_dry else ["predicted"])
-    )
+    used = "are runs" if is_dry else "predicted"
+    counts = figures("kind", "rows", f"= {used}", "+ skipped", "nearest")
     for each in found.kinds:
-        numbers = each.rows, each.stating, each.nearest
-        shares = (
-            f"{count} ({count / each.stating:.1%})" if each.stating else UNKNOWN
-            for count in (each.mapped, *([] if is_dry else [each.predicted]))
-        )
-        counts.add_row(each.kind, *map(str, numbers), *shares)
+        of_all = [row for row in found.rows if row.kind == each.kind]
+        for name, rows in (
+            (each.kind, of_all),
+            ("  stating", [row for row in of_all if row.states_layout]),
+        ):
+            skipped = sum(row.skip_reason is not None for row in rows)
+            count = len(rows) - skipped
+            share = f"{count} ({count / len(rows):.1%})" if rows else UNKNOWN
+            near = sum(row.skip_reason is None and bool(row.nearest) for row in rows)
+            counts.add_row(name, str(len(rows)), share, str(skipped), str(near))
     yield counts
     yield (
-        "stating: rows that state their layout (layers, hidden, devices, batch, precision, step "
-        "time and an axis, and did not stall); mapped and predicted are of these. mapped: "
-        "expressed as a run; nearest: by what is nearest, as --json says row by row."
+        "stating: of the rows of that kind, those that state their layout (layers, hidden, "
+        "devices, batch, precision, step time and an axis, and did not stall). "
+        f"nearest: of those that {used if is_dry else 'are predicted'}, the ones of which a part "
+        "is expressed by what is nearest to it, as --json says row by row."
     )
     if closed := sum(row.is_closed_form for row in found.rows):
         yield f"{counted(closed, 'row')} by the closed form of the step, which compiles nothing."
@@ -162,8 +166,8 @@ def _coverage(found: Validation) -> Iterator[RenderableType]:
     if skipped:
         reasons = facts()
         for kind, reason, rows, stating in skipped:
-            reasons.add_row(f"{rows:5d}", f"{stating:5d} {kind}", reason)
-        yield "Skipped rows, and how many of them state their layout:"
+            reasons.add_row(f"{rows:5d}", f"{stating:5d}", kind, reason)
+        yield "Skipped, by reason: rows, how many of them state their layout, and their kind."
         yield reasons
 
 

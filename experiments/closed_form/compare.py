@@ -244,6 +244,35 @@ WITH_ADAPTERS = {
 }  # fmt: skip
 """Adapters of rank 16 on a frozen base in 16 bits."""
 ROWS |= WITH_ADAPTERS
+PLAIN = LLAMA | {
+    "heads": 16,
+    "block": {
+        "rope_fraction": 0.5, "activation": "squared_relu", "is_gated": False, "norm": "layer",
+    },
+}  # fmt: skip
+_MEGATRON = {
+    "data": 2, "tensor": 4, "sequence_parallel": True, "zero_stage": 1, "microbatches": 4,
+    "samples": 2,
+}  # fmt: skip
+WITH_SQUARED_RELU = {
+    "squared ReLU, one device": (PLAIN, {}),
+    "squared ReLU, data 8": (PLAIN, {"data": 8}),
+    "squared ReLU, tensor 4": (PLAIN, {"tensor": 4}),
+    "squared ReLU, data 2 x tensor 4, sequence parallel, 4 microbatches, ZeRO 1": (
+        PLAIN, _MEGATRON,
+    ),
+    "squared ReLU, data 2 x tensor 4, sequence parallel, 4 microbatches, full recompute, ZeRO 1": (
+        PLAIN, _MEGATRON | {"remat": "full"},
+    ),
+    "squared ReLU, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B": (
+        PLAIN, {
+            "tensor": 2, "pipeline": 4, "microbatches": 8, "sequence_parallel": True,
+            "tokens": 8192, "samples": 1, "pipeline_schedule": "1f1b",
+        },
+    ),
+}  # fmt: skip
+"""The blocks of Nemotron-4: LayerNorm, squared ReLU without a gate, half of each head rotated."""
+ROWS |= WITH_SQUARED_RELU
 _SPREAD = (
     "data", "fsdp", "expert", "tensor", "context", "context_strategy", "pipeline",
     "pipeline_schedule", "zero_stage", "sequence_parallel",

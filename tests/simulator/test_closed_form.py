@@ -92,12 +92,22 @@ WITH_ADAPTERS = [
     "adapters of attention, 8k over context 2, data 2 x tensor 2, sequence parallel, ring",
     "adapters of queries, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B",
 ]
+WITH_SQUARED_RELU = [
+    "squared ReLU, one device",
+    "squared ReLU, tensor 4",
+    "squared ReLU, data 2 x tensor 4, sequence parallel, 4 microbatches, ZeRO 1",
+    "squared ReLU, data 2 x tensor 4, sequence parallel, 4 microbatches, full recompute, ZeRO 1",
+    "squared ReLU, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B",
+]
+"""Blocks of Nemotron-4."""
 WITHIN = [
     *ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS, *WITH_ADAPTERS,
+    *WITH_SQUARED_RELU,
 ]  # fmt: skip
 """Rows within the bounds on the JAX that the closed form was read off first."""
 BEYOND = {
     "latent attention and shared experts, data 2 x expert 4, every second kept": (0.023, 0.005),
+    "squared ReLU, data 8": (0.005, 0.044),
     "gpt, fsdp 8, one sample": (0.022, 0.005),
     "llama, fsdp 8, one sample": (0.027, 0.077),
     "gpt, data 2 x tensor 4, one sample": (0.044, 0.002),
@@ -115,6 +125,7 @@ BEYOND = {
 the experiment. Pipelines as the trainer runs them (GPipe) are not among them: 1F1B is costed."""
 BEYOND_ON_NEWEST = {
     "llama, fsdp 8, one sample": (0.065, 0.05),
+    "squared ReLU, data 2 x tensor 4, sequence parallel, 4 microbatches, ZeRO 1": (0.06, 0.05),
     "small llama, context 4, 2 microbatches, ZeRO 1": (0.05, 0.172),
     "small llama, data 2 x context 4, 2 microbatches, ZeRO 1": (0.067, 0.09),
     "small experts, expert 4, 2 microbatches, ZeRO 1": (0.05, 0.059),

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, LlamaConfig
+from scalejax.config.model import ELEMENT_BYTES, BlockConfig, DecoderConfig, LlamaConfig
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
 from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
@@ -190,15 +190,8 @@ def shape_of(
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
-        usual = LlamaConfig()
-        block = replace(usual.block, head_size=model.block.head_size)
-        if model.block.qk_norm == "head":
-            block = replace(block, qk_norm="head")
-        usual = replace(usual, block=block)
+        _require_known_block(model.block)
         accepted = "the closed form knows Llama's own blocks; use scalejax predict"
-        for field in fields(block):
-            if (value := getattr(model.block, field.name)) != getattr(usual.block, field.name):
-                raise ConfigError(refusal(f"model.block.{field.name}", value, accepted))
         if model.mtp is not None:
             raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
         if model.scaled_embeddings:
@@ -217,6 +210,7 @@ def shape_of(
         kv_heads=model.head_counts.get("kv_heads", model.heads),
         ffn_hidden=model.inner_width,
         is_gated=model.is_gated,
+        is_plain=isinstance(model, LlamaConfig) and not model.is_gated,
         has_tied_embeddings=model.tied_embeddings,
         has_learned_positions=model.has_learned_positions,
         vocabulary=dataset.classes,
@@ -232,6 +226,27 @@ def shape_of(
     )
 
 
+_OF_NEMOTRON = {"activation": "squared_relu", "is_gated": False, "norm": "layer"}
+"""What a block of Nemotron-4 has in place of Llama's, together."""
+
+
+def _require_known_block(block: BlockConfig) -> None:
+    """Refuse blocks that are neither Llama's nor those of Nemotron-4, in any size of heads.
+
+    Raises:
+        ConfigError: naming what they have.
+    """
+    usual = replace(BlockConfig(), head_size=block.head_size, rope_fraction=block.rope_fraction)
+    if block.qk_norm == "head":
+        usual = replace(usual, qk_norm="head")
+    if all(getattr(block, name) == value for name, value in _OF_NEMOTRON.items()):
+        usual = replace(usual, activation="squared_relu", is_gated=False, norm="layer")
+    for field in fields(usual):
+        if (value := getattr(block, field.name)) != getattr(usual, field.name):
+            accepted = "the closed form knows blocks of Llama and Nemotron-4; use scalejax predict"
+            raise ConfigError(refusal(f"model.block.{field.name}", value, accepted))
+
+
 def _adapters(config: RunConfig) -> Adapters | None:
     """The adapters of a run; None where all of its network is trained.
 
@@ -241,7 +256,12 @@ def _adapters(config: RunConfig) -> Adapters | None:
     tuning, model = config.fine_tuning, config.model
     if tuning is None or tuning.lora is None:
         return None
-    if not isinstance(model, LlamaConfig) or model.mla is not None or model.tied_embeddings:
+    if (
+        not isinstance(model, LlamaConfig)
+        or not model.is_gated
+        or model.mla is not None
+        or model.tied_embeddings
+    ):
         accepted = "the closed form knows adapters of Llama's own blocks; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
     known = {"qkv": "qkv", "projection": "projection", "gated": "up", "down": "down"}

@@ -97,7 +97,8 @@ class _Block:
         self.head_width = shape.heads * shape.value_size // self.tensor
         self.stream = shard.kept_stream_bytes
         self.stream_rows = self.stream // (self.hidden * shape.element_bytes)
-        self.has_biases = not shape.is_gated
+        self.has_biases = shape.has_biases
+        self.norm_vectors = shape.norm_vectors
         self.experts = None if shape.experts is None else ExpertLayer(self.write, shard)
         """The layer of experts, which has its own matrices; None of a block without."""
         self.matrices = {
@@ -210,7 +211,8 @@ class _Block:
         self.norm_statistics(name)
         # Of many rows, each vector is cast to the compute type once.
         if self.stream_rows > _SPLIT_ROWS:
-            self.write.scalars(f"{name}.vectors", 4 if self.has_biases else 1)
+            count = 4 if self.has_biases else self.norm_vectors
+            self.write.scalars(f"{name}.vectors", count)
         self.write.fusion(f"{name}.apply", self.stream, self.stream + self._wide(name))
 
     def _wide(self, name: str) -> int:
@@ -228,7 +230,7 @@ class _Block:
             write.copy(f"{name}.gradient.mean", statistics)
             write.fusion(f"{name}.gradient", 3 * size, size)
             return
-        vectors = 2 if self.has_biases else 1
+        vectors = self.norm_vectors
         is_split = self.stream_rows > _SPLIT_ROWS
         wide = 0 if is_split else size * _F32_BYTES // self.shard.shape.element_bytes
         if of_router := self._wide(name):  # and of experts, in float32 where no axis splits them
@@ -245,7 +247,8 @@ class _Block:
         again = size if self.fuses_norms else 0
         write.fusion(f"{name}.gradient", (2 + arrays) * size, size + again + partial)
         if is_split:
-            self.write.scalars(f"{name}.vectors.gradient", 3 if self.has_biases else 1)
+            count = 3 if self.has_biases else self.norm_vectors
+            self.write.scalars(f"{name}.vectors.gradient", count)
         else:
             for vector in ("scale", "offset")[:arrays]:
                 write.fusion(f"{name}.{vector}.gradient", wide, self.hidden * _F32_BYTES)
@@ -636,7 +639,7 @@ def _expert_gradients(block: _Block, layer: ExpertLayer) -> None:
 
 
 def _up(block: _Block, *, is_read: bool) -> None:
-    """The up projection; a GELU is fused into it, a SwiGLU is not.
+    """The up projection; a GELU is fused into it, SwiGLU and squared ReLU are not.
 
     Args:
         block: the block.
@@ -649,7 +652,7 @@ def _up(block: _Block, *, is_read: bool) -> None:
         block.use("up")
         for name, width in _columns(block):
             write.matmul(name, (1, block.rows, width, block.hidden))
-    if shard.shape.is_gated and is_read:
+    if not block.has_biases and is_read:
         write.fusion("up.gate", shard.up_bytes, shard.inner_bytes)
 
 
@@ -807,7 +810,7 @@ def _feed_forward_gradients(block: _Block) -> None:
         block.start_sum_over_tensor("up.input_gradient")
     if not shard.sequence_parallel and not block.adapts("up"):
         _read_kept(block, "kept.queries", *_READ_BY_GRADIENTS[: 2 * (block.adapted is None)])
-    if block.has_biases:
+    if block.norm_vectors > 1:
         block.norm_statistics("feed_forward.norm.again")
     write.wait("up.input_gradient.sum")
     if block.sums_early and not block.has_biases and not shard.is_over_context:
@@ -903,7 +906,7 @@ def _matrix_gradients(block: _Block) -> None:
         block.wait_for_sums()
     if is_last:
         _qkv_input_gradient(block)
-    if block.has_biases:
+    if block.norm_vectors > 1:
         block.norm_statistics("attention.norm.again")
     write.wait("qkv.input_gradient.sum")
 
@@ -1059,7 +1062,7 @@ def _sum_vectors(block: _Block) -> None:
     shard, write, layout = block.shard, block.write, block.shard.layout
     if block.adapted is not None:
         return
-    count = 8 if block.has_biases else 2
+    count = 8 if block.has_biases else 2 * block.norm_vectors
     axes = (*shard.sum_axes, FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
     size = (shard.norm_elements + shard.shape.router_elements) * _F32_BYTES
     write.start("vectors.sum", "all_reduce", size, axes)

@@ -38,7 +38,7 @@ def _table_elements(shard: BlockShard) -> int:
 
 def _norm_elements(shape: TransformerShape) -> int:
     """Elements of the last norm."""
-    return shape.hidden * (1 if shape.is_gated else 2)
+    return shape.hidden * shape.norm_vectors
 
 
 def _position_elements(shard: BlockShard) -> int:
@@ -307,7 +307,7 @@ def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout)
         payload //= layout.expert if is_of_experts(name) else 1
         write.copy(f"{name}.deal.transpose", payload)
         write.collective(f"{name}.deal", "all_to_all", payload, (PIPELINE,))
-    vectors = 2 if shape.is_gated else 8
+    vectors = 2 * shape.norm_vectors + (4 if shape.has_biases else 0)
     for index in range(vectors):
         payload = layers * shape.hidden * _F32_BYTES
         write.collective(f"vectors.deal.{index}", "all_to_all", payload, (PIPELINE,))

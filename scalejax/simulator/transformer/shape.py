@@ -82,6 +82,9 @@ class TransformerShape:
     is_gated: bool = False
     """Whether blocks are those of Llama: SwiGLU, RMSNorm and no biases, in place of those of
     GPT: GELU, LayerNorm and biases."""
+    is_plain: bool = False
+    """Whether blocks are those of Nemotron-4: squared ReLU without a gate, and LayerNorm, but no
+    biases."""
     has_tied_embeddings: bool = True
     """Whether the token embedding is the output layer as well."""
     has_learned_positions: bool = True
@@ -142,6 +145,16 @@ class TransformerShape:
     def value_size(self) -> int:
         """Width of a value of a head."""
         return self.head_size if self.latent is None else self.latent.value_head_size
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether linear layers have biases."""
+        return not self.is_gated and not self.is_plain
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of a norm: the scale, and the offset of a LayerNorm."""
+        return 1 if self.is_gated else 2
 
     @property
     def query_width(self) -> int:
@@ -235,7 +248,7 @@ class TransformerShape:
     def norm_elements(self) -> int:
         """Elements of the scales and offsets of the norms of a block: of the stream, of heads and
         of latents."""
-        found = (2 if self.is_gated else 4) * self.hidden
+        found = 2 * self.norm_vectors * self.hidden
         if self.normalises_heads:
             found += 2 * self.head_size
         if self.latent is not None:
@@ -245,8 +258,8 @@ class TransformerShape:
     @property
     def parameters(self) -> int:
         """Parameters of the network."""
-        norm = (1 if self.is_gated else 2) * self.hidden
-        biases = 0 if self.is_gated else self.qkv_width + self.up_width + 2 * self.hidden
+        norm = self.norm_vectors * self.hidden
+        biases = self.qkv_width + self.up_width + 2 * self.hidden if self.has_biases else 0
         places = self.tokens * self.hidden if self.has_learned_positions else 0
         tables = self.vocabulary * self.hidden * (1 if self.has_tied_embeddings else 2)
         blocks = sum(
@@ -523,7 +536,7 @@ class BlockShard:
     def small_elements(self) -> int:
         """Elements of the block's biases, as one device of a tensor group holds them."""
         shape, tensor = self.shape, self.layout.tensor
-        if shape.is_gated:
+        if not shape.has_biases:
             return 0
         return (shape.qkv_width + shape.up_width) // tensor + 2 * shape.hidden
 
@@ -789,7 +802,7 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     if not shape.has_tied_embeddings:
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
-    return blocks + tables + places + shape.hidden * (1 if shape.is_gated else 2)
+    return blocks + tables + places + shape.hidden * shape.norm_vectors
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

@@ -40,6 +40,8 @@ from scalejax.models.sharding import (
     constraints,
     is_partly_manual,
     is_zigzag,
+    of_all_tokens,
+    sample_tokens,
 )
 
 
@@ -112,7 +114,7 @@ def causal_attention(
     if is_zigzag():
         source = "ring" if strategy == "ring" else "all_gather"
         return blockwise_attention(q_BSHK, k_BSGK, v_BSGK, kind, source, segments_BS)
-    if window is not None and window >= q_BSHK.shape[1]:
+    if window is not None and window >= sample_tokens(q_BSHK.shape[1]):
         window = None
     attend = partial(_unfused, remat, window, sinks_H)
     if axis_size(CONTEXT) > 1 and strategy == "all_to_all":
@@ -181,17 +183,25 @@ def _masked(
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Attention of every token over its window and document, the scores of all tokens masked."""
-    is_seen_BST = _seen(q_BSHK.shape[1], window)[None]
+    queries, keys = q_BSHK.shape[1], k_BSGK.shape[1]
+    is_seen_BST = _seen(queries, keys, window)[None]
     if segments_BS is not None:
-        is_seen_BST = is_seen_BST & same_document(segments_BS, segments_BS)
+        of_keys_BT = segments_BS if queries == keys else of_all_tokens(segments_BS)
+        is_seen_BST = is_seen_BST & same_document(segments_BS, of_keys_BT)
     return _attended(q_BSHK, k_BSGK, v_BSGJ, is_seen_BST, sinks_H)
 
 
-def _seen(tokens: int, window: int | None) -> jax.Array:
-    """Whether a token sees another by their places, bool [S, S]."""
-    place = jnp.arange(tokens)
-    behind_ST = place[:, None] - place[None, :]
-    return (behind_ST >= 0) & (behind_ST < (window or tokens))
+def _seen(queries: int, keys: int, window: int | None) -> jax.Array:
+    """Whether a query sees a key by their places, bool [S, T]."""
+    behind_ST = _places(queries, keys)[:, None] - jnp.arange(keys)[None, :]
+    return (behind_ST >= 0) & (behind_ST < (window or keys))
+
+
+def _places(queries: int, keys: int) -> jax.Array:
+    """Places of queries among keys: where these are of all tokens of a sample and those of one
+    device along context, it has them in their own order."""
+    place = jnp.arange(queries)
+    return place if queries == keys else place + jax.lax.axis_index(CONTEXT) * queries
 
 
 def _in_parts(
@@ -282,7 +292,8 @@ def _kernel(
     as there are at most in any example; that number a run does not know.
     """
     if segments_BS is not None:
-        is_seen_BST = same_document(segments_BS, segments_BS) & _seen(q_BSHK.shape[1], window)[None]
+        tokens = q_BSHK.shape[1]
+        is_seen_BST = same_document(segments_BS, segments_BS) & _seen(tokens, tokens, window)[None]
         bias_B1ST = cudnn.combine_bias_and_mask(None, is_seen_BST[:, None], q_BSHK.dtype)
         none = jnp.zeros(0, q_BSHK.dtype)
         # JAX's public function would have the kernel write a gradient of the mask, as large as it.
@@ -337,7 +348,7 @@ def _causal_softmax(scores_BHST: jax.Array, scale: float) -> jax.Array:
     Only the result is saved for the backward pass. By default JAX would save two arrays of all
     scores in float32, whose memory traffic limits unfused attention.
     """
-    scaled_BHST = scores_BHST.astype(jnp.float32) * scale + _causal_bias(scores_BHST.shape[-1])
+    scaled_BHST = scores_BHST.astype(jnp.float32) * scale + _causal_bias(*scores_BHST.shape[-2:])
     return jax.nn.softmax(scaled_BHST, axis=-1).astype(scores_BHST.dtype)
 
 
@@ -362,12 +373,11 @@ def _shares(scores_BHST: jax.Array, scale: float) -> jax.Array:
     return _causal_softmax(scores_BHST, scale)  # type: ignore[return-value]  custom_vjp forgets it
 
 
-def _causal_bias(tokens: int) -> jax.Array:
-    """Bias [1, 1, S, S]: 0 for a token and those before it, the lowest float for those after.
+def _causal_bias(queries: int, keys: int) -> jax.Array:
+    """Bias [1, 1, S, T]: 0 for a token and those before it, the lowest float for those after.
 
     Added, not selected by a mask: XLA would hoist the broadcast mask out of the scan at the full
     size [B, H, S, S], and every block would read it.
     """
-    place = jnp.arange(tokens)
-    is_seen = place[:, None] >= place[None, :]
+    is_seen = _places(queries, keys)[:, None] >= jnp.arange(keys)[None, :]
     return jnp.where(is_seen, 0.0, jnp.finfo(jnp.float32).min)[None, None]

@@ -38,7 +38,7 @@ from scalejax.models.attention_blocks import (
     block_result,
 )
 from scalejax.models.remat import kept, named
-from scalejax.models.sharding import axis_size
+from scalejax.models.sharding import axis_size, without
 
 KeySource = Literal["ring", "all_gather"]
 """Where the keys and values of other devices come from."""
@@ -129,8 +129,7 @@ def over_shards(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     tokens [B, S] or None."""
     mesh = jax.sharding.get_abstract_mesh()
     others = set(mesh.axis_names) - set(mesh.manual_axes)
-    rows = tuple(axis for axis in BATCH_AXES if axis in others)
-    split = PartitionSpec(rows, CONTEXT, TENSOR, None)
+    split = without(mesh.manual_axes, PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None))
 
     def over(*given: jax.Array | None) -> jax.Array:
         specs = tuple(

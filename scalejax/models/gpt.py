@@ -21,7 +21,7 @@ from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
 from scalejax.models.packing import documents
 from scalejax.models.remat import kept, kept_without_inner, named
-from scalejax.models.sharding import constrained_between, in_token_order
+from scalejax.models.sharding import constrained_between, of_own_tokens, sample_tokens
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -164,7 +164,7 @@ class Gpt(CausalNetwork, names=("gpt",)):
         places_SD = self._table(self.places, PLACES)
         if (packed := documents()) is not None:
             return x_BSD + places_SD[packed.positions_BS]
-        return x_BSD + in_token_order(places_SD[None, : x_BSD.shape[1]])
+        return x_BSD + of_own_tokens(places_SD[None, : sample_tokens(x_BSD.shape[1])], axis=1)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

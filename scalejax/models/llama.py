@@ -43,7 +43,12 @@ from scalejax.models.network import PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.packing import documents
 from scalejax.models.remat import kept, kept_without_inner, named
-from scalejax.models.sharding import constrained_between, constrained_for_layer, in_token_order
+from scalejax.models.sharding import (
+    constrained_between,
+    constrained_for_layer,
+    of_own_tokens,
+    sample_tokens,
+)
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -213,7 +218,7 @@ def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
     tokens, size = heads_BSHK.shape[1], heads_BSHK.shape[3]
     turns_K = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if (packed := documents()) is None:
-        places_S = in_token_order(jnp.arange(tokens, dtype=jnp.float32), axis=0)
+        places_S = of_own_tokens(jnp.arange(sample_tokens(tokens), dtype=jnp.float32), axis=0)
         angles_SK = places_S[:, None] * turns_K[None, :]
         cos, sin = (each[None, :, None, :] for each in (jnp.cos(angles_SK), jnp.sin(angles_SK)))
     else:

@@ -264,8 +264,8 @@ class MoeFeedForward(nnx.Module):
             return layer(*arguments)
         own = set(mesh.axis_names) - manual
         tokens = tuple(axis for axis in (CONTEXT, *_sequence_axes()) if axis in sizes)
-        rows = tuple(axis for axis in BATCH_AXES if axis in own)
-        split = divisible("tokens", P(rows, tokens or None, None), x_BSD.shape, mesh.shape)
+        split = without(manual, P(BATCH_AXES, tokens or None, None))
+        split = divisible("tokens", split, x_BSD.shape, mesh.shape)
         return jax.shard_map(
             layer,
             in_specs=(split, P(), P(), specs),

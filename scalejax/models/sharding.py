@@ -85,8 +85,8 @@ def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     Where parameters are sharded over fsdp, the compiler may move either the parameters to the rows
     of the batch or the rows to the parameters; this constraint enforces the first. It needs the
     mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing without a mesh of a
-    `Layout`, or where its axes are manual (`shard_map`). The data, pipeline and expert axes may be
-    manual: each shard of the batch, or stage, is then constrained over the other axes.
+    `Layout`, or where its axes are manual (`shard_map`). The data, pipeline, expert and context
+    axes may be manual: each shard of the batch, or stage, is then constrained over the others.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not is_of_layout(mesh):
@@ -132,10 +132,10 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
 
 
 def is_of_layout(mesh: AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data, pipeline and
-    expert."""
+    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data, pipeline,
+    expert and context."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for axis in (DATA, PIPELINE, EXPERT):
+    for axis in (DATA, PIPELINE, EXPERT, CONTEXT):
         if kinds.get(axis) == AxisType.Manual:
             kinds[axis] = AxisType.Auto
     return all(kinds.get(axis) == AxisType.Auto for axis in AXES)
@@ -184,8 +184,8 @@ def constrained_between(activations: jax.Array) -> jax.Array:
 def constrained_keys(k_BTHK: jax.Array) -> jax.Array:
     """Keys or values [batch, tokens, heads, size] gathered over context; unchanged without context
     parallelism."""
-    if axis_size(CONTEXT) == 1:
-        return k_BTHK
+    if axis_size(CONTEXT) == 1 or _has_own_tokens():
+        return of_all_tokens(k_BTHK)
     return constrained(k_BTHK, PartitionSpec(BATCH_AXES, None, TENSOR, None))
 
 
@@ -210,13 +210,65 @@ def zigzag_chunks(shards: int) -> np.ndarray:
 
 def in_token_order(array: jax.Array, axis: int = 1) -> jax.Array:
     """`array` with the tokens of whole samples along `axis` put in the order in which context
-    shards hold them; unchanged where that is their own order.
+    shards hold them; unchanged where that is their own order, and where the context axis is manual:
+    the tokens of a device were put in order before.
 
     Of token numbers, targets and positions, once a step: 4 bytes a token that every device of a
     context group has. Inside of attention it would be queries, keys, values and results, in every
     block, between devices, forward and backward: of queries alone more bytes than the ring moves
     with few devices and many heads of queries for each of keys.
     """
+    return array if _has_own_tokens() else _ordered(array, axis)
+
+
+def of_own_tokens(array: jax.Array, axis: int) -> jax.Array:
+    """What `array`, which every device has for all tokens of a sample along `axis`, holds of the
+    tokens at hand: of all of them `in_token_order`, of a device's where the context axis is manual.
+    """
+    ordered = _ordered(array, axis)
+    if not _has_own_tokens():
+        return ordered
+    size = array.shape[axis] // axis_size(CONTEXT)
+    start = jax.lax.axis_index(CONTEXT) * size
+    return jax.lax.dynamic_slice_in_dim(ordered, start, size, axis)
+
+
+def of_all_tokens(array: jax.Array) -> jax.Array:
+    """`array` [batch, tokens] or [batch, tokens, heads, size], gathered over context where that
+    axis is manual."""
+    if not _has_own_tokens():
+        return array
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = without(mesh.manual_axes, PartitionSpec(BATCH_AXES, None, TENSOR, None))
+    spec = PartitionSpec(*spec[: array.ndim])
+    spec = divisible("the tokens", spec, array.shape, mesh.shape)
+    # In a `shard_map` over the others: the compiler need not divide a gather.
+    return jax.shard_map(
+        lambda own: jax.lax.all_gather(own, CONTEXT, axis=1, tiled=True),
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )(array)
+
+
+def sample_tokens(tokens: int) -> int:
+    """Tokens of a sample of which so many are at hand: more where the context axis is manual."""
+    return tokens * axis_size(CONTEXT) if _has_own_tokens() else tokens
+
+
+def summed_over_tokens(of_samples: jax.Array) -> jax.Array:
+    """Sums over the tokens at hand of each sample as those over all of its tokens."""
+    return jax.lax.psum(of_samples, CONTEXT) if _has_own_tokens() else of_samples
+
+
+def _has_own_tokens() -> bool:
+    """Whether the network is traced for the tokens of one device along context."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return is_of_layout(mesh) and CONTEXT in mesh.manual_axes
+
+
+def _ordered(array: jax.Array, axis: int) -> jax.Array:
     if not is_zigzag():
         return array
     chunks = zigzag_chunks(axis_size(CONTEXT))

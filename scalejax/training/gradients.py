@@ -33,7 +33,14 @@ from scalejax.models.moe import (
 from scalejax.models.normalization import weigh_rows
 from scalejax.models.packing import documents_of, packed
 from scalejax.models.pipeline import dealt_to_stages, of_dealt_layers
-from scalejax.models.sharding import in_token_order, is_partly_manual
+from scalejax.models.sharding import (
+    in_token_order,
+    is_partly_manual,
+    of_all_tokens,
+    of_own_tokens,
+    sample_tokens,
+    summed_over_tokens,
+)
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
 from scalejax.training.optimizers.fine_tuning import trainable, updated
 from scalejax.training.pipeline import Network, Parameters, scheduled_gradients
@@ -88,10 +95,12 @@ def _metrics_of_two(
     others (DeepSeek-V3, arXiv 2412.19437, equation 24).
     """
     targets, (logits, second) = batch["targets"], both
-    smoothing, tokens = setup.run.config.loss.label_smoothing, targets.shape[1]
-    losses = _cross_entropy(second, jnp.roll(targets, -1, axis=1), smoothing)
-    is_counted = jnp.arange(tokens) < tokens - 1
-    seconds = jnp.where(is_counted[None], losses, 0).sum(axis=1) / max(tokens - 1, 1)
+    smoothing, tokens = setup.run.config.loss.label_smoothing, sample_tokens(targets.shape[1])
+    later = of_own_tokens(jnp.roll(of_all_tokens(targets), -1, axis=1), axis=1)
+    losses = _cross_entropy(second, later, smoothing)
+    is_counted = of_own_tokens(jnp.arange(tokens) < tokens - 1, axis=0)
+    mean_count = max(tokens - 1, 1) / (tokens // targets.shape[1])  # of the shards of a sample
+    seconds = jnp.where(is_counted[None], losses, 0).sum(axis=1) / mean_count
     return *loss_and_accuracy(setup, logits, batch, is_training=True), seconds
 
 
@@ -130,7 +139,9 @@ def loss_and_accuracy(
     if SEGMENT_IDS in batch:
         is_counted = targets != IGNORED_TARGET
         losses, hits = (jnp.where(is_counted, each, 0).sum(axis=1) for each in (losses, hits))
-        counts = jnp.maximum(_target_counts(targets), 1)
+        # Of which a device with some of the tokens has its share: their mean is that of the sample.
+        shards = sample_tokens(targets.shape[1]) // targets.shape[1]
+        counts = jnp.maximum(summed_over_tokens(_target_counts(targets)), 1) / shards
         return losses / counts, hits / counts
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions)
@@ -314,9 +325,8 @@ def by_timetable(
     of_ends_statistics = _without_blocks(model_state)
 
     def first(ends: PyTree, rows: Batch) -> jax.Array:
-        inputs = in_token_order(rows["inputs"])
         with packed(documents_of(rows)):
-            return network_of(ends, whole_blocks).embedded(inputs)
+            return network_of(ends, whole_blocks).embedded(rows["inputs"])
 
     def middle(blocks: PyTree, x_BSD: jax.Array) -> Any:
         network = network_of((_without_blocks(params), of_ends_statistics), blocks)
@@ -389,7 +399,10 @@ def by_timetable(
         (cast_ends(learning), jax.tree.map(lambda _: None, of_ends_statistics)),
         (cast_ends(frozen), of_ends_statistics),
     )
-    rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), batch)
+    ordered = {
+        name: in_token_order(leaf) if leaf.ndim > 1 else leaf for name, leaf in batch.items()
+    }
+    rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), ordered)
     if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
         rows["scale"] = jnp.broadcast_to(scale, microbatches)
     if mtp is not None:

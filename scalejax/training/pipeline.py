@@ -1,11 +1,11 @@
 """Gradient of a pipeline of which every stage follows a timetable of its own.
 
-All stages are one program, in a `shard_map` over the pipeline and expert axes that leaves others to
-the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`), in each of
-which a stage computes a forward pass of one microbatch, a backward pass of another, or nothing, and
-then exchanges results with its neighbours. Collectives inside a pass are among the devices of one
-stage, which all compute the same. Devices along the expert axis add up gradients of their own rows,
-and sum them once, after all slots.
+All stages are one program, in a `shard_map` over the pipeline, expert and context axes that leaves
+others to the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`), in each
+of which a stage computes a forward pass of one microbatch, a backward pass of another, or nothing,
+and then exchanges results with its neighbours. Collectives inside a pass are among the devices of
+one stage, which all compute the same. Devices along the expert and context axes add up gradients of
+their own rows and tokens, and sum them once, after all slots.
 
 A forward pass saves what its backward pass needs, with any recomputation, in a place of a buffer
 that holds as many microbatches as the schedule says. The first stage embeds the tokens, the last
@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
-from scalejax.config.parallelism import EXPERT, PIPELINE
+from scalejax.config.parallelism import CONTEXT, EXPERT, PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
 from scalejax.models.float8 import is_scales
 from scalejax.models.moe import is_of_experts
@@ -91,12 +91,14 @@ def scheduled_gradients(
         ends: parameters of the first and the last part, replicated over the stages.
         blocks: parameters of the blocks, [chunks, stages, periods of layers of a chunk, layers of
             a period, ...], sharded over the stages.
-        rows: the batch, [microbatches, rows, ...].
+        rows: the batch, [microbatches, rows, tokens], in the order in which context shards hold
+            tokens, and weights of rows.
     """
-    # Left to the compiler, gradients of all but experts would be summed over this axis for every
+    # Left to the compiler, gradients of all but experts would be summed over these axes for every
     # microbatch and layer; where it moves sums out of a loop (WhileLoopAllReduceCodeMotion of jax
     # 0.10.2), it makes their zeros in the memory of the host: 3.7 GB of DeepSeek-V3's embedding.
-    expert = EXPERT if axis_size(EXPERT) > 1 else None
+    expert, context = (axis if axis_size(axis) > 1 else None for axis in (EXPERT, CONTEXT))
+    apart = tuple(axis for axis in (expert, context) if axis is not None)
 
     def stage(ends: Parameters, blocks: Parameters, rows: PyTree) -> tuple[PyTree, ...]:
         own = jax.tree.map(lambda leaf: leaf[:, 0], blocks)
@@ -105,9 +107,9 @@ def scheduled_gradients(
         reports = jax.tree.map(lambda leaf: leaf[:, :, None], held.reports)
         # Every part has been computed by one stage; of the others these are 0.
         of_ends, metrics = lax.psum((held.of_ends, held.metrics), PIPELINE)
-        if expert is not None:
-            of_ends, of_blocks = map(_mean_over_experts, (of_ends, of_blocks))
-            metrics, reports = lax.pmean((metrics, reports), expert)
+        if apart:
+            of_ends, of_blocks = (_mean_over(apart, each) for each in (of_ends, of_blocks))
+            metrics, reports = lax.pmean((metrics, reports), apart)
         return of_ends, of_blocks, metrics, reports
 
     def specs(parameters: PyTree, lead: int, whole: P) -> PyTree:
@@ -118,22 +120,25 @@ def scheduled_gradients(
         )
 
     of_ends, of_blocks = specs(ends, 1, P()), specs(blocks, 4, P(None, PIPELINE))
-    of_rows = jax.tree.map(lambda leaf: P(None, expert) if leaf.ndim > 1 else P(), rows)
+    of_rows = jax.tree.map(lambda leaf: P(*(None, expert, context)[: leaf.ndim]), rows)
     return jax.shard_map(
         stage,
         in_specs=(of_ends, of_blocks, of_rows),
         out_specs=(of_ends.learning, of_blocks.learning, P(), P(None, None, PIPELINE)),
-        axis_names={PIPELINE} if expert is None else {PIPELINE, expert},
+        axis_names={PIPELINE, *apart},
         check_vma=False,
     )(ends, blocks, rows)
 
 
-def _mean_over_experts(gradients: PyTree) -> PyTree:
-    """Gradients of the mean loss of the devices along the expert axis, of those of each one's loss:
-    experts have those of all devices already, whose tokens came to them."""
+def _mean_over(axes: tuple[str, ...], gradients: PyTree) -> PyTree:
+    """Gradients of the mean loss of the devices along `axes`, of those of each one's loss: over the
+    expert axis experts have those of all devices already, whose tokens came to them."""
 
     def mean(path: Any, leaf: jax.Array) -> jax.Array:
-        return leaf / lax.axis_size(EXPERT) if is_of_experts(path) else lax.pmean(leaf, EXPERT)
+        if EXPERT not in axes or not is_of_experts(path):
+            return lax.pmean(leaf, axes)
+        rest = tuple(axis for axis in axes if axis != EXPERT)
+        return (lax.pmean(leaf, rest) if rest else leaf) / lax.axis_size(EXPERT)
 
     return jax.tree_util.tree_map_with_path(mean, gradients)
 

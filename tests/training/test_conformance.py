@@ -262,6 +262,18 @@ OF_1F1B = {
     ),
     "latent attention": ("latent attention", "full", {"data": 2, "pipeline": 2}, 4),
     "token after the next": ("the token after the next", "none", {"data": 1, "pipeline": 2}, 4),
+    "token after the next, context=2": (
+        "the token after the next",
+        "full",
+        {"data": 1, "context": 2, "pipeline": 2},
+        2,
+    ),
+    "local and global layers, context=2": (
+        "local and global layers",
+        "none",
+        {"data": 1, "context": 2, "pipeline": 2},
+        2,
+    ),
 }
 """Pipelines whose stages go forward and backward in turn: network, recompute, layout and
 microbatches; the first two are run by default, and every axis is met."""
@@ -534,12 +546,53 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any], int, Remat]] = {
         1,
         "selective_op",
     ),
+    "gathered, context=2 x pipeline=2, 1F1B": (
+        "gpt",
+        {"context": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        2,
+        "full",
+    ),
+    "gathered, context=2 x pipeline=2 x data=2, 1F1B, ZeRO 1": (
+        "gpt",
+        {"context": 2, "pipeline": 2, "data": 2, "pipeline_schedule": "1f1b", "zero_stage": 1},
+        4,
+        "selective",
+    ),
+    "gathered, context=2 x pipeline=2 x tensor=2, interleaved": (
+        "llama",
+        {
+            "context": 2,
+            "pipeline": 2,
+            "pipeline_chunks": 2,
+            "tensor": 2,
+            "sequence_parallel": True,
+            "pipeline_schedule": "1f1b",
+        },
+        2,
+        "selective_op",
+    ),
+    "gathered, context=2 x pipeline=2 x tensor=2, ZB-H1": (
+        "llama",
+        {"context": 2, "pipeline": 2, "tensor": 2, "pipeline_schedule": "zb_h1"},
+        4,
+        "none",
+    ),
+    "heads, context=2 x pipeline=2 x fsdp=2, 1F1B": (
+        "llama",
+        {"context": 2, "pipeline": 2, "fsdp": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "none",
+    ),
 }
 """Attention by a ring, by blocks of gathered keys, or over heads: network, other axes, microbatches
 and recompute."""
 
 
-@pytest.mark.slow_except("ring, context=4 x fsdp=2", "heads, context=2 x data=2")
+@pytest.mark.slow_except(
+    "ring, context=4 x fsdp=2",
+    "heads, context=2 x data=2",
+    "gathered, context=2 x pipeline=2, 1F1B",
+)
 @pytest.mark.parametrize("title", CONTEXTS)
 def test_attention_over_context_trains_what_one_device_trains(title, monkeypatch):
     """Whose tokens lie in their own order: positions and targets go with those of a ring. Gathered
@@ -615,6 +668,7 @@ def test_what_is_kept_by_name_trains_what_one_device_trains(model, axes, microba
             ("zb_h1", "data=2 x fsdp=2 x pipeline=2"),
             ("zb_h1", "pipeline=4, 8 microbatches"),
             ("zb_h1", "local and global layers"),
+            ("zb_h1", "local and global layers, context=2"),
         ],
     ),
 )
@@ -874,6 +928,24 @@ def test_gradients_of_microbatches_cross_the_data_axis_once():
 
     assert runs[("data",)] == {1}
     assert min(runs[("tensor",)]) >= 4
+
+
+def test_gradients_of_a_stage_cross_the_context_axis_once():
+    """Each device adds up those of its own tokens; keys are gathered in every pass over a block.
+    A step of a pipeline compiles."""
+    layout = {"data": 1, "context": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}
+    run = run_of("llama", "sgd", layout, microbatches=4)
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+    over = [
+        (each.collective, times)
+        for each, times in program.walk()
+        if each.collective is not None and "context" in each.collective.group.axes
+    ]
+
+    assert {times for each, times in over if each.name == "all_reduce"} == {1}
+    assert max(times for each, times in over if each.name == "all_gather") >= 4
 
 
 @pytest.mark.slow_except("mlp-layout0-1", "mlp-layout2-1")

@@ -140,6 +140,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         4,
         "full",
     ),
+    "capacity, expert=2 x context=2 x pipeline=2, 1F1B": (
+        "capacity",
+        {"expert": 2, "context": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "full",
+    ),
+    "bias, expert=2 x context=2 x pipeline=2, 1F1B, ZeRO 1": (
+        "bias",
+        {"expert": 2, "context": 2, "pipeline": 2, "pipeline_schedule": "1f1b", "zero_stage": 1},
+        2,
+        "none",
+    ),
     "capacity, fsdp=2 x tensor=2 x pipeline=2, 1F1B": (
         "capacity",
         {"fsdp": 2, "tensor": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},

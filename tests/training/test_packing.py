@@ -123,6 +123,7 @@ SLOW = [
     ("windows and sinks", {"data": 2, "fsdp": 2, "zero_stage": 2}, 2),
     ("experts", {"data": 1, "expert": 2, "pipeline": 2}, 4),
     ("experts", {"data": 2, "pipeline": 2, "pipeline_schedule": "1f1b"}, 2),
+    ("gpt", {"data": 1, "pipeline": 2, "context": 2, "pipeline_schedule": "1f1b"}, 2),
 ]
 
 

@@ -21,9 +21,10 @@ compute them, each for its share of the microbatches.
 """
 
 import itertools
+import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,16 +135,15 @@ def _at_every_stage(of_stage: Callable[..., tuple[jax.Array, Any]]) -> Callable[
         made = of_stage(*jax.tree.map(lambda leaf: leaf[0], arguments))
         return jax.tree.map(lambda leaf: leaf[None], made)
 
-    return _over_stages(own, P(PIPELINE))
+    return _over_stages(own, P(PIPELINE), P(PIPELINE))
 
 
-def _over_stages(own: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-    """`own` in a `shard_map` over the stages, which leaves the other axes to the compiler; its
-    results have the stages as first dimension."""
+def _over_stages(own: Callable[..., Any], in_specs: Any, out_specs: P) -> Callable[..., Any]:
+    """`own` in a `shard_map` over the stages, which leaves the other axes to the compiler."""
     return jax.shard_map(
         own,
         in_specs=in_specs,
-        out_specs=P(PIPELINE),
+        out_specs=out_specs,
         axis_names={PIPELINE},
         check_vma=False,
     )
@@ -172,7 +172,7 @@ def shared_by_stages(
 
     rows = jax.tree.map(by_stage, (x_BSD, documents()))
     if is_divided:
-        own = _over_stages(own, (P(), P(PIPELINE), P(PIPELINE)))
+        own = _over_stages(own, (P(), P(PIPELINE), P(PIPELINE)), P(PIPELINE))
     rows_MBSD, reports = own(stacked, *rows)
     return _joined(_by_stage(rows_MBSD, leading=(None,))), reports
 
@@ -199,8 +199,80 @@ def dealt_to_stages(leaf: jax.Array, chunks: int, counts: tuple[int, ...]) -> ja
         leaf = jnp.concatenate(parts)
         # Before stages take theirs: its gradient is then put in parts again as a whole, once.
         leaf = constrained(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
+    elif chunks > 1 and axis_size(PIPELINE) > 1:
+        return _exchanged(leaf, chunks)
     leaf = leaf.reshape(chunks, len(counts), -1, *rest)
     return constrained(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
+
+
+def _exchanged(leaf: jax.Array, chunks: int) -> jax.Array:
+    """[layers, ...], of which each stage has neighbouring ones, as [chunks, stages, layers of a
+    chunk, ...], of which it has those that it computes.
+
+    Each stage sends a chunk at a time, and gets another's. The compiler by itself gathers all
+    layers on every device to pick from them, and their gradients likewise, where stages do not
+    divide the chunks (9 stages of 7; jax 0.10.2, for GPUs).
+    """
+    rounds, rest = _rounds(chunks, axis_size(PIPELINE)), leaf.shape[1:]
+    in_order, as_dealt = P(PIPELINE), P(None, PIPELINE)
+
+    def moved(own: jax.Array, *, is_back: bool) -> jax.Array:
+        here, made = jax.lax.axis_index(PIPELINE), jnp.zeros_like(own)
+        for each in rounds:
+            pairs, taken, put = (each.back, each.to, each.of) if is_back else each
+            sent = jax.lax.dynamic_index_in_dim(own, jnp.asarray(taken)[here])
+            got = jax.lax.ppermute(sent, PIPELINE, pairs)
+            made = jax.lax.dynamic_update_slice_in_dim(made, got, jnp.asarray(put)[here], 0)
+        return made
+
+    def dealt(own: jax.Array) -> jax.Array:
+        return moved(own.reshape(chunks, -1, *rest), is_back=False)[:, None]
+
+    def back(own: jax.Array) -> jax.Array:
+        return moved(own[:, 0], is_back=True).reshape(-1, *rest)
+
+    # Its transpose by JAX would make an array of all chunks for each of them, to add them up.
+    return jax.custom_derivatives.linear_call(
+        lambda _, leaf: _over_stages(dealt, in_order, as_dealt)(leaf),
+        lambda _, gradient: _over_stages(back, as_dealt, in_order)(gradient),
+        (),
+        leaf,
+    )
+
+
+class _Round(NamedTuple):
+    """Chunks that stages send at the same time, each one of them and to another stage."""
+
+    pairs: tuple[tuple[int, int], ...]
+    """(stage that sends, stage that receives)."""
+    of: tuple[int, ...]
+    """Which of its neighbouring chunks each stage sends."""
+    to: tuple[int, ...]
+    """As which of its chunks each stage computes what it receives."""
+
+    @property
+    def back(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of the way back."""
+        return tuple((to, by) for by, to in self.pairs)
+
+
+@cache
+def _rounds(chunks: int, stages: int) -> tuple[_Round, ...]:
+    """Rounds after which every stage has its chunks.
+
+    Stage p holds chunks p C to p C + C - 1 of the network, of which stage g modulo S computes chunk
+    g. With d the greatest common divisor of C and S, p C modulo S takes each multiple of d for d
+    stages, S / d apart; where these send chunks that differ modulo d, no two meet.
+    """
+    common, found = math.gcd(chunks, stages), []
+    for number in range(chunks):
+        group, place = divmod(number, common)
+        of = [group * common + (place + p // (stages // common)) % common for p in range(stages)]
+        sent = [p * chunks + own for p, own in enumerate(of)]
+        pairs = tuple((p, chunk % stages) for p, chunk in enumerate(sent))
+        to = {chunk % stages: chunk // stages for chunk in sent}
+        found.append(_Round(pairs, tuple(of), tuple(to[p] for p in range(stages))))
+    return tuple(found)
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -237,7 +309,7 @@ def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk[0], keepdims=False), dealt
         )
 
-    return _over_stages(pick, (P(None, PIPELINE), P(PIPELINE)))(dealt, chunk_P)
+    return _over_stages(pick, (P(None, PIPELINE), P(PIPELINE)), P(PIPELINE))(dealt, chunk_P)
 
 
 def _by_stage(activations: jax.Array, leading: tuple[str | None, ...] = (PIPELINE,)) -> jax.Array:

@@ -46,21 +46,30 @@ def replica_group(text: str, mesh_axes: MeshAxes) -> DeviceGroup:
 
 @cache
 def permute_group(text: str, mesh_axes: MeshAxes) -> DeviceGroup:
-    """The group in a `source_target_pairs` attribute: the devices that the first pair's data
-    could reach, hop by hop."""
+    """The group in a `source_target_pairs` attribute: the devices that the data of the first pair
+    of two devices could reach, hop by hop; these may be some of those along its axes."""
     neighbours: dict[int, list[int]] = {}
-    pairs = re.findall(r"\{(\d+),(\d+)\}", text)
-    for source, target in ((int(a), int(b)) for a, b in pairs):
+    found = re.findall(r"\{(\d+),(\d+)\}", text)
+    pairs = [(int(source), int(target)) for source, target in found if source != target]
+    for source, target in pairs:
         neighbours.setdefault(source, []).append(target)
         neighbours.setdefault(target, []).append(source)
-    waiting = [int(pairs[0][0])] if pairs else [0]
+    waiting = [pairs[0][0]] if pairs else [0]
     reached = set(waiting)
     while waiting:
         for neighbour in neighbours.get(waiting.pop(), ()):
             if neighbour not in reached:
                 reached.add(neighbour)
                 waiting.append(neighbour)
-    return device_group(sorted(reached), mesh_axes)
+    group = device_group(sorted(reached), mesh_axes)
+    if group.axes:
+        return group
+    axes, stride = [], 1
+    for name, size in reversed(mesh_axes):
+        if len({device // stride % size for device in reached}) > 1:
+            axes.insert(0, name)
+        stride *= size
+    return DeviceGroup(extents=group.extents, axes=tuple(axes))
 
 
 def device_group(devices: Sequence[int], mesh_axes: MeshAxes) -> DeviceGroup:

@@ -948,6 +948,26 @@ def test_gradients_of_a_stage_cross_the_context_axis_once():
     assert max(times for each, times in over if each.name == "all_gather") >= 4
 
 
+def test_stages_exchange_chunks_and_gather_none():
+    """A stage of several chunks stores neighbouring layers and computes others: of eight layers on
+    four stages it sends one of each matrix at a time, and gets its gradient. A step of a pipeline
+    compiles."""
+    layout = {"data": 1, "pipeline": 4, "pipeline_chunks": 2, "pipeline_schedule": "1f1b"}
+    config = run_of("llama", "sgd", {"data": 1}, microbatches=4).config
+    fields = {f"layout.{name}": value for name, value in layout.items()}
+    run = resolve(with_fields(config, {"model.layers": 8, **fields}))
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+    of_layer = step.state.params["blocks"]["feed_forward"]["gated"]["kernel"].size // 2
+    found = [each.collective for each, _ in program.walk() if each.collective is not None]
+    gathered = [each.payload_bytes for each in found if each.name == "all_gather"]
+    sent = [each.payload_bytes for each in found if each.name == "collective_permute"]
+
+    assert max(gathered, default=0) < of_layer  # bytes
+    assert sent.count(of_layer) >= 2
+
+
 @pytest.mark.slow_except("mlp-layout0-1", "mlp-layout2-1")
 @pytest.mark.parametrize(
     ("model", "layout", "microbatches"),

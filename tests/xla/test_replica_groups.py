@@ -65,6 +65,16 @@ def test_devices_of_a_permutation_are_those_its_data_can_reach():
     assert (group.extents, group.axes) == (((4, 1),), ("tensor",))
 
 
+def test_a_permutation_is_more_than_what_its_first_device_keeps():
+    """Of four stages the first keeps its data; the others pass theirs on, and are no whole axis."""
+    mesh = (("pipeline", 4), ("tensor", 2))
+    pairs = "{{0,0},{2,4},{4,6},{6,2},{1,1},{3,5},{5,7},{7,3}}"
+
+    group = permute_group(pairs, mesh)
+
+    assert (group.extents, group.axes) == (((3, 2),), ("pipeline",))
+
+
 def test_an_unknown_notation_is_refused():
     """A wrong group would be a wrong prediction."""
     with pytest.raises(ProfileError, match="unknown notation"):

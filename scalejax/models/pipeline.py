@@ -285,7 +285,7 @@ def of_dealt_layers(dealt_MCPL: jax.Array, counts: tuple[int, ...]) -> jax.Array
     [microbatches, layers, ...], without the layers that stages do not have."""
     microbatches, _, _, most = dealt_MCPL.shape[:4]
     flat = dealt_MCPL.reshape(microbatches, -1, *dealt_MCPL.shape[4:])
-    if min(counts) == most:
+    if min(counts) == max(counts):
         return flat
     places = [stage * most + np.arange(count) for stage, count in enumerate(counts)]
     return flat[:, np.concatenate(places)]

@@ -36,7 +36,7 @@ from scalejax.xla.compiled import read_step
 
 UPDATES, GLOBAL_BATCH, TOKENS = 20, 16, 8
 RTOL, MARGIN = 1e-5, 5e-7
-SEEDS = {"dropless": 4, "capacity": 3, "bias": 8, "bias without another token": 8}
+SEEDS = {"dropless": 4, "capacity": 3, "capacity, 4 layers": 8, "bias": 8}
 """Of batches."""
 SIGMOID = {"scores": "sigmoid", "scaling": 1.5, "groups": 4, "groups_per_token": 2}
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,8 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "router": {**SIGMOID, "balance": "bias", "bias_update_rate": 0.05},
     },
 }
+KINDS["capacity, 4 layers"] = KINDS["capacity"]
 """Fields of `model.moe`: drop nothing, drop beyond the mean load, and DeepSeek-V3's router, with
-its prediction of the token after the next."""
+its prediction of the token after the next. Of 3 layers, but for one that chunks divide."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "dropless, expert=4 x data=2": ("dropless", {"expert": 4, "data": 2}, 1, "none"),
     "capacity, expert=4 x tensor=2": ("capacity", {"expert": 4, "tensor": 2}, 1, "full"),
@@ -158,6 +159,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         4,
         "selective_op",
     ),
+    "capacity, expert=2 x pipeline=2 in 2 chunks": (
+        "capacity, 4 layers",
+        {"expert": 2, "pipeline": 2, "pipeline_chunks": 2},
+        4,
+        "none",
+    ),
+    "capacity, expert=2 x pipeline=2 in 2 chunks, 1F1B": (
+        "capacity, 4 layers",
+        {"expert": 2, "pipeline": 2, "pipeline_chunks": 2, "pipeline_schedule": "1f1b"},
+        4,
+        "full",
+    ),
 }
 """Fields of `model.moe`, axes, microbatches and recompute. In a pipeline stages have unlike numbers
 of layers with experts, or dense layers before them."""
@@ -167,8 +180,8 @@ def run_of(kind: str, layout: dict[str, Any], microbatches: int = 1, remat: str 
     """A small run of a decoder with experts."""
     tables = {
         "model": {
-            "name": "llama", "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2,
-            "ffn_hidden": 48, "remat": remat,
+            "name": "llama", "layers": 4 if kind.endswith("4 layers") else 3, "hidden": 32,
+            "heads": 4, "kv_heads": 2, "ffn_hidden": 48, "remat": remat,
             "moe": {"experts": 8, "experts_per_token": 2, "expert_hidden": 16, **KINDS[kind]},
             "mtp": {} if kind == "bias" else None,
         },

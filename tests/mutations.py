@@ -405,6 +405,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/models/test_pipeline_stages.py",),
     ),
     Mutation(
+        path="scalejax/models/pipeline.py",
+        old="if min(counts) == max(counts):",
+        new="if min(counts) == most:",
+        mistake="stages with chunks report some of their layers twice",
+        first_tests=("tests/models/test_pipeline_stages.py",),
+    ),
+    Mutation(
         path="scalejax/training/pipeline.py",
         old="own = jnp.asarray(counts)[self._here]",
         new="own = jnp.asarray(counts)[-1]",

@@ -181,16 +181,9 @@ def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
     Raises:
         ConfigError: naming the nearest number of devices that divides.
     """
-    if model.expert_count:
-        if layout.mode != "jit":
-            accepted = 'loads of experts are of all devices; use "jit"'
-            raise ConfigError(refusal("layout.mode", layout.mode, accepted))
-        if layout.pipeline_schedule == "zb_h1":
-            accepted = (
-                "one loop over blocks of tokens makes the gradients of experts and of their input: "
-                'they are no two passes; use "1f1b"'
-            )
-            raise ConfigError(refusal("layout.pipeline_schedule", "zb_h1", accepted))
+    if model.expert_count and layout.mode != "jit":
+        accepted = 'loads of experts are of all devices; use "jit"'
+        raise ConfigError(refusal("layout.mode", layout.mode, accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:

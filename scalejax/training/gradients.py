@@ -43,7 +43,8 @@ from scalejax.models.sharding import (
 )
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
 from scalejax.training.optimizers.fine_tuning import trainable, updated
-from scalejax.training.pipeline import Network, Parameters, scheduled_gradients
+from scalejax.training.passes import Parameters
+from scalejax.training.pipeline import Network, scheduled_gradients
 from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
 
 Batch = dict[str, Any]

@@ -13,9 +13,7 @@ computes loss and logits and their gradients at once, in its forward pass. Knows
 tables; nothing of what a block consists of.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS
@@ -31,33 +28,12 @@ from scalejax.config.parallelism import CONTEXT, EXPERT, PIPELINE
 from scalejax.config.pipeline_schedule import EXCHANGE, PassKind, Timetable
 from scalejax.models.float8 import is_scales
 from scalejax.models.moe import is_of_experts
-from scalejax.models.packing import Documents, documents_of, packed
+from scalejax.models.packing import documents_of
 from scalejax.models.sharding import axis_size
 from scalejax.training.gradient_sync.device_rows import PyTree
+from scalejax.training.passes import BackwardParts, Parameters, Split
 
 _KINDS: tuple[PassKind | None, ...] = (None, "forward", "backward", "weights")
-
-
-class Parameters(NamedTuple):
-    """Parameters, of which some learn: two trees of one structure, each with None in place of what
-    is in the other."""
-
-    learning: PyTree
-    """Those by which the loss is differentiated."""
-    frozen: PyTree
-    """The others."""
-    documents: Documents | None = None
-    """Not parameters, but what blocks are given beside them: the documents of a microbatch."""
-
-    @property
-    def whole(self) -> PyTree:
-        """All of them, in one tree."""
-        return jax.tree.map(
-            lambda learning, frozen: frozen if learning is None else learning,
-            self.learning,
-            self.frozen,
-            is_leaf=lambda leaf: leaf is None,
-        )
 
 
 class Network(NamedTuple):
@@ -184,11 +160,11 @@ class _Stage:
         self._layers = jax.tree.leaves(blocks)[0].shape[1]
         first = {name: jnp.int32(0) for name in ("chunk", "microbatch")}
         one = self._layer(first, 0)
-        self._split = _Split.of(network.blocks, one, self._x)
+        self._split = Split.of(network.blocks, one, self._x)
         self._passes = {"forward": self._forward, "backward": self._backward}
         self._parts = None
         if table.ticks.schedule == "zb_h1":
-            self._parts = _BackwardParts.of(self._split, one, self._x)
+            self._parts = BackwardParts.of(self._split, one, self._x)
             self._passes = {
                 "forward": self._forward,
                 "backward": partial(self._backward_of_input, self._parts),
@@ -303,9 +279,7 @@ class _Stage:
         return held._replace(reports=reports)
 
     def _backward(self, own: dict[str, jax.Array], held: _Held) -> _Held:
-        weight = None
-        if self._split.adds_loss:
-            weight = self._network.weight(_at(self._rows, own["microbatch"]))
+        weight = self._weight(own)
 
         def block(layer: Any, before: tuple[jax.Array, PyTree]) -> tuple[jax.Array, PyTree]:
             gradient_BSD, of_blocks = before
@@ -322,9 +296,10 @@ class _Stage:
         return self._with_embedding(own, held)
 
     def _backward_of_input(
-        self, parts: "_BackwardParts", own: dict[str, jax.Array], held: _Held
+        self, parts: "BackwardParts", own: dict[str, jax.Array], held: _Held
     ) -> _Held:
         """The gradient of the input alone, and what those of the weights need besides."""
+        weight = self._weight(own)
 
         def block(
             layer: Any, before: tuple[jax.Array, list[jax.Array]]
@@ -332,7 +307,7 @@ class _Stage:
             gradient_BSD, unweighed = before
             saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
             blocks = self._layer(own, layer)
-            gradient_BSD, needed = parts.of_input(blocks, saved, gradient_BSD)
+            gradient_BSD, needed = parts.of_input(blocks, saved, (gradient_BSD, weight))
             put = partial(_put, (own["unweighed"], layer))
             return gradient_BSD, [put(*each) for each in zip(unweighed, needed, strict=True)]
 
@@ -343,15 +318,23 @@ class _Stage:
         return self._with_embedding(own, held)
 
     def _backward_of_weights(
-        self, parts: "_BackwardParts", own: dict[str, jax.Array], held: _Held
+        self, parts: "BackwardParts", own: dict[str, jax.Array], held: _Held
     ) -> _Held:
+        weight = self._weight(own)
+
         def block(layer: Any, of_blocks: PyTree) -> PyTree:
             saved = [_taken(own["place"], layer, buffer) for buffer in held.saved]
             needed = [_taken(own["unweighed"], layer, buffer) for buffer in held.unweighed]
-            more = parts.of_weights(self._layer(own, layer), saved, needed)
+            more = parts.of_weights(self._layer(own, layer), saved, needed, weight)
             return _added_at(own["chunk"], layer, of_blocks, more)
 
         return held._replace(of_blocks=self._over_layers(block, held.of_blocks))
+
+    def _weight(self, own: dict[str, jax.Array]) -> jax.Array | None:
+        """The weight in the loss of what blocks add to it; None if they add nothing."""
+        if not self._split.adds_loss:
+            return None
+        return self._network.weight(_at(self._rows, own["microbatch"]))
 
     def _layer(self, own: dict[str, jax.Array], layer: Any) -> Parameters:
         """One period of layers of a pass, and the documents of its microbatch."""
@@ -389,280 +372,6 @@ def _if(
             (condition, before),
         )
     return after
-
-
-def _given(
-    function: Callable[[PyTree, jax.Array], Any], params: Parameters, learning: PyTree, x: jax.Array
-) -> Any:
-    with packed(params.documents):
-        return function(params._replace(learning=learning).whole, x)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """The forward and the backward pass of a function as two functions, with what the first saves
-    for the second between them. Parameters are not saved, nor what follows from them alone."""
-
-    traced: ClosedJaxpr
-    """(parameters, x) to (result and what is reported, what the backward pass needs)."""
-    made: Any
-    """Shapes of the result, x and an addition to the loss or None, and of what is reported."""
-    back: Any
-    """Structure of the backward function."""
-    is_saved: tuple[bool, ...]
-    """Of what the backward pass needs, what depends on x."""
-
-    @classmethod
-    def of(
-        cls, function: Callable[[PyTree, jax.Array], Any], params: Parameters, x: Any
-    ) -> "_Split":
-        """The passes of `function` for arguments of these shapes."""
-        structure = []
-
-        def forward(params: Parameters, x: jax.Array) -> tuple[PyTree, list[jax.Array]]:
-            result, back, report = jax.vjp(
-                partial(_given, function, params),
-                params.learning,
-                x,
-                has_aux=True,
-            )
-            leaves, back = jax.tree.flatten(back)
-            structure.append(back)
-            return (result, report), leaves
-
-        traced, (made, needed) = jax.make_jaxpr(forward, return_shape=True)(params, x)
-        jaxpr = traced.jaxpr
-        moving = {jaxpr.invars[-1]}
-        for each in jaxpr.eqns:
-            if any(not isinstance(var, Literal) and var in moving for var in each.invars):
-                moving.update(each.outvars)
-        needed = jaxpr.outvars[len(jaxpr.outvars) - len(needed) :]
-        is_saved = tuple(not isinstance(var, Literal) and var in moving for var in needed)
-        return cls(traced, made, structure[0], is_saved)
-
-    @property
-    def report(self) -> Any:
-        """Shapes of what is reported."""
-        return self.made[1]
-
-    @property
-    def adds_loss(self) -> bool:
-        """Whether the function adds to the loss."""
-        return self.made[0][1] is not None
-
-    @property
-    def saved(self) -> list[Any]:
-        """Shapes of what is saved."""
-        return [
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-            for shape, is_saved in zip(
-                self.traced.out_avals[-len(self.is_saved) :], self.is_saved, strict=True
-            )
-            if is_saved
-        ]
-
-    def _all(self, params: Parameters, x: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves of what is made, and all that the backward pass needs."""
-        made = jaxpr_as_fun(self.traced)(*jax.tree.leaves(params), x)
-        count = len(made) - len(self.is_saved)
-        return made[:count], made[count:]
-
-    def forward(
-        self, params: Parameters, x: jax.Array
-    ) -> tuple[jax.Array, PyTree, list[jax.Array]]:
-        """x of the result, what is reported, and what is saved."""
-        made, needed = self._all(params, x)
-        (x, _), report = jax.tree.unflatten(jax.tree.structure(self.made), made)
-        return x, report, list(itertools.compress(needed, self.is_saved))
-
-    def backward(
-        self,
-        params: Parameters,
-        saved: list[jax.Array],
-        gradients: tuple[jax.Array, jax.Array | None],
-    ) -> tuple[PyTree, jax.Array]:
-        """Gradients of the parameters that learn and of x, of those of the result."""
-        x = self.traced.in_avals[-1]
-        # Nothing that depends on x is used of this: the compiler leaves it out.
-        _, needed = self._all(params, jnp.zeros(x.shape, x.dtype))
-        own = iter(saved)
-        needed = [
-            next(own) if is_saved else leaf
-            for leaf, is_saved in zip(needed, self.is_saved, strict=True)
-        ]
-        return jax.tree.unflatten(self.back, needed)(gradients)
-
-
-@dataclass(frozen=True)
-class _BackwardParts:
-    """The backward pass of a `_Split` in two: the gradient of x, and those of the parameters (B and
-    W of Qi et al. 2023, arXiv 2401.10241, section 2.1)."""
-
-    traced: ClosedJaxpr
-    """(parameters, saved, gradient) to (gradients of the parameters, gradient of x), all inlined.
-    """
-    structure: Any
-    """Of the gradients of the parameters."""
-    first: tuple[JaxprEqn, ...]
-    """What the gradient of x is computed with."""
-    then: tuple[JaxprEqn, ...]
-    """What those of the parameters are computed with, from what is saved in between; products that
-    do not depend on the gradient are not computed again."""
-    between: tuple[Var, ...]
-    """What the first part saves for the second."""
-
-    @classmethod
-    def of(cls, split: _Split, params: Parameters, x: Any) -> "_BackwardParts":
-        """The two parts for parameters and an x of these shapes."""
-        structure = []
-
-        def backward(params: Parameters, saved: list[jax.Array], gradient: jax.Array) -> PyTree:
-            of_params, of_x = split.backward(params, saved, (gradient, None))
-            leaves, tree = jax.tree.flatten(of_params)
-            structure.append(tree)
-            return leaves, of_x
-
-        nested = jax.make_jaxpr(backward)(params, split.saved, x)
-        traced = jax.make_jaxpr(partial(_inlined, nested))(*nested.in_avals)
-        jaxpr = traced.jaxpr
-        made_by = {var: each for each in jaxpr.eqns for var in each.outvars}
-        first = _needed(jaxpr.outvars[-1:], made_by, frozenset(jaxpr.invars))
-        by_id = {id(each): each for each in jaxpr.eqns}
-        for of_weight in jaxpr.outvars[:-1]:
-            more = _needed([of_weight], made_by, frozenset(jaxpr.invars)) - first
-            # Gradients without a product, of norms and biases: they are small, and what they are
-            # sums of is not.
-            if all(_is_cheap(by_id[each]) for each in more):
-                first |= more
-        moving = {jaxpr.invars[-1]}
-        for each in jaxpr.eqns:
-            if not moving.isdisjoint(_variables(each.invars)):
-                moving.update(each.outvars)
-        own = {var for var in _variables((*jaxpr.invars[:-1], *jaxpr.constvars))}
-        # Cheap to compute again from what was saved: it need not be kept from the first part.
-        again = set(own)
-        for each in jaxpr.eqns:
-            is_known = moving.isdisjoint(each.outvars) and again.issuperset(_variables(each.invars))
-            if is_known and _is_cheap(each):
-                again.update(each.outvars)
-        known = {var for each in jaxpr.eqns if id(each) in first for var in each.outvars}
-        ends = frozenset((known - again) | {jaxpr.invars[-1]} | own)
-        then = _needed(jaxpr.outvars[:-1], made_by, ends)
-        used = {
-            var for each in jaxpr.eqns if id(each) in then for var in _variables(each.invars)
-        } | set(_variables(jaxpr.outvars[:-1]))
-        between = [
-            var
-            for var in (jaxpr.invars[-1], *(v for each in jaxpr.eqns for v in each.outvars))
-            if var in used and var in ends and var not in own
-        ]
-        return cls(
-            traced,
-            structure[0],
-            tuple(each for each in jaxpr.eqns if id(each) in first),
-            tuple(each for each in jaxpr.eqns if id(each) in then),
-            tuple(between),
-        )
-
-    @property
-    def saved(self) -> list[Any]:
-        """Shapes of what the first part saves for the second."""
-        shapes: list[Any] = [var.aval for var in self.between]
-        return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in shapes]
-
-    def of_input(
-        self, params: Parameters, saved: list[jax.Array], gradient: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """The gradient of x, and what is saved."""
-        known = self._known(params, saved)
-        known[self.traced.jaxpr.invars[-1]] = gradient
-        _evaluate(self.first, known)
-        return _read(known, self.traced.jaxpr.outvars[-1]), [known[var] for var in self.between]
-
-    def of_weights(
-        self, params: Parameters, saved: list[jax.Array], between: list[jax.Array]
-    ) -> PyTree:
-        """Gradients of the parameters that learn."""
-        known = self._known(params, saved) | dict(zip(self.between, between, strict=True))
-        _evaluate(self.then, known)
-        found = [_read(known, var) for var in self.traced.jaxpr.outvars[:-1]]
-        return jax.tree.unflatten(self.structure, found)
-
-    def _known(self, params: Parameters, saved: list[jax.Array]) -> dict[Var, Any]:
-        jaxpr = self.traced.jaxpr
-        values = (*jax.tree.leaves(params), *saved)
-        return dict(zip(jaxpr.constvars, self.traced.consts, strict=True)) | dict(
-            zip(jaxpr.invars[:-1], values, strict=True)
-        )
-
-
-_PRODUCTS = {"dot_general", "conv_general_dilated", "shard_map", "scan", "while", "ragged_dot"}
-"""Primitives that are too much to compute twice; so are calls of kernels."""
-
-
-def _is_cheap(equation: JaxprEqn) -> bool:
-    name = equation.primitive.name
-    return name not in _PRODUCTS and "dot_product_attention" not in name and "ffi" not in name
-
-
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _needed(
-    wanted: Iterable[Any], made_by: Mapping[Var, JaxprEqn], ends: frozenset[Var]
-) -> set[int]:
-    """Identities of the equations that make `wanted` from `ends`."""
-    found: set[int] = set()
-    waiting = _variables(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var in ends or var not in made_by or id(made_by[var]) in found:
-            continue
-        found.add(id(made_by[var]))
-        waiting.extend(_variables(made_by[var].invars))
-    return found
-
-
-def _read(known: Mapping[Var, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
-
-
-def _evaluate(equations: Iterable[JaxprEqn], known: dict[Var, Any]) -> None:
-    """Compute `equations` in order, from and into the values of variables."""
-    for each in equations:
-        # Functions among the parameters are operands in older JAX, and parameters in newer.
-        bound = each.primitive.get_bind_params(each.params)
-        functions, params = bound if isinstance(bound, tuple) else ((), bound)
-        values = [_read(known, atom) for atom in each.invars]
-        with each.ctx.manager:
-            made = each.primitive.bind(*functions, *values, **params)
-        results = made if each.primitive.multiple_results else [made]
-        known.update(zip(each.outvars, results, strict=True))
-
-
-def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
-    """The results of `closed`, with its calls, and its loops of one round, computed in place."""
-    jaxpr = closed.jaxpr
-    known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known.update(zip(jaxpr.invars, values, strict=True))
-    for each in jaxpr.eqns:
-        inner, name = each.params.get("jaxpr"), each.primitive.name
-        if name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"):
-            inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-            made = _inlined(inner, *(_read(known, atom) for atom in each.invars))
-        elif name == "scan" and each.params["length"] == 1:
-            carried = each.params["num_consts"] + each.params["num_carry"]
-            given = [_read(known, atom) for atom in each.invars]
-            given[carried:] = [value[0] for value in given[carried:]]
-            made = _inlined(inner, *given)
-            count = each.params["num_carry"]
-            made[count:] = [value[None] for value in made[count:]]
-        else:
-            _evaluate([each], known)
-            continue
-        known.update(zip(each.outvars, made, strict=True))
-    return [_read(known, atom) for atom in jaxpr.outvars]
 
 
 def _at(tree: PyTree, index: Any) -> PyTree:

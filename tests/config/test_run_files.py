@@ -293,10 +293,6 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             {**MOE, "layout.expert": 3, "batch.global_batch": 48},
             r"model\.moe\.experts=8 .* layout\.expert=3 \(nearest: 6 or 9\)",
         ),
-        (
-            {**MOE, "layout.pipeline": 2, "layout.pipeline_schedule": "zb_h1"},
-            r"'zb_h1' is refused: one loop .* no two passes",
-        ),
         ({**MOE, "model.moe.dense_layers": 4}, r"dense_layers=4 .* some layer has experts"),
         ({**MOE, "model.moe.experts_per_token": 9}, "at most the 8 experts"),
         (

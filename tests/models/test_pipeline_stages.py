@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from scalejax.config.parallelism import PIPELINE, Layout
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
-from scalejax.models.pipeline import shared_by_stages, through_stages
+from scalejax.models.pipeline import of_dealt_layers, shared_by_stages, through_stages
 from scalejax.models.remat import kept, recomputed
 from scalejax.models.sharding import ShardingConstraints, constraints, sharding_context
 from scalejax.training.mesh import build_mesh, replicated
@@ -192,3 +192,13 @@ def test_an_arrangement_ends_with_its_context():
         assert constraints().chunks == 2
 
     assert constraints() == ShardingConstraints()
+
+
+def test_reports_are_in_the_order_of_the_network():
+    """Of 2 stages with 2 chunks of one layer each, and with 2 layers and 1, of which none is one
+    that a stage lacks."""
+    in_chunks = of_dealt_layers(jnp.array([[[[0], [1]], [[2], [3]]]]), (2, 2))
+    unlike = of_dealt_layers(jnp.array([[[[0, 1], [2, -1]]]]), (2, 1))
+
+    assert in_chunks.tolist() == [[0, 1, 2, 3]]
+    assert unlike.tolist() == [[0, 1, 2]]

@@ -352,9 +352,12 @@ BACKWARD = (
 )
 
 
-@pytest.mark.parametrize("again", ["nothing", "in the loop", "in a loop of its own"])
+@pytest.mark.parametrize(
+    "again", ["nothing", "in the loop", "in a loop of its own", "nothing, in two", "in both"]
+)
 def test_products_of_experts_are_two_in_each_pass_whatever_xla_computes_again(again: str):
-    """Without and with an expert axis, and with checkpoints; full recompute adds two, of the same
+    """Without and with an expert axis, and with checkpoints; and in the two backward passes of
+    ZB-H1, of which the second computes "of inner" again too. Full recompute adds two, of the same
     FLOP. Which product is computed again is told by order alone: "gated" before "of x"."""
 
     def blocks(name: str, *body: Operation) -> Loop:
@@ -373,6 +376,18 @@ def test_products_of_experts_are_two_in_each_pass_whatever_xla_computes_again(ag
         Loop(name="forward", trip_count=3, body=(blocks("blocks", GATED, DOWN),)),
         Loop(name="backward", trip_count=3, body=tuple(backward)),
     )
+    if again in ("nothing, in two", "in both"):
+        first = (other,) if again == "in both" else ()
+        of_inner, of_x, *of_weights = BACKWARD
+        layers = (
+            layers[0],
+            Loop(name="backward_pass", trip_count=3, body=(blocks("b", *first, of_inner, of_x),)),
+            Loop(
+                name="weights_pass",
+                trip_count=3,
+                body=(blocks("w", *first, of_inner, *of_weights),),
+            ),
+        )
     program = replace(step_in_blocks(), operations=layers)
     tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
 

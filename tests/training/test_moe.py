@@ -171,6 +171,37 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int, str]] = {
         4,
         "full",
     ),
+    "dropless, expert=2 x pipeline=2 x data=2, ZB-H1": (
+        "dropless",
+        {"expert": 2, "pipeline": 2, "data": 2, "pipeline_schedule": "zb_h1"},
+        4,
+        "none",
+    ),
+    "bias, expert=2 x pipeline=2 x heads over context=2, ZB-H1, ZeRO 1": (
+        "bias",
+        {
+            "expert": 2,
+            "pipeline": 2,
+            "context": 2,
+            "context_strategy": "all_to_all",
+            "zero_stage": 1,
+            "pipeline_schedule": "zb_h1",
+        },
+        4,
+        "selective_op",
+    ),
+    "capacity, expert=2 x fsdp=2 x pipeline=2, ZB-H1": (
+        "capacity",
+        {"expert": 2, "fsdp": 2, "pipeline": 2, "pipeline_schedule": "zb_h1"},
+        4,
+        "full",
+    ),
+    "dropless, fsdp=2 x tensor=2 x pipeline=2, ZB-H1": (
+        "dropless",
+        {"fsdp": 2, "tensor": 2, "pipeline": 2, "pipeline_schedule": "zb_h1"},
+        4,
+        "selective",
+    ),
 }
 """Fields of `model.moe`, axes, microbatches and recompute. In a pipeline stages have unlike numbers
 of layers with experts, or dense layers before them."""

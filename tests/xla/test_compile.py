@@ -23,7 +23,8 @@ from scalejax.core.errors import ConfigError, DoesNotFit, ProfileError
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Loop, Program
+from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.transforms.pipeline import gate_of
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step
 from scalejax.xla import (
@@ -372,6 +373,47 @@ def test_1f1b_holds_as_many_microbatches_as_stages_and_gpipe_all():
     assert held > 0.9 * (microbatches + 1 - 2) * blocks // 2 * input_bytes
     names = {item.name for item in few.operations}
     assert sum(name.endswith(".bubble") for name in names) == 1
+
+
+@pytest.mark.slow  # compiles a pipeline for CUDA, 6 s
+@needs_cuda_compiler
+def test_passes_of_experts_have_the_products_of_their_schedule():
+    """In units of rows x width x width of experts: gate and up are two, down one. ZB-H1 computes
+    gate, up and the gradient before down in both of its passes, which have two and three others."""
+    width, experts = 64, {"experts": 4, "experts_per_token": 2, "expert_hidden": 64}
+    model = {"name": "llama", "layers": 2, "hidden": width, "heads": 2, "ffn_hidden": 64}
+    run = resolved(
+        "gpt",
+        4,
+        model={**model, "moe": experts},
+        data={"name": "synthetic_tokens", "tokens": 128, "vocabulary": 64},
+        batch={"per_device_batch": 8, "microbatches": 4},
+        layout={"pipeline": 2, "expert": 2, "pipeline_schedule": "zb_h1"},
+    )
+
+    (program,) = profile_many(
+        [ProfileJob(run=run, cluster=load_cluster("dgx-h100"))], cache=None, backend="cuda"
+    )
+
+    found: dict[str, list[float]] = {}
+
+    def find(items: tuple[Operation | Loop, ...], gate: str) -> None:
+        for item in items:
+            if isinstance(item, Loop) and (blocks := item.expert_blocks) is not None:
+                flop = sum(each.flop for each in item.body if isinstance(each, Operation))
+                found.setdefault(gate, []).append(flop / (2 * blocks.rows * width * width))
+            elif isinstance(item, Loop):
+                find(item.body, item.name if gate_of(item) else gate)
+
+    find(program.operations, "")
+    units = {gate: [round(each) for each in of_loops] for gate, of_loops in found.items()}
+    assert units == {
+        "forward_pass": [3],
+        "backward_pass": [5],
+        "weights_pass": [6],
+        "forward_pass.bubble": [3],
+        "backward_pass.bubble": [5],
+    }
 
 
 @pytest.mark.usefixtures("kept")

@@ -8,7 +8,7 @@ its experts and back (--moe-token-dispatcher-type alltoall). Knows nothing of ha
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from scalejax.simulator.program import (
     Program,
     RoutedTokens,
 )
+from scalejax.simulator.transforms.pipeline import gate_of
 
 _Items = tuple[Operation | Loop, ...]
 _WIDE_BYTES = 4  # of an element of float32
@@ -57,7 +58,19 @@ def with_grouped_experts(
     devices = dict(program.mesh_axes).get(EXPERT, 1)
     gathered = tokens.tokens * token_bytes * devices if devices > 1 else 0
     way = _Way(tokens, gathered, element_bytes, recomputed_products)
-    return replace(program, operations=_grouped(program.operations, way))
+    is_split = any(gate_of(loop) == "weights_pass" for loop in _loops(program.operations))
+    only: dict[str, GroupedPass] = {}
+    if is_split:
+        only = {"backward_pass": "input_gradient", "weights_pass": "weight_gradient"}
+    return replace(program, operations=_grouped(program.operations, way, only))
+
+
+def _loops(items: Iterable[Operation | Loop]) -> Iterator[Loop]:
+    """Yield all loops, those inside of others too."""
+    for item in items:
+        if isinstance(item, Loop):
+            yield item
+            yield from _loops(item.body)
 
 
 class _Way(NamedTuple):
@@ -73,17 +86,24 @@ class _Way(NamedTuple):
     """Products that run again."""
 
 
-def _grouped(items: Iterable[Operation | Loop], way: _Way) -> _Items:
-    """`items` with experts grouped."""
+def _grouped(
+    items: Iterable[Operation | Loop],
+    way: _Way,
+    only: Mapping[str, GroupedPass],
+    gradient: GroupedPass | None = None,
+) -> _Items:
+    """`items` with experts grouped; `gradient` is what alone they make of it, if they do, and
+    `only` the same of loops inside, by their gate."""
     made: list[Operation | Loop] = []
     items = tuple(items)
     of_experts = [index for index, item in enumerate(items) if _is_of_experts(item)]
     has_backward = any(_is_backward(item) for item in items if isinstance(item, Loop))
     for index, item in enumerate(items):
         if isinstance(item, Loop) and item.expert_blocks is not None:
-            made.extend(_at_once(item, item.expert_blocks, way.recomputed, has_backward))
+            made.extend(_at_once(item, item.expert_blocks, way.recomputed, has_backward, gradient))
         elif isinstance(item, Loop):
-            made.append(replace(item, body=_grouped(item.body, way)))
+            inner = only.get(gate_of(item) or "") or gradient
+            made.append(replace(item, body=_grouped(item.body, way, only, inner)))
         elif item.collective is not None:
             sent = _sent(item.collective, way.tokens, way.gathered)
             made.append(replace(item, collective=sent))
@@ -134,9 +154,15 @@ def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collec
 
 
 def _at_once(
-    loop: Loop, blocks: ExpertBlocks, recomputed: int, has_backward: bool
+    loop: Loop,
+    blocks: ExpertBlocks,
+    recomputed: int,
+    has_backward: bool,
+    gradient: GroupedPass | None,
 ) -> list[Operation]:
     """The operations of a loop over blocks, each once for the rows of all blocks.
+
+    Of a loop that makes one `gradient` alone, other products are left out.
 
     A backward loop may compute a forward product again, and so may a loop beside one
     (`has_backward`), as XLA keeps no rows: these products are left out, and `recomputed` of them,
@@ -146,6 +172,7 @@ def _at_once(
     of_matrix = _products_by_matrix(loop, blocks)
     is_backward = _is_backward(loop)
     is_again = has_backward and not is_backward and len(of_matrix) == 1
+    is_backward |= gradient is not None
     if is_again and not recomputed:
         return []
     passes: dict[str, GroupedPass] = {}
@@ -154,10 +181,14 @@ def _at_once(
             passes |= dict.fromkeys((item.name for item in products), "forward")
             continue
         sums = [item for item in products if _sums_over_rows(item, blocks.rows)] or products[-1:]
+        if gradient == "input_gradient":
+            sums = []
         # That of the input depends on what is computed again, so that it comes after it.
         others = [item for item in products if item not in sums][-1:]
-        passes |= dict.fromkeys((item.name for item in others), "input_gradient")
-        passes |= dict.fromkeys((item.name for item in sums[:1]), "weight_gradient")
+        if gradient != "weight_gradient":
+            passes |= dict.fromkeys((item.name for item in others), "input_gradient")
+        if gradient != "input_gradient":
+            passes |= dict.fromkeys((item.name for item in sums[:1]), "weight_gradient")
     grouped = partial(_grouped_product, blocks_at_once=loop.trip_count, blocks=blocks)
     made: list[Operation] = []
     for size in sorted(of_matrix, reverse=True)[:recomputed] if is_backward else ():

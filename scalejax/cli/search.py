@@ -11,8 +11,9 @@ from tyro.conf import Positional
 
 from scalejax.cli.command import CostCommand, Overrides, flag
 from scalejax.cli.predict import parse_counts, take_conditions
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS, costed_note
-from scalejax.config.run import given_name, load_config, published_run
+from scalejax.config.run import RunConfig, given_name, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
@@ -24,7 +25,7 @@ from scalejax.simulator.transformer import Strategy
 from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
-    from scalejax.planning.search.run import SearchReport
+    from scalejax.planning.search.run import Ranked, SearchReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Search(CostCommand):
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write the strategies here as JSON."""
     output: Annotated[Path | None, flag("DIR")] = None
-    """Folder for the strategies and a plot of time against memory."""
+    """Folder for the strategies, a plot of time against memory, and the run file of the first."""
 
     def execute(self, overrides: Overrides) -> None:
         """Search, compile the best strategies, print the table, write the results."""
@@ -142,8 +143,10 @@ class Search(CostCommand):
                     on_progress=on_progress,
                 )
         print()
-        tables.show(search_tables.confirmed(report))
+        tables.show(search_tables.confirmed(report, has_run_file=self.model is None))
         self._write(report, found)
+        if (first := search_tables.winner(report)) is not None:
+            self._show_run(config, first, facts)
 
     def _write(self, report: "SearchReport", found: SearchResult) -> None:
         """Write the results and the plot, where flags name files for them."""
@@ -158,6 +161,24 @@ class Search(CostCommand):
             plot = self.output / "time_and_memory.png"
             save_picture(time_and_memory(found.ranked, title=report.title), plot)
             print(f"wrote {plot}")
+
+    def _show_run(self, config: RunConfig, first: "Ranked", facts: DatasetFacts) -> None:
+        """Write the run file of the first strategy if there is a folder for it, and say how to
+        train and predict it; or how to get one, where the network has none."""
+        from scalejax.planning.search.run import run_of
+
+        if self.output is not None:
+            path = self.output / "run.toml"
+            serialization.save_toml(run_of(config, first.strategy, facts).config, path)
+            print(f"wrote {path}, the run of {first.place}:")
+            print(f"  scalejax train {path}")
+            devices = first.strategy.layout.device_count
+            print(f"  scalejax predict {path} --cluster {self.cluster} --devices {devices}")
+        elif self.model is not None:
+            print(
+                f"With --output DIR, the run file of {first.place} is written too, DIR/run.toml:\n"
+                "scalejax train and predict take it."
+            )
 
     def _nothing_fits(
         self, nearest: tuple[Strategy, float] | None, title: str, notes: tuple[str, ...]

@@ -4,6 +4,7 @@ lines elsewhere.
 Knows counts and names, and nothing of the work itself.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,8 @@ class Progress:
     total: float = 1
     """Amount when all is done, as far as it is known."""
 
+
+_SECONDS_BETWEEN_LINES = 5  # of a count that grows, where there is no terminal
 
 OnProgress = Callable[[Progress], None]
 """Is told of progress."""
@@ -118,16 +121,25 @@ def compiling_programs() -> AbstractContextManager[OnProgress]:
 
 
 def searching() -> AbstractContextManager[OnProgress]:
-    """A display of the progress of a search."""
+    """A display of the strategies that a search has costed, and how many there are."""
+    last = -math.inf
+
+    def say(progress: Progress) -> str | None:
+        nonlocal last
+        now = time.monotonic()
+        if not progress.done:
+            last = now
+            return f"searching {progress.total:,.0f} strategies ..."
+        if progress.done < progress.total and now < last + _SECONDS_BETWEEN_LINES:
+            return None
+        last = now
+        return f"searched {progress.done:,.0f} of {progress.total:,.0f} strategies"
+
     return _display(
         "searching",
-        (TimeElapsedColumn(),),
-        lambda each: None,
-        lambda each: {
-            "completed": each.done,
-            "total": each.total,
-            "visible": each.done < each.total,
-        },
+        (MofNCompleteColumn(), TimeElapsedColumn()),
+        say,
+        lambda each: {"completed": each.done, "total": each.total},
     )
 
 
@@ -192,7 +204,7 @@ def rows(verb: str, total: int, done: int = 0) -> AbstractContextManager[OnProgr
     def say(progress: Progress) -> str | None:
         nonlocal last
         now = time.monotonic()
-        if now < last + 5:
+        if now < last + _SECONDS_BETWEEN_LINES:
             return None
         last, rate = now, (progress.done - done) / (now - begin)
         left = format_seconds((total - progress.done) / rate) if rate else UNKNOWN

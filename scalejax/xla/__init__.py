@@ -14,7 +14,7 @@ from scalejax.core.errors import require_at_least
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
-from scalejax.xla.batch import CacheFolder, profile_many
+from scalejax.xla.batch import CacheFolder, profile_each, profile_many
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import ProfileJob, require_type
 from scalejax.xla.functions import Builder, call_of, name_of, pickled
@@ -27,6 +27,7 @@ __all__ = [
     "has_cuda_compiler",
     "profile",
     "profile_call",
+    "profile_each",
     "profile_function",
     "profile_many",
     "read_compiled",

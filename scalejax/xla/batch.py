@@ -95,25 +95,79 @@ def profile_many(
         ProfileError: if the compiler refuses one; the others are stopped.
         DoesNotFit: if a cluster has fewer devices.
     """
-    ways = [derivation(job, backend=backend) for job in jobs]
-    wanted = [{case_key(each): each for each in how.compiled} for how in ways]
+    made = _profiled(jobs, on_progress, cache, backend, None)
+    return [made[position] for position in range(len(jobs))]
+
+
+def profile_each(
+    jobs: Sequence[ProfileJob],
+    on_progress: OnProgress = no_display,
+    *,
+    cache: CacheFolder = "user",
+    backend: Backend | None = None,
+) -> list[Program | ScalejaxError]:
+    """Programs of `jobs`, compiled in parallel as by `profile_many`, or the reasons why there are
+    none; what refuses one does not stop the others."""
+    errors: dict[int, ScalejaxError] = {}
+    made = _profiled(jobs, on_progress, cache, backend, errors)
+    return [made.get(position) or errors[position] for position in range(len(jobs))]
+
+
+def _profiled(
+    jobs: Sequence[ProfileJob],
+    on_progress: OnProgress,
+    cache: CacheFolder,
+    backend: Backend | None,
+    errors: dict[int, ScalejaxError] | None,
+) -> dict[int, Program]:
+    """Program of each job by its position; those that are refused are added to `errors`.
+
+    Raises:
+        ScalejaxError: of the first that is refused, if there are no `errors`.
+    """
+    ways: dict[int, Derivation] = {}
+    wanted: dict[int, dict[str, RunJob]] = {}
     compiled, programs = CompiledPrograms(cache), dict[int, Program]()
 
-    def derive() -> None:
-        for position, (how, needed) in enumerate(zip(ways, wanted, strict=True)):
-            if position not in programs and needed.keys() <= compiled.known.keys():
-                program = how.program([compiled.known[key] for key in needed])
-                assert program is not None  # noqa: S101  it is of all devices already
-                programs[position] = program
-                on_progress(Progress(part=how.job.title, done=1))
+    def refuse(position: int, error: ScalejaxError) -> None:
+        if errors is None:
+            raise error
+        errors[position] = error
+        on_progress(Progress(part=jobs[position].title, done=1))
 
-    missing = compiled.missing({key: job for needed in wanted for key, job in needed.items()})
-    derive()
+    def refuse_key(key: str, error: ScalejaxError) -> None:
+        for position, needed in wanted.items():
+            if key in needed and position not in (errors or ()):
+                refuse(position, error)
+
+    def derive() -> None:
+        for position, needed in wanted.items():
+            is_made = position in programs or position in (errors or ())
+            if is_made or not needed.keys() <= compiled.known.keys():
+                continue
+            try:
+                program = ways[position].program([compiled.known[key] for key in needed])
+            except ScalejaxError as error:
+                refuse(position, error)
+                continue
+            assert program is not None  # noqa: S101  it is of all devices already
+            programs[position] = program
+            on_progress(Progress(part=jobs[position].title, done=1))
+
     for position, job in enumerate(jobs):
-        if position not in programs:
-            on_progress(Progress(part=job.title))
-    compiled.compile(missing, derive)
-    return [programs[position] for position in range(len(jobs))]
+        try:
+            ways[position] = derivation(job, backend=backend)
+        except ScalejaxError as error:
+            refuse(position, error)
+        else:
+            wanted[position] = {case_key(each): each for each in ways[position].compiled}
+    missing = compiled.missing({k: job for needed in wanted.values() for k, job in needed.items()})
+    derive()
+    for position in wanted:
+        if position not in programs and position not in (errors or ()):
+            on_progress(Progress(part=jobs[position].title))
+    compiled.compile(missing, derive, None if errors is None else refuse_key)
+    return programs
 
 
 class Programs:

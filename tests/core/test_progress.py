@@ -34,6 +34,21 @@ def test_every_stage_and_program_is_said_once(capsys):
     ]
 
 
+def test_a_search_says_how_many_strategies_it_has_and_when_it_is_done(capsys, monkeypatch):
+    """And how far it is every few seconds: a search of half a minute is not silent in a log."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.searching() as on_progress:
+        for now, done in ((1.0, 0), (2.0, 100), (7.0, 1_000), (8.0, 1_100), (9.0, 2_000)):  # noqa: B007  is read
+            on_progress(Progress(done=done, total=2_000))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "searching 2,000 strategies ...",
+        "searched 1,000 of 2,000 strategies",
+        "searched 2,000 of 2,000 strategies",
+    ]
+
+
 def test_terminal_shows_bars(capsys, monkeypatch):
     """Of every kind, with what is told of each."""
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -23,6 +23,7 @@ from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import load_config, published_run
 from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
 from scalejax.core.progress import Progress
+from scalejax.data.facts import resolve
 from scalejax.hardware import RunConditions, Site, load_cluster
 from scalejax.planning.search import (
     Candidate,
@@ -194,18 +195,53 @@ def test_ranking_is_by_the_objective_and_all_of_it_fits():
     assert all(e.peak_memory_bytes <= CLUSTER.chip.memory_bytes for e in by_time)
 
 
-def test_no_group_is_left_out_that_has_a_strategy_that_fits(monkeypatch: pytest.MonkeyPatch):
-    """What is excluded by parameters alone is less than full enumeration excludes: ZeRO shards
-    moments over data and context."""
-    config = published_run("llama3.1-8b", {"batch.global_batch": 8})
-    shape = shape_of(config, CLUSTER.chip)
-    spec = parallel.SearchSpec(shape=shape, cluster=CLUSTER, site=Site(), moments=2)
-    groups = list(space.groups(shape, 8, 8))
-    pruned = [parallel._fitting(spec, group)[1] for group in groups]
+LLAMA = shape_of(published_run("llama3.1-8b", {"batch.global_batch": 8}), CLUSTER.chip)
+FEW_TOKENS = replace(SHAPE, tokens=64, vocabulary=2048)
+"""Most of whose memory is parameters, as ZeRO shards them."""
 
-    monkeypatch.setattr(parallel, "matrix_elements_of_device", lambda shape, layout: 0)
-    assert pruned == [parallel._fitting(spec, group)[1] for group in groups]
-    assert any(each.layout.context == 8 and each.zero_stage for fits in pruned for each in fits)
+
+@pytest.mark.parametrize(
+    ("shape", "memory_gb", "devices", "global_batch", "axes"),
+    [
+        (LLAMA, 80, 8, 8, {"context"}),
+        (
+            replace(
+                FEW_TOKENS,
+                is_gated=True,
+                experts=MoeConfig(experts=8, expert_hidden=2048, dense_layers=2, shared_experts=1),
+            ),
+            2.5,
+            16,
+            16,
+            {"context", "expert", "pipeline"},
+        ),
+        (FEW_TOKENS, 1.75, 16, 4, {"context", "pipeline"}),
+        (replace(FEW_TOKENS, compute_dtype="float32"), 1.9, 8, 8, {"context", "pipeline"}),
+    ],
+    ids=["llama", "experts", "context", "float32"],
+)
+def test_no_strategy_is_left_out_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: TransformerShape,
+    memory_gb: float,
+    devices: int,
+    global_batch: int,
+    axes: set[str],
+):
+    """What the lower bound excludes is no more than full enumeration does, though ZeRO shards
+    parameters and moments over data, context and experts, and gradients of stages over data."""
+    chip = replace(CLUSTER.chip, memory_bytes=round(memory_gb * 10**9))
+    cluster = replace(CLUSTER, chip=chip)
+    spec = parallel.SearchSpec(shape=shape, cluster=cluster, site=Site(), moments=2)
+    groups = list(space.groups(shape, devices, global_batch))
+    pruned = [parallel._fitting(spec, group) for group in groups]
+
+    monkeypatch.setattr(parallel, "least_bytes", lambda *unused, **named: 0)
+    every = [parallel._fitting(spec, group) for group in groups]
+    assert [fits for _, fits in pruned] == [fits for _, fits in every]
+    assert sum(len(held) for held, _ in pruned) < sum(len(held) for held, _ in every)
+    sharded = [each.layout for _, fits in pruned for each in fits if each.zero_stage]
+    assert axes <= {axis for layout in sharded for axis, n in layout.axis_sizes.items() if n > 1}
 
 
 @pytest.mark.slow  # starts processes
@@ -367,13 +403,44 @@ def test_command(
     monkeypatch.setenv("COLUMNS", "80")
 
     assert main([*command, "--output", str(tmp_path / "out")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert any("2 against 1:" in line for line in lines)
-    assert max(len(line) for line in lines if not line.startswith("wrote")) <= 80
+    assert "8 devices, 16 samples of 128 tokens per step; least time." in printed.out
+    with_paths = ("wrote", "  scalejax")
+    assert max(len(line) for line in lines if not line.startswith(with_paths)) <= 80
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "run.toml",
         "search.json",
         "time_and_memory.png",
     }
+    first, last = printed.err.splitlines()[0], printed.err.splitlines()[-1]
+    assert first.startswith("searching ")
+    assert last == f"searched {first.split()[1]} of {first.split()[1]} strategies"
+    assert max(map(len, printed.err.splitlines())) <= 80
+
+
+def test_winner_of_a_published_network_has_a_run_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Where there was none before: the commands that are printed take it; without a folder for it,
+    how to get one is said, and no flags of a file that is not there."""
+    search = ["search", "--model", "gpt2-124m", "--global-batch", "16", "--cluster", "dgx-h100"]
+    command = [*search, "--devices", "8", "--confirm", "0", "--top", "1"]
+
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"\n  scalejax train {tmp_path}/run.toml\n" in printed
+    flags = f"scalejax predict {tmp_path}/run.toml --cluster dgx-h100 --devices 8\n"
+    assert printed.endswith(f"  {flags}")
+    kept = json.loads((tmp_path / "search.json").read_text())["ranked"][0]["strategy"]["split"]
+    layout = resolve(load_config(tmp_path / "run.toml"), 8).split.layout
+    assert layout.axis_sizes == kept["layout"]
+
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "Train 1 with" not in printed
+    assert "With --output DIR, the run file of 1 is written too, DIR/run.toml:" in printed
 
 
 def test_ranking_is_printed_before_its_first_are_compiled(
@@ -386,10 +453,10 @@ def test_ranking_is_printed_before_its_first_are_compiled(
 
     def compiled(jobs, on_progress):
         printed.append(capsys.readouterr().out)
-        milliseconds = 3.0 - len(printed)  # the second takes half of the first
-        return [program_of(matmul("m", milliseconds))]
+        assert [job.name for job in jobs] == ["strategy 1", "strategy 2"]  # together, not in turn
+        return [program_of(matmul("m", milliseconds)) for milliseconds in (2.0, 1.0)]
 
-    monkeypatch.setattr(searched_run, "profile_many", compiled)
+    monkeypatch.setattr(searched_run, "profile_each", compiled)
     monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
     command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
 
@@ -417,9 +484,9 @@ def test_what_was_seen_not_to_fit_is_not_advised(
     wide = replace(program_of(matmul("m", 1.0)).memory, temporary_bytes=2**40)
 
     def compiled(jobs, on_progress):
-        return [replace(program_of(matmul("m", 1.0)), memory=wide)]
+        return [replace(program_of(matmul("m", 1.0)), memory=wide) for _ in jobs]
 
-    monkeypatch.setattr(searched_run, "profile_many", compiled)
+    monkeypatch.setattr(searched_run, "profile_each", compiled)
     monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
     command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
 

@@ -1,12 +1,15 @@
 """A program is compiled once, and again when anything that shapes it has changed."""
 
+from dataclasses import replace
+
 import pytest
 from program_cases import program_of
 from test_compile import resolved
 
-from scalejax.core.errors import ProfileError
+from scalejax.core.errors import DoesNotFit, ProfileError
+from scalejax.core.progress import Progress
 from scalejax.hardware import load_cluster
-from scalejax.xla import profile, worker_pool
+from scalejax.xla import ProfileJob, profile, profile_each, profile_many, worker_pool
 from scalejax.xla.job import Compiled
 
 OWN_NETWORK = '''
@@ -97,3 +100,39 @@ def test_compiler_flags_of_the_user_make_another_program(tmp_path, monkeypatch):
     with pytest.raises(ProfileError, match="asked to compile"):
         profile(run, cluster, cache=tmp_path, backend="cpu")
     assert worker_pool._environment()["XLA_FLAGS"].endswith("latency_hiding_scheduler=false")
+
+
+def test_programs_are_compiled_beside_those_that_are_refused(tmp_path, monkeypatch):
+    """As a search confirms its best together: one that the compiler or the cluster refuses has its
+    reason, and the others their programs; every one that began is said to be done."""
+
+    def some(jobs, on_done, on_error):
+        assert len(jobs) == 2  # in one call, which compiles them in parallel
+        error = ProfileError("refused")
+        if on_error is None:
+            raise error
+        on_error(0, error)
+        on_done(1, Compiled(program=program_of()))
+
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", some)
+    cluster, told = load_cluster("dgx-h100"), list[Progress]()
+    one_node = replace(cluster, max_device_count=8)
+    jobs = [
+        ProfileJob(run=resolved("mlp", 4), cluster=cluster, name="refused"),
+        ProfileJob(run=resolved("mlp", 16), cluster=one_node, name="too large"),
+        ProfileJob(run=resolved("mlp", 8), cluster=cluster, name="compiled"),
+    ]
+
+    refused, too_large, compiled = profile_each(jobs, told.append, cache=tmp_path)
+    assert str(refused) == "refused"
+    assert isinstance(too_large, DoesNotFit)
+    assert compiled == program_of()
+    assert [(each.part, each.done) for each in told] == [
+        ("too large", 1),
+        ("refused", 0),
+        ("compiled", 0),
+        ("refused", 1),
+        ("compiled", 1),
+    ]
+    with pytest.raises(ProfileError, match="refused"):
+        profile_many([jobs[0], jobs[2]], cache=None)

@@ -78,7 +78,7 @@ def search(
         objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
         processes: maximum number of processes.
-        on_progress: called now and then with the groups of strategies costed so far.
+        on_progress: called as it begins, and now and then with the strategies costed so far.
 
     Raises:
         ConfigError: if there are no devices, no samples, or no processes.
@@ -94,16 +94,18 @@ def search(
     parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
     spec = SearchSpec(shape=shape, cluster=cluster, site=site, moments=moments)
     ranked: list[Candidate] = []
+    done, considered = 0, sum(map(len, every))
+    on_progress(Progress(done=done, total=considered))
     with closing(candidates(spec, parts, processes)) as answers:
-        for index, found in enumerate(answers):
+        for part, found in zip(parts, answers, strict=True):
             ranked += found
-            done = min(len(every), (index + 1) * _GROUPS_OF_A_PART)
-            on_progress(Progress(done=done, total=len(every)))
+            done += sum(map(len, part))
+            on_progress(Progress(done=done, total=considered))
     ranked.sort(key=_KEYS[objective])
     nearest = None
     if not ranked:
         nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
-    return SearchResult(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
+    return SearchResult(ranked=tuple(ranked), considered=considered, nearest=nearest)
 
 
 _KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {

@@ -16,9 +16,8 @@ from scalejax.simulator.transformer import (
     DeviceMemory,
     Strategy,
     TransformerShape,
-    matrix_elements_of_device,
+    least_bytes,
     memory_by_zero_stage,
-    zero_parts,
 )
 
 _PARTS_PER_PROCESS = 25
@@ -101,16 +100,22 @@ class _SpecCosts:
 def _fitting(
     spec: SearchSpec, group: Group
 ) -> tuple[dict[Literal[0, 1, 2], DeviceMemory], list[Strategy]]:
-    """Memory of a group by ZeRO stage, and its strategies that fit; most groups are excluded by
-    their parameters alone."""
+    """Memory of a group by ZeRO stage, and its strategies that fit; most stages are excluded by a
+    lower bound alone."""
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
-    layout = group.split.layout
-    least = matrix_elements_of_device(shape, layout)
-    # Parameters, and moments where ZeRO shards them the most.
-    if 4 * least * (1 + moments / zero_parts(layout)) > free:
-        return {}, []
-    ones = [group.strategy(moments, zero_stage, 1) for zero_stage in group.zero_stages]
+    ones = [
+        group.strategy(moments, zero_stage, 1)
+        for zero_stage in group.zero_stages
+        if least_bytes(
+            shape,
+            group.split,
+            sequence_parallel=group.sequence_parallel,
+            zero_stage=zero_stage,
+            moments=moments,
+        )
+        <= free
+    ]
     memory_of = memory_by_zero_stage(shape, ones)
     return memory_of, [
         group.strategy(moments, zero_stage, chunks)

@@ -34,6 +34,7 @@ from scalejax.planning.search import (
 )
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
     Adapters,
     Compiler,
@@ -43,7 +44,7 @@ from scalejax.simulator.transformer import (
     compiler_of,
     transformer_program,
 )
-from scalejax.xla import ProfileJob, has_cuda_compiler, profile_many, require_type
+from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each, require_type
 
 SEARCHED_FIELDS: dict[str, JsonValue] = {
     **{f"layout.{axis}": 1 for axis in MODEL_AXES},
@@ -124,6 +125,8 @@ class SearchReport(Tabular):
     published: PublishedPlace | None = None
     """Place of the layout in which the network was published; None if it is not known here, or is
     of other devices."""
+    tokens_per_sample: int | None = None
+    """Tokens of a sample; None in files of versions that did not say it."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The best strategies, a row for each."""
@@ -381,6 +384,7 @@ def report_search(
             *left_out_notes(shape, counts),
         ),
         published=_published(shape, cluster, site, found, training) if training else None,
+        tokens_per_sample=shape.tokens,
     )
 
 
@@ -446,8 +450,10 @@ def confirm_search(
         on_progress: called for each compilation.
     """
     ranked = list(report.ranked)
-    for index, each in enumerate(ranked[:confirm]):
-        answer = _confirmed(config, facts, cluster, site, framework, each.strategy, on_progress)
+    first = ranked[:confirm]
+    answers = _confirmed(config, facts, cluster, site, framework, first, on_progress)
+    for index, answer in enumerate(answers):
+        each = ranked[index]
         if isinstance(answer, str):
             ranked[index] = replace(each, confirmed=None, note=answer)
             continue
@@ -636,17 +642,29 @@ def _confirmed(
     cluster: Cluster,
     site: Site,
     framework: Framework,
-    strategy: Strategy,
+    ranked: Sequence[Ranked],
     on_progress: OnProgress,
-) -> Prediction | str:
-    """Prediction of the compiled step of a strategy, or the reason why it was not compiled."""
+) -> list[Prediction | str]:
+    """Predictions of the compiled steps of strategies, compiled in parallel, or the reasons why one
+    was not compiled."""
     if cluster.chip.cuda is not None and not has_cuda_compiler():
-        return "no compiler for GPUs is installed (scalejax[gpu-target])"
-    try:
-        run = run_of(config, strategy, facts)
-        name = in_words(strategy)
-        job = ProfileJob(run=run, cluster=cluster, framework=framework, name=name)
-        (program,) = profile_many([job], on_progress)
-    except ScalejaxError as error:  # it does not affect other strategies
-        return " ".join(str(error).split())
-    return predict(program, cluster, site=site)
+        return ["no compiler for GPUs is installed (scalejax[gpu-target])"] * len(ranked)
+    jobs: dict[int, ProfileJob] = {}
+    answers: dict[int, Program | ScalejaxError] = {}
+    for index, each in enumerate(ranked):
+        try:
+            run = run_of(config, each.strategy, facts)
+        except ScalejaxError as error:  # it does not affect other strategies
+            answers[index] = error
+        else:
+            name = f"strategy {each.place}"
+            jobs[index] = ProfileJob(run=run, cluster=cluster, framework=framework, name=name)
+    answers |= zip(jobs, profile_each(list(jobs.values()), on_progress), strict=True)
+    found: list[Prediction | str] = []
+    for index in range(len(ranked)):
+        answer = answers[index]
+        if isinstance(answer, ScalejaxError):
+            found.append(" ".join(str(answer).split()))
+        else:
+            found.append(predict(answer, cluster, site=site))
+    return found

@@ -22,8 +22,8 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
     """Table of the strategies ranked by the closed-form cost model."""
     yield Text.assemble(
         (report.title, "bold"),
-        f"\n{counted(report.devices, 'device')}, {report.global_batch} samples per step; "
-        f"least {report.objective}. "
+        f"\n{counted(report.devices, 'device')}, {report.global_batch:,} samples{_tokens(report)} "
+        f"per step; least {report.objective}. "
         f"{report.considered:,} strategies, of which {report.fitting:,} fit.",
     )
     if not report.ranked:
@@ -39,6 +39,10 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
         yield Text("\n".join(f"Note: {note}." for note in report.notes))
     if report.published is not None:
         yield Text(_of_published(report, report.published))
+
+
+def _tokens(report: SearchReport) -> str:
+    return "" if report.tokens_per_sample is None else f" of {report.tokens_per_sample:,} tokens"
 
 
 def _of_published(report: SearchReport, published: PublishedPlace) -> str:
@@ -62,23 +66,36 @@ def _terms(losses: Sequence[tuple[str, float]], sign: int) -> str:
     return ", ".join(f"{_signed(sign * seconds)} {name}" for name, seconds in shown)
 
 
-def confirmed(report: SearchReport) -> Iterator[RenderableType]:
-    """Compiled predictions of the first strategies, flags for the best, and why the others lose."""
+def winner(report: SearchReport) -> Ranked | None:
+    """The first strategy; None if there is none, or if it does not fit once compiled."""
+    first = report.ranked[0] if report.ranked else None
+    compiled = [each.confirmed for each in report.ranked if each.confirmed is not None]
+    return None if compiled and not any(each.fits for each in compiled) else first
+
+
+def confirmed(report: SearchReport, *, has_run_file: bool = True) -> Iterator[RenderableType]:
+    """Compiled predictions of the first strategies, flags for the best, and why the others lose.
+
+    Args:
+        report: a search.
+        has_run_file: whether there is a run file, beside which flags say how to train the best.
+    """
     if not report.ranked:
         return
     yield _confirmation(report)
-    best = report.ranked[0]
-    compiled = [each.confirmed for each in report.ranked if each.confirmed is not None]
-    if compiled and not any(each.fits for each in compiled):
+    best = winner(report)
+    if best is None:
+        compiled = sum(each.confirmed is not None for each in report.ranked)
         yield (
-            f"None of the {len(compiled)} that were compiled fits as it trains here; "
-            f"--confirm {2 * len(compiled)} compiles more."
+            f"None of the {compiled} that were compiled fits as it trains here; "
+            f"--confirm {2 * compiled} compiles more."
         )
         return
-    yield (
-        f"Train {best.place} with {' '.join(_flags(best.strategy))}; predict it with "
-        f"--devices {best.strategy.layout.device_count} as well."
-    )
+    if has_run_file:
+        yield (
+            f"Train {best.place} with {' '.join(_flags(best.strategy))}; predict it with "
+            f"--devices {best.strategy.layout.device_count} as well."
+        )
     yield _why(report)
 
 

@@ -57,7 +57,7 @@ Event = Work | Start | Wait | Repeat
 """An event of a program that changes the state of the streams."""
 
 
-_costed_fields = attrgetter(
+costed_fields = attrgetter(
     "kind", "dtype", "flop", "read_bytes", "write_bytes", "shape", "convolution_pass",
     "convolution_groups", "grouped_pass", "share",
 )  # fmt: skip
@@ -135,7 +135,7 @@ class Schedule:
     def _loop(self, loop: Loop, runs: int, events: list[Event]) -> None:
         if not loop.trip_count:
             return
-        if self._merge and _is_compute_alone(loop):
+        if self._merge and is_compute_alone(loop):
             self._compute_loop(loop, runs, 1, events)
             return
         body = self._read(loop.body, runs * loop.trip_count)
@@ -152,7 +152,7 @@ class Schedule:
         """Add an operation to the current segment, in which it runs `times` times."""
         if not times:
             return
-        index = self.kinds.setdefault(_costed_fields(item), len(self.kinds))
+        index = self.kinds.setdefault(costed_fields(item), len(self.kinds))
         if index == len(self.operations):
             self.operations.append(item)
             self.operation_runs.append(0)
@@ -165,9 +165,10 @@ class Schedule:
         self.segments[-1].append((index, times))
 
 
-def _is_compute_alone(loop: Loop) -> bool:
+def is_compute_alone(loop: Loop) -> bool:
+    """Whether no communication event is in a loop."""
     return all(
-        _is_compute_alone(item)
+        is_compute_alone(item)
         if isinstance(item, Loop)
         else item.collective is None and item.waits_for is None
         for item in loop.body

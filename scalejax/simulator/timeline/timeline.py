@@ -6,8 +6,9 @@ of operations on one cluster, whose timelines add up to that of a step (`total`)
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul
 
 import numpy as np
@@ -18,7 +19,17 @@ from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import OperationTime, operation_time
 from scalejax.simulator.program import Collective, Loop, Operation, Program
-from scalejax.simulator.timeline.schedule import Schedule, require_known_waits
+from scalejax.simulator.timeline.schedule import (
+    Event,
+    Repeat,
+    Schedule,
+    Start,
+    Wait,
+    Work,
+    costed_fields,
+    is_compute_alone,
+    require_known_waits,
+)
 from scalejax.simulator.timeline.streams import Streams
 
 Axes = tuple[str, ...]
@@ -26,6 +37,8 @@ Axes = tuple[str, ...]
 
 _CHIPS_KEPT = 64  # chips whose operation times are cached: 100 kB each
 _PROGRAMS_KEPT = 8
+_OPERATIONS_KEPT = 200_000  # objects that `OperationCosts` knows: 100 MB
+_SEGMENTS_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,52 +169,91 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
 
 
 def _timeline(
-    schedule: Schedule,
     cluster: Cluster,
-    segments: Sequence[float],
-    collectives: Sequence[float],
+    streams: Streams,
+    events: Sequence[Event],
+    axes: Mapping[str, Axes],
+    *,
+    dispatches: float,
     scales: Scales = NOMINAL,
     **seconds: float,
 ) -> Timeline:
-    """Timeline of a step of nothing but the operations of `schedule`.
+    """Timeline of a step of nothing but `events`.
 
     Args:
-        schedule: the operations.
         cluster: the hardware.
-        segments: time of each segment on its own.
-        collectives: time of each distinct collective on its own.
+        streams: idle streams, with the times of all segments and collectives.
+        events: what runs on them.
+        axes: mesh axes that each collective spans, by its name.
+        dispatches: operations that the host dispatches.
         scales: factors on the time of each class of cost.
-        **seconds: the terms of all compute operations.
+        **seconds: the terms of all compute operations, and the time of all collectives.
     """
     attainable = cluster.chip.attainable
-    collective_links = [links(each, cluster) for each in schedule.collectives]
-    streams = Streams(segments, collectives, collective_links, attainable.contention_fraction)
-    streams.run(schedule.events)
+    streams.run(events)
     streams.drain()
     exposed: dict[Axes, float] = {}
     for name, waited in streams.exposed.items():
-        axes = schedule.axes[name]
-        exposed[axes] = exposed.get(axes, 0.0) + waited
+        exposed[axes[name]] = exposed.get(axes[name], 0.0) + waited
     return Timeline(
         **seconds,
         contention_seconds=streams.contention_seconds,
         exposed_by_name=tuple(streams.exposed.items()),
         exposed=tuple(sorted(exposed.items())),
-        dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
+        dispatch_seconds=attainable.dispatch_seconds * dispatches * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
-        communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
         launches_block=cluster.launch_mode == "blocking",
     )
 
 
+_Seen = tuple[Operation, Start | Wait | None, int, float]
+"""An operation, its event if it computes nothing, the index of what costs as much as it (below 0 of
+none), and its time if it computes."""
+
+
+class _Runs:
+    """What parts of a step hold, and how often it runs; as of a `Schedule`."""
+
+    def __init__(self) -> None:
+        self.segments: list[float] = []
+        """Time of each segment of compute on its own."""
+        self.operations: dict[int, int] = {}
+        """Runs of each distinct compute operation, by index."""
+        self.collectives: dict[int, int] = {}
+        """Runs of each distinct collective, by index."""
+        self.axes: dict[str, Axes] = {}
+        """Mesh axes that each collective spans, by its name."""
+
+    def close(self, segment: list[float], events: list[Event]) -> None:
+        """Add a segment of operations of those times, if there are any."""
+        if segment:
+            events.append(_work(len(self.segments)))
+            self.segments.append(sum(segment))
+            segment.clear()
+
+
+@lru_cache(maxsize=_SEGMENTS_KEPT)
+def _work(segment: int) -> Work:
+    return Work(segment)
+
+
 class OperationCosts:
-    """Timelines of tuples of operations on one cluster; equal operations are costed once."""
+    """Timelines of tuples of operations on one cluster.
+
+    Equal operations are costed once; of those that are the same object, as operations of a search
+    are, not even the fields are compared.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         """Start with no known times."""
         self._cluster = cluster
-        self._operations: dict[tuple[object, ...], OperationTime] = {}
-        self._collectives: dict[Collective, float] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._indices: dict[tuple[object, ...] | Collective, int] = {}
+        self._times: list[OperationTime] = []
+        self._shares: list[float] = []
+        self._collective_seconds: list[float] = []
+        self._collective_shares: list[float] = []
+        self._links: list[int] = []
 
     def timeline(self, operations: tuple[Operation | Loop, ...]) -> Timeline:
         """Timeline of one run of operations that wait for all collectives they start.
@@ -209,34 +261,96 @@ class OperationCosts:
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
-        schedule = Schedule(operations)
-        busy, launch = {"compute": 0.0, "memory": 0.0}, 0.0
-        seconds: list[float] = []
-        for index, (kind, runs) in enumerate(
-            zip(schedule.kinds, schedule.operation_runs, strict=True)
-        ):
-            time = self._operations.get(kind)
-            if time is None:
-                time = operation_time(schedule.operations[index], self._cluster.chip)
-                self._operations[kind] = time
+        if len(self._seen) > _OPERATIONS_KEPT:
+            self._seen.clear()
+        found = _Runs()
+        events = self._events(operations, 1, found)
+        busy, launch, dispatches = {"compute": 0.0, "memory": 0.0}, 0.0, 0.0
+        for index, runs in found.operations.items():
+            time = self._times[index]
             busy[time.bound] += runs * time.busy_seconds
             launch += runs * time.launch_seconds
-            seconds.append(time.seconds)
-        collectives: list[float] = []
-        for each in schedule.collectives:
-            known = self._collectives.get(each)
-            if known is None:
-                known = self._collectives[each] = collective_seconds(each, self._cluster)
-            collectives.append(known)
+            dispatches += runs * self._shares[index]
+        seconds, shares = self._collective_seconds, self._collective_shares
+        dispatches += sum([runs * shares[i] for i, runs in found.collectives.items()])
+        contention = self._cluster.chip.attainable.contention_fraction
         return _timeline(
-            schedule,
             self._cluster,
-            [sum([seconds[i] * runs for i, runs in segment]) for segment in schedule.segments],
-            collectives,
+            Streams(found.segments, seconds, self._links, contention),
+            events,
+            found.axes,
+            dispatches=dispatches,
             compute_seconds=busy["compute"],
             memory_seconds=busy["memory"],
             launch_seconds=launch,
+            communication_seconds=sum([runs * seconds[i] for i, runs in found.collectives.items()]),
         )
+
+    def _events(self, items: tuple[Operation | Loop, ...], runs: int, found: _Runs) -> list[Event]:
+        """Events of `items`, which run `runs` times, as a `Schedule` has them."""
+        events: list[Event] = []
+        segment: list[float] = []
+        seen, of_operations = self._seen, found.operations
+        for item in items:
+            known = seen.get(id(item))
+            if known is None:
+                if isinstance(item, Loop):
+                    if is_compute_alone(item):
+                        self._compute(item, runs, 1, found, segment)
+                    elif item.trip_count:
+                        found.close(segment, events)
+                        body = tuple(self._events(item.body, runs * item.trip_count, found))
+                        events.append(Repeat(item.name, item.trip_count, body))
+                    continue
+                known = self._see(item)
+            _, event, index, seconds = known
+            if event is None:
+                if index >= 0:
+                    of_operations[index] = of_operations.get(index, 0) + runs
+                    segment.append(seconds)
+                continue
+            found.close(segment, events)
+            events.append(event)
+            if index >= 0:
+                found.collectives[index] = found.collectives.get(index, 0) + runs
+                found.axes[event.name] = item.collective.group.axes  # type: ignore[union-attr]  it is one
+        found.close(segment, events)
+        return events
+
+    def _compute(
+        self, loop: Loop, runs: int, times: int, found: _Runs, segment: list[float]
+    ) -> None:
+        """Add a loop that only computes to a segment, in which it runs `times` times."""
+        times *= loop.trip_count
+        for item in loop.body if times else ():
+            if isinstance(item, Loop):
+                self._compute(item, runs, times, found, segment)
+                continue
+            _, _, index, seconds = self._seen.get(id(item)) or self._see(item)
+            if index >= 0:
+                found.operations[index] = found.operations.get(index, 0) + runs * times
+                segment.append(seconds * times)
+
+    def _see(self, item: Operation) -> _Seen:
+        """Cost an operation that is not known; that it is kept keeps others from having its id."""
+        event, index, seconds = None, -1, 0.0
+        if (collective := item.collective) is not None:
+            index = self._indices.setdefault(collective, len(self._links))
+            if index == len(self._links):
+                self._collective_seconds.append(collective_seconds(collective, self._cluster))
+                self._collective_shares.append(collective.share)
+                self._links.append(links(collective, self._cluster))
+            event = Start(item.name, index, collective.is_async)
+        elif item.waits_for is not None:
+            event = Wait(item.waits_for)
+        elif item.kind != "wait":
+            index = self._indices.setdefault(costed_fields(item), len(self._times))
+            if index == len(self._times):
+                self._times.append(operation_time(item, self._cluster.chip))
+                self._shares.append(item.share)
+            seconds = self._times[index].seconds
+        known = self._seen[id(item)] = item, event, index, seconds
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +409,22 @@ class WhatIf:
         if len(segments):
             segments = np.add.reduceat(segments, self._first_entries)
         total = busy * self._runs
-        return _timeline(
-            self.schedule,
-            cluster,
+        schedule = self.schedule
+        collectives = (self._collective_seconds(cluster) * scales.communication).tolist()
+        streams = Streams(
             segments.tolist(),
-            (self._collective_seconds(cluster) * scales.communication).tolist(),
-            scales,
+            collectives,
+            [links(each, cluster) for each in schedule.collectives],
+            cluster.chip.attainable.contention_fraction,
+        )
+        return _timeline(
+            cluster,
+            streams,
+            schedule.events,
+            schedule.axes,
+            dispatches=schedule.dispatches,
+            scales=scales,
+            communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
             compute_seconds=float(total @ times.is_compute_bound),
             memory_seconds=float(total @ ~times.is_compute_bound),
             launch_seconds=float(launch @ self._runs),

@@ -16,6 +16,7 @@ from scalejax.simulator.transformer.block import block_backward, block_forward
 from scalejax.simulator.transformer.embedding_and_loss import (
     Update,
     accumulator_elements,
+    blocks_of_embedding_gradient,
     embedding,
     embedding_gradient,
     logits,
@@ -25,6 +26,7 @@ from scalejax.simulator.transformer.embedding_and_loss import (
 from scalejax.simulator.transformer.memory import (
     AMPERE_WORKSPACE_BYTES,
     DeviceMemory,
+    least_bytes,
     memory_by_zero_stage,
     memory_use,
 )
@@ -39,7 +41,7 @@ from scalejax.simulator.transformer.shape import (
     compiler_of,
     is_data_manual,
     is_uneven,
-    matrix_elements_of_device,
+    logits_shard,
     scatters_each,
     slowest_stage,
     stage_counts,
@@ -63,7 +65,7 @@ __all__ = [
     "TransformerShape",
     "compiler_of",
     "is_uneven",
-    "matrix_elements_of_device",
+    "least_bytes",
     "memory_by_zero_stage",
     "memory_use",
     "slowest_stage",
@@ -150,11 +152,18 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         embedding=Part(embedding, (blocks, strategy.zero_stage > 0, accumulated > 0)),
         blocks=tuple(_block_parts(each, count) for each, count in blocks),
         first_blocks=tuple(_block_parts(_shard(kind, strategy, n), n) for kind, n in first),
-        logits=Part(logits, (shard, is_data_manual(strategy) or stages > 1, is_scattered)),
+        logits=Part(
+            logits,
+            (
+                logits_shard(kinds[-1][0], strategy),
+                is_data_manual(strategy) or stages > 1,
+                is_scattered,
+            ),
+        ),
         embedding_gradient=Part(
             embedding_gradient,
             (
-                blocks,
+                blocks_of_embedding_gradient(blocks),
                 accumulated > 0,
                 layout.data if is_scattered else 1,
                 None if stages == 1 else int(slowest.has_logits),

@@ -176,6 +176,19 @@ def _table_gradient(write: Writer, shard: BlockShard) -> None:
     write.matmul("tokens.gradient", (1, width, shard.shape.hidden, shard.rows))
 
 
+def blocks_of_embedding_gradient(
+    blocks: tuple[tuple[BlockShard, int], ...],
+) -> tuple[tuple[BlockShard, int], ...]:
+    """`blocks` without what `embedding_gradient` does not depend on: strategies that differ in
+    nothing else share its operations."""
+    shard = blocks[-1][0]
+    if not shard.shape.is_fused or transposes_kept(shard):
+        return blocks
+    return tuple(
+        (replace(each, recompute="full", strategy="all_gather"), count) for each, count in blocks
+    )
+
+
 def embedding_gradient(
     blocks: tuple[tuple[BlockShard, int], ...],
     is_accumulated: bool,
@@ -198,7 +211,7 @@ def embedding_gradient(
     used = shape.element_bytes
     own = _trained_bytes(blocks) // used
     tables = (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
-    whole = replace(layout, data=scattered_over)
+    whole = replace(layout, data=scattered_over) if scattered_over > 1 else layout
     if scattered_over > 1:
         write.fusion("wide", own * used, own * _F32_BYTES)
         size = own * _F32_BYTES

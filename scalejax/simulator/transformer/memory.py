@@ -5,10 +5,10 @@ Left out: fragmentation between buffers, a few per cent. Knows no hardware.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
-from scalejax.config.parallelism import Layout
+from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.simulator.program import MemoryUse
 from scalejax.simulator.transformer.block import kept_stacks
@@ -21,7 +21,9 @@ from scalejax.simulator.transformer.shape import (
     block_shard,
     expert_parameters_of_device,
     frozen_bytes_of_device,
+    matrix_bytes,
     parameters_of_device,
+    scatters_in_blocks,
     stage_counts,
     stage_kinds,
     trained_of_device,
@@ -94,38 +96,41 @@ class DeviceMemory:
         self._is_cast = shape.element_bytes != _F32_BYTES
         self._kept = sum(sum(kept_stacks(each)) * count for each, count in blocks)
         self._gathered_table = 0
-        self._fixed = _fixed_bytes(blocks, layout.data > 1 and microbatches > 1)
-        self._fixed_scattered = self._fixed
-        if layout.data > 1:  # ZeRO 2 sums after each microbatch, not in its backward pass
-            apart = tuple(
-                (replace(each, layout=replace(each.layout, data=1)), count)
-                for each, count in blocks
-            )
-            self._fixed_scattered = _fixed_bytes(apart, True, layout.pipeline == 1)
+        self._blocks = blocks
         if layout.pipeline > 1:
-            self._fixed = self._fixed_scattered = _fixed_bytes_of_stage(blocks, first)
+            self._fixed = _fixed_bytes_of_stage(blocks, first)
             self._accumulated += _gradients_beyond_share(shape, blocks, first, layout)
             if shape.adapters is None:
-                self._gathered_table = self._is_cast * _table_bytes(shard)
-        self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
+                self._gathered_table = self._is_cast * _table_bytes(shape, layout)
+        else:
+            self._fixed = _fixed_bytes(blocks, layout.data > 1 and microbatches > 1)
+        self.batch_bytes = _batch_bytes(shape, layout, shard.samples * microbatches)
         """Tokens and targets of an update, int32."""
 
     def state_bytes(self, zero_stage: int) -> int:
         """Bytes of parameters and moments."""
-        return (1 + self._moments) * self._sharded(self._own, zero_stage > 0) + self._frozen
+        own = self._sharded(self._own) if zero_stage else self._own
+        return (1 + self._moments) * own + self._frozen
 
-    def _sharded(self, size: int, is_sharded: bool) -> int:
-        """Bytes of an array of `size` for the parameters, if ZeRO shards it."""
-        if not is_sharded:
-            return size
-        experts = min(size, self._of_experts)
-        of_experts = zero_parts(self._layout, of_experts=True)
-        return (size - experts) // zero_parts(self._layout) + experts // of_experts
+    def _sharded(self, size: int) -> int:
+        return _sharded(self._layout, size, self._of_experts)
+
+    @cached_property
+    def _fixed_scattered(self) -> int:
+        """The fixed bytes of ZeRO 2, which sums after each microbatch, not in its backward pass."""
+        layout = self._layout
+        if layout.data == 1 or layout.pipeline > 1:
+            return self._fixed
+        apart = tuple(
+            (replace(each, layout=replace(each.layout, data=1)), count)
+            for each, count in self._blocks
+        )
+        return _fixed_bytes(apart, True, True)
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
         """Peak bytes of everything besides the state and the batch."""
         is_sharded = self._is_scattered or (zero_stage == 2 and self._stages == 1)
-        accumulated = self._sharded(self._accumulated, is_sharded)
+        accumulated = self._sharded(self._accumulated) if is_sharded else self._accumulated
         if zero_stage == 2 and self._stages > 1:
             accumulated //= self._layout.data
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
@@ -146,6 +151,69 @@ class DeviceMemory:
         return self._own + self._own // self._layout.data + between
 
 
+def _batch_bytes(shape: TransformerShape, layout: Layout, samples: int) -> int:
+    """Bytes of the tokens and targets of so many samples, int32."""
+    return 8 * samples * (shape.tokens // layout.context)
+
+
+def _sharded(layout: Layout, size: int, of_experts: int) -> int:
+    """Bytes of an array of `size` for the parameters, sharded by ZeRO, those of experts among
+    them."""
+    experts = min(size, of_experts)
+    return (size - experts) // zero_parts(layout) + experts // zero_parts(layout, of_experts=True)
+
+
+def least_bytes(
+    shape: TransformerShape,
+    split: BatchSplit,
+    *,
+    sequence_parallel: bool,
+    zero_stage: Literal[0, 1, 2],
+    moments: int,
+) -> int:
+    """Memory below that of every strategy that trains in full, whatever its recompute, attention
+    and chunks.
+
+    State, batch, matrices in the compute type, accumulated gradients, logits with their gradient,
+    and the input of every block: what `DeviceMemory` counts of each, or less. For searches, to
+    exclude strategies without the rest.
+    """
+    layout, microbatches = split.layout, split.microbatches
+    own, of_experts, cast, table, blocks = _least_of_layout(shape, layout)
+    state = _sharded(layout, own, of_experts) if zero_stage else own
+    accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
+    if layout.pipeline == 1 and zero_stage:
+        accumulated = _sharded(layout, accumulated, of_experts)
+    elif zero_stage == 2:
+        accumulated //= layout.data
+    samples = split.microbatch
+    rows = samples * shape.tokens // layout.context
+    stream = rows * shape.hidden * shape.element_bytes
+    kept = stream // (layout.tensor if sequence_parallel else 1)
+    kept *= blocks * min(microbatches, layout.pipeline)
+    logits = rows * shape.vocabulary // layout.tensor * shape.element_bytes
+    batch = _batch_bytes(shape, layout, samples * microbatches)
+    return batch + (1 + moments) * state + cast + table + 2 * logits + accumulated + stream + kept
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _least_of_layout(shape: TransformerShape, layout: Layout) -> tuple[int, int, int, int, int]:
+    """Bytes of parameters, of those of experts, and of what is cast of matrices and of the token
+    embedding; and the blocks of the longest stage."""
+    kinds = stage_kinds(shape, max(stage_counts(shape, layout)), layout.pipeline)
+    before = shape.kinds[:-1] if layout.pipeline > 1 else ()
+    cast = sum(
+        matrix_bytes(kind, layout) // layout.fsdp * count for kind, count in (*kinds, *before)
+    )
+    return (
+        parameters_of_device(shape, layout) * _F32_BYTES,
+        expert_parameters_of_device(shape, layout) * _F32_BYTES,
+        cast if _casts(shape) else 0,
+        _table_bytes(shape, layout) if _casts(shape) else 0,
+        sum(count for _, count in kinds),
+    )
+
+
 def memory_by_zero_stage(
     shape: TransformerShape, strategies: Iterable[Strategy]
 ) -> dict[Literal[0, 1, 2], DeviceMemory]:
@@ -156,22 +224,26 @@ def memory_by_zero_stage(
         strategies: strategies that differ in ZeRO stage and chunks only.
     """
     found: dict[Literal[0, 1, 2], DeviceMemory] = {}
-    known: dict[Blocks, DeviceMemory] = {}
+    known: dict[bool, DeviceMemory] = {}
     for each in strategies:
         if each.zero_stage not in found:
-            layout = each.layout
-            kinds = stage_kinds(shape, max(stage_counts(shape, layout)), layout.pipeline)
-            before = shape.kinds[:-1] if layout.pipeline > 1 else ()
-            blocks, first = (
-                tuple((block_shard(kind, each), count) for kind, count in some)
-                for some in (kinds, before)
-            )
-            if blocks not in known:
-                known[blocks] = DeviceMemory(
-                    shape, blocks, first, layout, each.split.microbatches, each.moments
-                )
-            found[each.zero_stage] = known[blocks]
+            # Nothing else of a block's shard depends on the ZeRO stage.
+            is_scattered = scatters_in_blocks(shape, each)
+            if is_scattered not in known:
+                known[is_scattered] = _device_memory(shape, each)
+            found[each.zero_stage] = known[is_scattered]
     return found
+
+
+def _device_memory(shape: TransformerShape, strategy: Strategy) -> DeviceMemory:
+    layout = strategy.layout
+    kinds = stage_kinds(shape, max(stage_counts(shape, layout)), layout.pipeline)
+    before = shape.kinds[:-1] if layout.pipeline > 1 else ()
+    blocks, first = (
+        tuple((block_shard(kind, strategy), count) for kind, count in some)
+        for some in (kinds, before)
+    )
+    return DeviceMemory(shape, blocks, first, layout, strategy.split.microbatches, strategy.moments)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -196,7 +268,7 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     cast = stack if _casts(shape) else 0
     block = max(block_bytes(each) for each, _ in blocks)
     # That of a frozen base in the compute type is used where it is stored.
-    table = _table_bytes(shard) if _casts(shape) or layout.fsdp > 1 else 0
+    table = _table_bytes(shape, layout) if _casts(shape) or layout.fsdp > 1 else 0
     if shape.adapters is not None:
         cast += gradients
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
@@ -249,7 +321,7 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
     stack, dense = _stack_bytes(blocks), _stack_bytes(first)
     cast = stack + dense if _casts(shape) else 0
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
-    table, streams = _table_bytes(shard), shard.stream_bytes
+    table, streams = _table_bytes(shape, layout), shard.stream_bytes
     held = 1 + (layout.fsdp > 1) if _casts(shape) or shape.adapters is None else layout.fsdp > 1
     last = 2 * logits + table * held + streams
     kept = sum(sum(kept_stacks(each)) * count for each, count in first)
@@ -270,10 +342,9 @@ def _gradients_beyond_share(
     return beyond * _F32_BYTES // shape.element_bytes
 
 
-def _table_bytes(shard: BlockShard) -> int:
+def _table_bytes(shape: TransformerShape, layout: Layout) -> int:
     """Bytes of the gathered token embedding in the compute type."""
-    shape = shard.shape
-    return shape.vocabulary * shape.hidden * shape.element_bytes // shard.layout.tensor
+    return shape.vocabulary * shape.hidden * shape.element_bytes // layout.tensor
 
 
 def block_bytes(shard: BlockShard) -> int:

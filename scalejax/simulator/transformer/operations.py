@@ -18,7 +18,8 @@ from scalejax.simulator.program import (
 )
 
 _F32, _F32_BYTES = "f32", 4
-_CACHE_SIZE = 65536  # entries of the cache of device groups
+_CACHE_SIZE = 65536  # entries of the caches
+_LAYOUTS_KEPT = 256  # layouts whose collectives are cached; a search goes from one to the next
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
 COMBINED_BYTES = 30 * 1024**2
@@ -62,29 +63,21 @@ class Writer:
         """Operations so far."""
         self._prefix = prefix
         self._dtype = dtype
-        self._element_bytes = 4 if dtype == _F32 else 2
         self._layout = layout
+        self._made = _collectives_of(layout)
         self._started: set[str] = set()
 
     def fusion(self, name: str, read: int, write: int) -> None:
         """Add a fusion that reads and writes the given bytes."""
-        self.operations.append(
-            Operation(
-                name=self._full(name),
-                kind="fusion",
-                dtype=_F32,
-                read_bytes=read,
-                write_bytes=write,
-            )
-        )
+        self.operations.append(_fusion(self._prefix, name, read, write))
 
     def copy(self, name: str, size: int) -> None:
         """Add a fusion that reads and writes `size` bytes each, such as a slice of a stack."""
-        self.fusion(name, size, size)
+        self.operations.append(_fusion(self._prefix, name, size, size))
 
     def scalars(self, name: str, count: int) -> None:
         """Add `count` operations of a scalar or a vector each: a launch and few bytes."""
-        self.operations += _scalars(self._full(name), count)
+        self.operations += _scalars(self._prefix, name, count)
 
     def matmul(
         self,
@@ -99,40 +92,13 @@ class Writer:
         In half precision sides are padded to the alignment of matrix units, as XLA does. One that
         is accumulated is added to a sum in float32.
         """
-        if self._dtype != _F32:
-            batch, *sides = shape
-            m, n, k = (-(-side // _PADDED_TO) * _PADDED_TO for side in sides)
-            shape = batch, m, n, k
-        batch, m, n, k = shape
-        size = self._element_bytes * batch
-        written = batch * m * n * (_F32_BYTES if is_accumulated else self._element_bytes)
-        extra_read += written if is_accumulated else 0
         self.operations.append(
-            Operation(
-                name=self._full(name),
-                kind="matmul",
-                dtype=self._dtype,
-                flop=2 * batch * m * n * k,
-                read_bytes=size * (m + n) * k + extra_read,
-                write_bytes=written,
-                shape=shape,
-            ),
+            _matmul(self._prefix, name, self._dtype, shape, extra_read, is_accumulated)
         )
 
     def exact_matmul(self, name: str, shape: tuple[int, int, int, int]) -> None:
         """Add a product of operands in float32, none of which may be rounded."""
-        batch, m, n, k = shape
-        self.operations.append(
-            Operation(
-                name=self._full(name),
-                kind="matmul",
-                dtype="f32_highest",
-                flop=2 * batch * m * n * k,
-                read_bytes=_F32_BYTES * batch * (m + n) * k,
-                write_bytes=_F32_BYTES * batch * m * n,
-                shape=shape,
-            )
-        )
+        self.operations.append(_exact_matmul(self._prefix, name, shape))
 
     def attention(
         self,
@@ -150,17 +116,9 @@ class Writer:
         batch, queries, keys, size = shape
         pairs, of_values = batch * queries * keys, products // 2
         flop = pairs * ((products - of_values) * size + of_values * (value_size or size))
-        self.operations.append(
-            Operation(
-                name=self._full(name),
-                kind="attention",
-                dtype=self._dtype,
-                flop=flop * (1 if is_causal else 2),
-                read_bytes=read,
-                write_bytes=write,
-                shape=shape,
-            ),
-        )
+        flop *= 1 if is_causal else 2
+        made = _attention(self._prefix, name, self._dtype, flop, read, write, shape)
+        self.operations.append(made)
 
     def start(
         self,
@@ -175,36 +133,23 @@ class Writer:
     ) -> None:
         """Start a collective over `axes`, of another `layout` if given; nothing if they have a
         single device."""
-        group = group_of(layout or self._layout, axes)
-        if group.size == 1 or not payload:
+        if not payload:
             return
-        own = payload // group.size
-        self._started.add(name)
-        self.operations.append(
-            Operation(
-                name=self._full(name),
-                kind="collective",
-                dtype=dtype or self._dtype,
-                read_bytes=own if kind == "all_gather" else payload,
-                write_bytes=own if kind == "reduce_scatter" else payload,
-                collective=Collective(
-                    name=kind,
-                    payload_bytes=payload,
-                    group=group,
-                    is_async=True,
-                    buffer_count=buffers,
-                ),
-            ),
-        )
+        made = self._made if layout is None else _collectives_of(layout)
+        key = self._prefix, name, kind, payload, axes, dtype or self._dtype, buffers
+        if key not in made:
+            group = group_of(layout or self._layout, axes)
+            full, kept = self._full(name), dtype or self._dtype
+            made[key] = _collective(full, kind, payload, group, kept, buffers)
+        if (operation := made[key]) is not None:
+            self._started.add(name)
+            self.operations.append(operation)
 
     def wait(self, name: str) -> None:
         """Add a wait for the collective of that name, if it was started and not waited for."""
         if name in self._started:
             self._started.discard(name)
-            full = self._full(name)
-            self.operations.append(
-                Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)
-            )
+            self.operations.append(_wait(self._prefix, name, self._dtype))
 
     @contextmanager
     def repeated(
@@ -236,11 +181,116 @@ class Writer:
         return f"{self._prefix}.{name}"
 
 
+# Searches write the same operations again and again: each is made once, and shared.
+
+
 @lru_cache(maxsize=_CACHE_SIZE)
-def _scalars(name: str, count: int) -> tuple[Operation, ...]:
-    return tuple(
-        Operation(name=f"{name}.{index}", kind="fusion", dtype=_F32, read_bytes=4, write_bytes=4)
-        for index in range(count)
+def _fusion(prefix: str, name: str, read: int, write: int) -> Operation:
+    return Operation(
+        name=f"{prefix}.{name}", kind="fusion", dtype=_F32, read_bytes=read, write_bytes=write
+    )
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _scalars(prefix: str, name: str, count: int) -> tuple[Operation, ...]:
+    return tuple(_fusion(prefix, f"{name}.{index}", 4, 4) for index in range(count))
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _matmul(
+    prefix: str,
+    name: str,
+    dtype: str,
+    shape: tuple[int, int, int, int],
+    extra_read: int,
+    is_accumulated: bool,
+) -> Operation:
+    element_bytes = _F32_BYTES if dtype == _F32 else 2
+    if dtype != _F32:
+        batch, *sides = shape
+        m, n, k = (-(-side // _PADDED_TO) * _PADDED_TO for side in sides)
+        shape = batch, m, n, k
+    batch, m, n, k = shape
+    written = batch * m * n * (_F32_BYTES if is_accumulated else element_bytes)
+    extra_read += written if is_accumulated else 0
+    return Operation(
+        name=f"{prefix}.{name}",
+        kind="matmul",
+        dtype=dtype,
+        flop=2 * batch * m * n * k,
+        read_bytes=element_bytes * batch * (m + n) * k + extra_read,
+        write_bytes=written,
+        shape=shape,
+    )
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _exact_matmul(prefix: str, name: str, shape: tuple[int, int, int, int]) -> Operation:
+    batch, m, n, k = shape
+    return Operation(
+        name=f"{prefix}.{name}",
+        kind="matmul",
+        dtype="f32_highest",
+        flop=2 * batch * m * n * k,
+        read_bytes=_F32_BYTES * batch * (m + n) * k,
+        write_bytes=_F32_BYTES * batch * m * n,
+        shape=shape,
+    )
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _attention(
+    prefix: str,
+    name: str,
+    dtype: str,
+    flop: int,
+    read: int,
+    write: int,
+    shape: tuple[int, int, int, int],
+) -> Operation:
+    return Operation(
+        name=f"{prefix}.{name}",
+        kind="attention",
+        dtype=dtype,
+        flop=flop,
+        read_bytes=read,
+        write_bytes=write,
+        shape=shape,
+    )
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _wait(prefix: str, name: str, dtype: str) -> Operation:
+    full = f"{prefix}.{name}"
+    return Operation(name=f"{full}.done", kind="wait", dtype=dtype, waits_for=full)
+
+
+@lru_cache(maxsize=_LAYOUTS_KEPT)
+def _collectives_of(layout: Layout) -> dict[tuple[object, ...], Operation | None]:
+    """Collectives of a layout that were made, by what they were made of; None where the devices are
+    a single one."""
+    return {}
+
+
+def _collective(
+    name: str, kind: CollectiveName, payload: int, group: DeviceGroup, dtype: str, buffers: int
+) -> Operation | None:
+    if group.size == 1:
+        return None
+    own = payload // group.size
+    return Operation(
+        name=name,
+        kind="collective",
+        dtype=dtype,
+        read_bytes=own if kind == "all_gather" else payload,
+        write_bytes=own if kind == "reduce_scatter" else payload,
+        collective=Collective(
+            name=kind,
+            payload_bytes=payload,
+            group=group,
+            is_async=True,
+            buffer_count=buffers,
+        ),
     )
 
 

@@ -429,6 +429,25 @@ class BlockShard:
     """Whether it is of a pipeline, whose devices sum gradients over expert after all microbatches,
     once."""
 
+    def __hash__(self) -> int:
+        """Hash of the fields in which the shards of a search differ, quicker than that of all."""
+        layout = self.layout
+        return hash(
+            (
+                self.shape.is_first,
+                layout.data,
+                layout.fsdp,
+                layout.expert,
+                layout.tensor,
+                layout.context,
+                self.samples,
+                self.recompute,
+                self.sequence_parallel,
+                self.strategy,
+                self.is_scattered,
+            )
+        )
+
     @property
     def sum_axes(self) -> tuple[str, ...]:
         """Axes over which the gradients of all but experts are summed for each microbatch."""
@@ -525,7 +544,7 @@ class BlockShard:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of all matrices of the block, in the compute type."""
-        return _matrix_bytes(self.shape, self.layout)[1]
+        return matrix_bytes(self.shape, self.layout)
 
     @property
     def trained(self) -> dict[str, int]:
@@ -584,6 +603,11 @@ def _trained_bytes(shape: TransformerShape, layout: Layout) -> dict[str, int]:
         name: size * shape.element_bytes // devices_of_matrix(name, layout)
         for name, size in shape.trained.items()
     }
+
+
+def matrix_bytes(shape: TransformerShape, layout: Layout) -> int:
+    """Bytes of all matrices of a block where they are used, in the compute type."""
+    return _matrix_bytes(shape, layout)[1]
 
 
 def is_of_experts(name: str) -> bool:
@@ -721,6 +745,14 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
     )
 
 
+def logits_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
+    """The shard of a block without what logits do not depend on: strategies that differ in nothing
+    else share their operations."""
+    layout, samples = strategy.layout, strategy.split.microbatch
+    parallel = strategy.sequence_parallel
+    return _block_shard(shape, layout, samples, "none", parallel, "all_gather", True, False)
+
+
 def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | None:
     """Any shard of a block, where the gradients of the embeddings are summed once, with a single
     microbatch; else None."""
@@ -729,6 +761,12 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
         return None
     is_scattered = scatters_in_blocks(shape, strategy)
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _shard_layout(layout: Layout, is_summed_once: bool) -> Layout:
+    """Layout of the devices of one stage; one along data, where gradients are summed once."""
+    return replace(layout, pipeline=1, data=1 if is_summed_once else layout.data)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -746,8 +784,8 @@ def _block_shard(
     has_chunks = context_strategy != "all_gather" or shape.tokens % (2 * layout.context) == 0
     is_fused = shape.is_fused and (layout.context == 1 or has_chunks)
     return BlockShard(
-        shape=replace(shape, is_fused=is_fused),
-        layout=replace(layout, pipeline=1, data=1 if is_summed_once else layout.data),
+        shape=shape if is_fused == shape.is_fused else replace(shape, is_fused=is_fused),
+        layout=_shard_layout(layout, is_summed_once),
         samples=samples,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
@@ -755,17 +793,6 @@ def _block_shard(
         is_scattered=is_scattered,
         is_of_stage=layout.pipeline > 1,
     )
-
-
-@lru_cache(maxsize=_CACHE_SIZE)
-def matrix_elements_of_device(shape: TransformerShape, layout: Layout) -> float:
-    """Elements of the blocks' matrices that one device stores."""
-    elements = sum(
-        count * size / devices_of_matrix(name, layout)
-        for kind, count in shape.kinds
-        for name, size in kind.matrices.items()
-    )
-    return elements / layout.pipeline / layout.fsdp
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _H100 = ["--cluster", "dgx-h100"]
+_AS_REPORTED = ["--cluster", "h800", "--framework", "megatron-core"]
+_AS_REPORTED += ["--conditions.dispatch", "deepep"]
 CASES: dict[str, tuple[str, int, list[str]]] = {
     "llama3_70b": ("llama3_70b", 1024, _H100),
     "llama3_405b": ("llama3_405b", 8192, _H100),
@@ -31,10 +33,11 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
         for context in (4, 8, 16)
     },
     "deepseek_v3": ("deepseek_v3", 2048, ["--cluster", "h800"]),
-    "deepseek_v3_fp8": (
+    "deepseek_v3_fp8": ("deepseek_v3_fp8", 2048, _AS_REPORTED),
+    "deepseek_v3_dualpipe": (
         "deepseek_v3_fp8",
         2048,
-        ["--cluster", "h800", "--framework", "megatron-core", "--conditions.dispatch", "deepep"],
+        [*_AS_REPORTED, "--layout.pipeline_schedule", "dualpipe"],
     ),
 }
 """Config file, devices, and options of `scalejax predict`, of each case."""

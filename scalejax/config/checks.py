@@ -169,6 +169,14 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
     if stages > 1 and model.period > 1:
         parts, named = stages * chunks * model.period, "layout.pipeline*chunks*global_every"
         require_multiple(field, layers, parts, named)
+    if layout.pipeline_schedule == "dualpipe":
+        count = batch.microbatches or 1
+        if count % 2 or count < 2 * stages:
+            accepted = (
+                f'in "dualpipe" half of them go either way, and they are at least twice '
+                f"layout.pipeline={stages}; use {max(2 * stages, count + count % 2)}"
+            )
+            raise ConfigError(refusal("batch.microbatches", count, accepted))
     if chunks > 1:
         require_multiple(field, layers, stages * chunks, "layout.pipeline*chunks")
         require_multiple("batch.microbatches", batch.microbatches, stages, "layout.pipeline")

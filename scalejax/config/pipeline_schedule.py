@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
-PipelineSchedule = Literal["gpipe", "1f1b", "zb_h1"]
+TrainedSchedule = Literal["gpipe", "1f1b", "zb_h1"]
 """Order of the microbatches of a pipeline: all forward and then all backward (GPipe; Huang et al.
 2018, arXiv 1811.06965); alternating (1F1B, PipeDream-Flush; Narayanan et al. 2021, arXiv
 2104.04473, section 2.2), interleaved where stages have chunks; or alternating with the gradients of
 weights in a pass of their own, which fills part of the bubble (ZB-H1; Qi et al. 2023, arXiv
 2401.10241, section 3)."""
+
+PipelineSchedule = Literal[TrainedSchedule, "dualpipe"]
+"""`TrainedSchedule`, or one that is costed but not trained: microbatches from both ends, of which a
+device computes a forward pass of one way beside a backward pass of the other (DualPipe; DeepSeek-AI
+2024, arXiv 2412.19437, section 3.2.1)."""
 
 PassKind = Literal["forward", "backward", "weights"]
 """What a stage computes of a microbatch: its output; the gradients of its input and its weights;
@@ -61,8 +66,19 @@ class PipelineTicks(NamedTuple):
         """Ticks without one, while the first arrives and the last returns: the bubble, of
         (stages - 1) / chunks microbatches (Narayanan et al. 2021, section 2.2). With "zb_h1" a
         stage is idle for as long as for a forward and a backward pass of such ticks, less the time
-        of a pass over weights (Qi et al. 2023, section 3.1 and table 2)."""
-        return self.stages - 1
+        of a pass over weights (Qi et al. 2023, section 3.1 and table 2); with "dualpipe" each is as
+        long as a pair of passes and a backward pass, less three passes over weights (DeepSeek-AI
+        2024, table 2)."""
+        return self.stages // 2 - 1 if self.schedule == "dualpipe" else self.stages - 1
+
+    @property
+    def paired(self) -> int:
+        """With "dualpipe", forward passes of one way that a device in the middle computes beside a
+        backward pass of the other: that device is idle for longest. Else 0."""
+        if self.schedule != "dualpipe":
+            return 0
+        middle = dualpipe(self.stages, self.microbatches, self.stages // 2)
+        return sum(len(each) > 1 for each in middle)
 
     @property
     def in_flight(self) -> float:
@@ -70,10 +86,13 @@ class PipelineTicks(NamedTuple):
 
         GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved
         1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
-        section 4.2.3); none more than all.
+        section 4.2.3); DualPipe one more than there are stages, of both ways together; none more
+        than all.
         """
         if self.schedule == "gpipe":
             return self.microbatches
+        if self.schedule == "dualpipe":
+            return min(self.microbatches, self.stages + 1)
         times = 1 + self.idle / (self.stages * self.chunks) if self.chunks > 1 else 1
         return min(self.microbatches, self.stages * times)
 
@@ -219,6 +238,75 @@ def timetable(ticks: PipelineTicks) -> Timetable:
                 compute(2 * (until + back + index) + 1, stage, backward)
     ordered = (slots.get(slot, {}) for slot in range(max(slots) + 1))
     return Timetable(ticks, tuple(tuple(map(row.get, range(stages))) for row in ordered))
+
+
+@cache
+def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, ...], ...]:
+    """What a device of DualPipe computes, in order: one pass, or two beside each other.
+
+    Device i holds stage i for the microbatches that enter at the first device, and stage
+    `stages` - 1 - i for those that enter at the last, half of all each; the `chunk` of a pass is
+    which way it goes, 0 or 1. A "backward" pass is of the input alone where "weights" of the same
+    microbatch follow.
+
+    Args:
+        stages: stages, and devices, an even number.
+        microbatches: of both ways, an even number, and at least twice the stages.
+        device: index of the device.
+
+    Source: DeepSeek-AI 2024, arXiv 2412.19437, figure 5; the order near the ends is that of
+        github.com/deepseek-ai/DualPipe, which refuses other numbers too.
+    """
+    half, from_end = stages // 2, min(device, stages - 1 - device)
+    near, far = (0, 1) if device < half else (1, 0)
+    between = half - 1 - from_end
+    next_of: dict[tuple[PassKind, int], int] = {}
+    made: list[tuple[Pass, ...]] = []
+    open_weights: list[Pass] = []
+
+    def of(kind: PassKind, way: int) -> Pass:
+        microbatch = next_of.get((kind, way), 0)
+        next_of[kind, way] = microbatch + 1
+        return Pass(kind, microbatch, way)
+
+    def forward(way: int) -> None:
+        made.append((of("forward", way),))
+
+    def backward(way: int, *, of_input: bool = False) -> None:
+        made.append((of("backward", way),))
+        if of_input:
+            open_weights.append(made[-1][0]._replace(kind="weights"))
+
+    def pair(forth: int, back: int) -> None:
+        made.append((of("forward", forth), of("backward", back)))
+
+    for _ in range(2 * between):
+        forward(near)
+    for _ in range(from_end + 1):
+        forward(near)
+        forward(far)
+    for _ in range(between):
+        backward(far, of_input=True)
+        made.append((open_weights.pop(0),))
+        forward(far)
+    for index in range(microbatches // 2 - stages + from_end + 1):
+        if index == 0 and between == 0:  # apart, for a shorter bubble
+            forward(near)
+            backward(far)
+        else:
+            pair(near, far)
+        pair(far, near)
+    for _ in range(between):
+        backward(far)
+        pair(far, near)
+    # Weights wait in the second half of the last whole passes, to fill the bubble behind them.
+    for index in range(2 * (from_end + 1)):
+        backward(near if index % 2 else far, of_input=index > from_end)
+    for _ in range(between):
+        made.append((open_weights.pop(0),))
+        backward(near, of_input=True)
+    made.extend((each,) for each in open_weights)
+    return tuple(made)
 
 
 def _zero_bubble(ticks: PipelineTicks) -> tuple[tuple[Pass | None, ...], ...]:

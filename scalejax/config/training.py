@@ -77,7 +77,9 @@ class LayoutConfig:
     """Order of the microbatches in a pipeline: "gpipe", all forward and then all backward; "1f1b",
     alternating, which holds the activations of as many as there are stages (Narayanan et al. 2021,
     section 2.2; interleaved with `pipeline_chunks`); "zb_h1", which fills part of the bubble with
-    the gradients of weights (Qi et al. 2023, arXiv 2401.10241, section 3)."""
+    the gradients of weights (Qi et al. 2023, arXiv 2401.10241, section 3); "dualpipe", from both
+    ends, with all communication beside compute (DeepSeek-V3, arXiv 2412.19437, section 3.2.1):
+    costed, not trained."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel layers are sharded over tokens along the tensor
     axis (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
@@ -127,8 +129,15 @@ class LayoutConfig:
         if self.pipeline == 1 and self.pipeline_schedule != "gpipe":
             accepted = "it needs layout.pipeline above 1"
             raise ConfigError(refusal("layout.pipeline_schedule", self.pipeline_schedule, accepted))
-        if self.pipeline_schedule == "zb_h1" and self.pipeline_chunks > 1:
-            accepted = 'with layout.pipeline_schedule="zb_h1" stages have one chunk; use "1f1b"'
+        if self.pipeline_schedule == "dualpipe" and self.pipeline % 2:
+            near = f"{self.pipeline - 1} or {self.pipeline + 1}"
+            accepted = f'"dualpipe" pairs stages from both ends, an even number; use {near}'
+            raise ConfigError(refusal("layout.pipeline", self.pipeline, accepted))
+        if self.pipeline_schedule in ("zb_h1", "dualpipe") and self.pipeline_chunks > 1:
+            schedule = self.pipeline_schedule
+            accepted = (
+                f'with layout.pipeline_schedule="{schedule}" stages have one chunk; use "1f1b"'
+            )
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
         if self.pipeline_schedule != "gpipe" and self.context_strategy == "ring":
             # On CPUs a collective permute is a rendezvous of all devices of the program, not of

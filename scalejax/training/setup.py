@@ -59,7 +59,7 @@ def train_setup(
     Raises:
         ConfigError: if fused attention is required, and neither devices nor JAX have it.
     """
-    _require_trained_type(run.config)
+    _require_trained(run.config)
     device = None if mesh is None else mesh.devices.flat[0]
     if device is not None and lacks_fused_blocks(run):
         # Other reasons are refused with the layout: this one is no matter of the run.
@@ -113,9 +113,15 @@ def schedule_of(run: ResolvedRun) -> Schedule:
     return by_samples
 
 
-def _require_trained_type(config: RunConfig) -> None:
-    """Refuse compute types that can be costed but not trained, or not in this run."""
-    model = config.model
+def _require_trained(config: RunConfig) -> None:
+    """Refuse compute types and schedules that can be costed but not trained, or not in this run."""
+    model, schedule = config.model, config.layout.pipeline_schedule
+    if schedule == "dualpipe":
+        accepted = (
+            "it is for costing only: predict and explain know what it takes, and nothing trains "
+            'two stages a device; use "1f1b"'
+        )
+        raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     if model.compute_dtype == "float4":
         accepted = (
             "it is for costing only: predict, explain and search know what linear layers in it "
@@ -131,7 +137,7 @@ def _require_trained_type(config: RunConfig) -> None:
             raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
     if float8_type(model) != "float8_delayed":
         return
-    if config.layout.pipeline > 1 and config.layout.pipeline_schedule == "gpipe":
+    if config.layout.pipeline > 1 and schedule == "gpipe":
         accepted = (
             "with model.compute_dtype='float8_delayed' a pipeline keeps the largest values of each "
             'microbatch in "1f1b" and "zb_h1"; use one of these, or another compute_dtype'

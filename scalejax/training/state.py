@@ -97,6 +97,20 @@ def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+def stage_parameters(run: ResolvedRun, mesh: Mesh) -> tuple[int, int]:
+    """Parameters of the layers of a pipeline's stage that a device uses, and the bytes of those and
+    of their moments in its state where no ZeRO stage shards them over data, else 0."""
+    setup = train_setup(run, mesh)
+    blocks = abstract_state(setup).params["blocks"]
+    used = _used_shardings(setup, mesh, {"blocks": blocks})["blocks"]
+    own = sum(
+        math.prod(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(jax.tree.leaves(blocks), jax.tree.leaves(used), strict=True)
+    )
+    bytes_each = jnp.dtype(jnp.float32).itemsize * (1 + run.config.optimizer.moments)
+    return own, 0 if run.config.layout.zero_stage else bytes_each * own
+
+
 def abstract_state(setup: TrainSetup) -> TrainState:
     """Shapes and types of the state; nothing is computed.
 

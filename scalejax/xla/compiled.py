@@ -12,11 +12,12 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config.model import LlamaConfig, activation_type
-from scalejax.config.pipeline_schedule import EXCHANGE, PipelineTicks
+from scalejax.config.pipeline_schedule import EXCHANGE, PipelineSchedule, PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.expert_load import EVEN_LOADS
 from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
+from scalejax.simulator.transforms.dualpipe import DUALPIPE, with_second_stage
 from scalejax.simulator.transforms.pipeline import with_bubble
 from scalejax.simulator.transforms.routed_tokens import with_routed_tokens
 from scalejax.xla.flop import padded_sides
@@ -39,14 +40,18 @@ _COMPUTE_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def read_step(
-    compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
+    compiled: "jax.stages.Compiled",
+    mesh: "jax.sharding.Mesh",
+    run: ResolvedRun,
+    schedule: PipelineSchedule | None = None,
 ) -> Program:
-    """Program of the compiled step of a run, with its state size and model FLOP.
+    """Program of the compiled step of a run, with its state size and model FLOP; in the pipeline
+    schedule `schedule`, if it is not the one that was compiled.
 
     Raises:
         ProfileError: if the compiler's text cannot be read.
     """
-    from scalejax.training.state import state_bytes
+    from scalejax.training.state import stage_parameters, state_bytes
 
     program = read_compiled(
         compiled,
@@ -66,13 +71,20 @@ def read_step(
     layout, stages = run.config.layout, run.layout.pipeline
     if stages > 1:
         ticks = PipelineTicks(
-            layout.pipeline_schedule, stages, run.split.microbatches, layout.pipeline_chunks
+            schedule or layout.pipeline_schedule,
+            stages,
+            run.split.microbatches,
+            layout.pipeline_chunks,
         )
         counts = None
         if isinstance(model, LlamaConfig) and moe is not None:
             counts = moe.layers_of_stages(model.layers, stages, ticks.chunks, model.period)
         unlike = counts if counts and min(counts) < max(counts) else None
         program = with_bubble(program, ticks, unlike)
+        if ticks.schedule == "dualpipe":
+            own, state = stage_parameters(run, mesh)
+            memory = with_second_stage(program.memory, ticks, parameters=own, state_bytes=state)
+            program = replace(program, memory=memory, notes=(*program.notes, DUALPIPE))
     compute_type = _COMPUTE_TYPES.get(activation_type(run.config.model))
     if program.backend == "cpu" and compute_type is not None:
         typed = partial(_with_product_type, compute_type=compute_type)

@@ -24,6 +24,7 @@ from scalejax.core.units import counted
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
+from scalejax.simulator.transforms.dualpipe import with_paired_passes
 from scalejax.simulator.transforms.float8 import in_float8
 from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
@@ -76,7 +77,7 @@ class Derivation:
         if program is None:
             return None
         program = self.job.framework.applied(program, self.run, larger_vocabularies)
-        program = restored(program, self.job.run, self.run)
+        program = with_paired_passes(restored(program, self.job.run, self.run))
         if self.run.layout.pipeline == self.job.run.layout.pipeline:
             return program
         whole = pipelined(program, _pipeline(self.job.run, self.run))

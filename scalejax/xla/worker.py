@@ -39,15 +39,16 @@ def _compile(job: RunJob | FunctionJob) -> Program:
         from scalejax.training.mesh import build_mesh
         from scalejax.training.step import build_step
 
-        run, notes = job.run, ()
+        run, notes = _in_trained_schedule(job.run), ()
         if not has_fused_attention:
-            run, notes = _with_unfused_attention(job.run)
+            run, notes = _with_unfused_attention(run)
         mesh = build_mesh(run.layout, devices)
         step = build_step(run, mesh)
         lowered = step.function.lower(step.state, step.batch)
         if job.target.backend != "cpu":
             _place_arguments(lowered)
-        program = read_step(lowered.compile(), mesh, run)
+        schedule = job.run.config.layout.pipeline_schedule
+        program = read_step(lowered.compile(), mesh, run, schedule)
         return replace(program, notes=(*notes, *program.notes))
 
     mesh = _mesh(job.mesh_axes, devices)
@@ -107,6 +108,15 @@ def _describe_cudnn(target: Target) -> bool:
     fused.check_compute_capability = lambda capability: own >= asked(capability)
     fused.is_cuda_compute_capability_equal = lambda capability: own == asked(capability)
     return True
+
+
+def _in_trained_schedule(run: ResolvedRun) -> ResolvedRun:
+    """`run`, or in 1F1B if its schedule is costed alone."""
+    layout = run.config.layout
+    if layout.pipeline_schedule != "dualpipe":
+        return run
+    layout = replace(layout, pipeline_schedule="1f1b")
+    return replace(run, config=replace(run.config, layout=layout))
 
 
 def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:

@@ -1,9 +1,12 @@
 """Timetables of pipelines: what the papers say of them, and that they can be computed at all."""
 
+from collections.abc import Mapping
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.config.pipeline_schedule import PipelineTicks, Timetable, timetable
+from scalejax.config.pipeline_schedule import Pass, PipelineTicks, Timetable, dualpipe, timetable
 
 
 @st.composite
@@ -87,3 +90,89 @@ def test_step_is_as_long_as_the_papers_say(ticks, forward, backward):
                 inbox[waiting] = free[stage]
 
     assert max(free) == (ticks.work + ticks.idle) * (forward + backward)
+
+
+def dualpipe_run(
+    stages: int, microbatches: int, length: Mapping[str, float]
+) -> tuple[list[float], list[int]]:
+    """(Time that each device is idle until all are done, most microbatches that it holds) of
+    DualPipe, in which a pass begins when its device is free and what it waits for was sent.
+
+    `length` is of a "forward", a whole "backward", a "weights" pass and a "pair".
+    """
+    orders = [list(dualpipe(stages, microbatches, device)) for device in range(stages)]
+    known = [{each for group in order for each in group} for order in orders]
+    ended: dict[tuple[int, Pass], float] = {}
+    free, busy = [0.0] * stages, [0.0] * stages
+    held, most = [0] * stages, [0] * stages
+
+    def stage_of(device: int, way: int) -> int:
+        return device if way == 0 else stages - 1 - device
+
+    def waits_for(device: int, each: Pass) -> tuple[int, Pass] | None:
+        stage, step = stage_of(device, each.chunk), 1 if each.chunk == 0 else -1
+        if each.kind == "forward":
+            return None if stage == 0 else (device - step, each)
+        if each.kind == "weights":
+            return device, each._replace(kind="backward")
+        is_last = stage == stages - 1
+        return (device, each._replace(kind="forward")) if is_last else (device + step, each)
+
+    def seconds(device: int, group: tuple[Pass, ...]) -> float:
+        if len(group) > 1:
+            return length["pair"]
+        each = next(iter(group))
+        is_apart = each._replace(kind="weights") in known[device]
+        less = length["weights"] if each.kind == "backward" and is_apart else 0
+        return length[each.kind] - less
+
+    while any(orders):
+        before = sum(map(len, orders))
+        for device, order in enumerate(orders):
+            while order:
+                needed = [waits_for(device, each) for each in order[0]]
+                if any(each is not None and each not in ended for each in needed):
+                    break
+                group = order.pop(0)
+                begin = max([free[device], *(ended[each] for each in needed if each is not None)])
+                free[device] = begin + seconds(device, group)
+                busy[device] += seconds(device, group)
+                for each in group:
+                    ended[device, each] = free[device]
+                    held[device] += each.kind == "forward"
+                    most[device] = max(most[device], held[device])
+                    is_done = each._replace(kind="weights") not in known[device]
+                    held[device] -= each.kind == "weights" or (each.kind == "backward" and is_done)
+        assert sum(map(len, orders)) < before, "devices wait for each other"
+    assert len(ended) == sum(map(len, known))
+    return [max(free) - each for each in busy], most
+
+
+@pytest.mark.parametrize("pair", [2.0, 2.5, 3.0])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (8, 22), (16, 40)])
+def test_dualpipe_is_idle_and_holds_what_the_paper_says(stages, microbatches, pair):
+    """(p/2 - 1) (F&B + B - 3W) on the devices in the middle, and no more on others, for passes of
+    weights as long as half a backward pass, or a forward pass; p + 1 microbatches on all (DeepSeek-
+    AI 2024, table 2)."""
+    ticks = PipelineTicks("dualpipe", stages, microbatches)
+    length = {"forward": 1.0, "backward": 2.0, "weights": 1.0, "pair": pair}
+
+    idle, held = dualpipe_run(stages, microbatches, length)
+
+    assert max(idle) == idle[stages // 2] == ticks.idle * (pair + 2 - 3)
+    assert ticks.idle == stages // 2 - 1
+    assert set(held) == {stages + 1} == {ticks.in_flight}
+
+
+def test_dualpipe_computes_every_pass_of_both_ways_once():
+    """On every device; those in the middle compute all but as many pairs as there are stages, and
+    one for a shorter bubble."""
+    stages, microbatches = 4, 12
+    for device in range(stages):
+        made = [each for group in dualpipe(stages, microbatches, device) for each in group]
+        for kind in ("forward", "backward"):
+            own = sorted((each.chunk, each.microbatch) for each in made if each.kind == kind)
+            assert own == [(way, index) for way in (0, 1) for index in range(6)]
+        assert len(made) == len(set(made))
+    assert PipelineTicks("dualpipe", stages, microbatches).paired == microbatches - stages - 1
+    assert PipelineTicks("1f1b", stages, microbatches).paired == 0

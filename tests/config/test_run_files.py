@@ -311,6 +311,14 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             "stages have one chunk",
         ),
         (
+            {"layout.pipeline": 2, "layout.pipeline_schedule": "dualpipe", "batch.microbatches": 2},
+            r"microbatches=2 is refused: in \"dualpipe\" half of them .* use 4",
+        ),
+        (
+            {"layout.pipeline": 3, "layout.pipeline_schedule": "dualpipe", "batch.microbatches": 8},
+            r"layout\.pipeline=3 .* an even number; use 2 or 4",
+        ),
+        (
             {"layout.pipeline": 2, "layout.pipeline_schedule": "1f1b", "layout.context": 2}
             | {"layout.context_strategy": "ring"},
             r"confuses with the ring; use .all_gather",

@@ -11,8 +11,9 @@ from program_cases import PAPER, matmul, program_of
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Loop, MemoryUse, Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
+from scalejax.simulator.transforms.dualpipe import with_paired_passes, with_second_stage
 from scalejax.simulator.transforms.pipeline import (
     Pipeline,
     pipelined,
@@ -287,3 +288,65 @@ def test_passes_over_weights_fill_part_of_the_bubble():
 
     assert step_milliseconds(without_bubble(told)) == pytest.approx(24)
     assert step_milliseconds(told) == pytest.approx(24 + 3)
+
+
+def compiled_dualpipe(*forward: Operation | Loop) -> tuple[Program, PipelineTicks]:
+    """The slots of 1F1B over 4 stages with 8 microbatches, and the ticks of DualPipe: forward
+    passes of 1 ms, and what is given, and backward passes of 2."""
+    ticks = PipelineTicks("dualpipe", stages=4, microbatches=8)
+    backward = (matmul("of_input", 1), matmul("of_weights", 1))
+    body = tuple(
+        Loop(name=f"{name}_pass", trip_count=1, body=items)
+        for name, items in (("forward", (matmul("forward", 1), *forward)), ("backward", backward))
+    )
+    slots = len(timetable(ticks._replace(schedule="1f1b")).slots)
+    program = program_of(Loop(name="slots", trip_count=slots, body=body))
+    return replace(program, mesh_axes=(("pipeline", 4), ("data", 2))), ticks
+
+
+def test_dualpipe_takes_its_bubble_and_no_more():
+    """8 microbatches of 3 ms, and (4/2 - 1) (F&B + B - 3W) = 3 + 2 - 3 ms: what the schedule takes
+    pass by pass (`tests/config/test_pipeline_schedule.py`); 1F1B idles for 9."""
+    program, ticks = compiled_dualpipe()
+
+    told = with_paired_passes(with_bubble(program, ticks))
+
+    assert step_milliseconds(without_bubble(told)) == pytest.approx(8 * 3)
+    assert step_milliseconds(told) == pytest.approx(8 * 3 + 2)
+    names = [item.name for item, _ in told.walk()]
+    assert len(names) == len(set(names))
+
+
+def test_dualpipe_sends_beside_what_it_computes():
+    """Of 8 microbatches 3 forward passes are beside backward ones, and hide what they send; in the
+    other 5 it is time of its own. What takes longer than a pair is its time."""
+    sent = sent_between_stages(4, 10**8, is_divided=False, tensor=1, stage_devices=1)[:1]
+    program, ticks = compiled_dualpipe(Loop(name="layers", trip_count=2, body=sent))
+
+    apart = with_bubble(program, ticks)
+    before, after = (timeline(each, PAPER) for each in (apart, with_paired_passes(apart)))
+
+    shares = 3 + 5 + 2 / 5  # the bubble is two fifths of a pair and a backward pass
+    assert after.communication_seconds == pytest.approx(before.communication_seconds)
+    assert after.exposed_seconds == pytest.approx(before.exposed_seconds * 5 / shares, rel=1e-3)
+    assert before.exposed_seconds / shares < 3e-3
+
+    large = sent_between_stages(4, 10**10, is_divided=False, tensor=1, stage_devices=1)[:1]
+    program, ticks = compiled_dualpipe(*large)
+    after = timeline(with_paired_passes(with_bubble(program, ticks)), PAPER)
+    assert after.step_seconds > after.communication_seconds
+
+
+def test_a_device_of_dualpipe_holds_two_stages():
+    """Twice the parameters in bfloat16 and their gradients in float32, and 5 microbatches in place
+    of 4; without ZeRO their state as well."""
+    ticks = PipelineTicks("dualpipe", stages=4, microbatches=8)
+    memory = MemoryUse(
+        argument_bytes=100, output_bytes=90, alias_bytes=90, temporary_bytes=6 * 10 + 4 * 7
+    )
+
+    sharded = with_second_stage(memory, ticks, parameters=10, state_bytes=0)
+    whole = with_second_stage(memory, ticks, parameters=10, state_bytes=120)
+
+    assert sharded == replace(memory, temporary_bytes=2 * 6 * 10 + 5 * 7)
+    assert whole.peak_bytes == sharded.peak_bytes + 120

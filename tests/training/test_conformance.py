@@ -702,6 +702,15 @@ def test_stages_are_refused_where_the_compiler_would_end_the_process(model, sche
         build_step(run, build_mesh(run.layout))
 
 
+def test_dualpipe_is_refused_in_training():
+    """It is costed alone; the sentence says so, and what trains."""
+    layout = {"data": 1, "pipeline": 2, "pipeline_schedule": "dualpipe"}
+    run = run_of("gpt", "sgd", layout, microbatches=4)
+
+    with pytest.raises(ConfigError, match=r"'dualpipe' is refused: .*costing only.* use \"1f1b\""):
+        build_step(run, build_mesh(run.layout))
+
+
 @pytest.mark.slow_except("latent attention-tensor=4, tokens split")
 @pytest.mark.parametrize(
     ("model", "layout"),

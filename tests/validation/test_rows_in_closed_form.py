@@ -55,6 +55,17 @@ def test_what_the_closed_form_does_not_know_of_a_run_is_refused(field, value, ro
         strategy_of(resolve(config, 8, run.dataset))
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe"])
+def test_schedules_that_the_closed_form_does_not_know_are_refused(schedule, row):
+    """Its pipelines are in 1F1B; the command that knows the others is named."""
+    run = case(row(GPT)).runs[0]
+    fields = {"layout.fsdp": 4, "layout.pipeline": 2, "layout.pipeline_schedule": schedule}
+
+    config = with_fields(run.config, {**fields, "layout.data": 1, "batch.microbatches": 4})
+    with pytest.raises(ConfigError, match=f"'{schedule}' is refused: .* use scalejax predict"):
+        strategy_of(resolve(config, 8, run.dataset))
+
+
 @pytest.mark.parametrize(
     ("table", "field"),
     [

@@ -24,7 +24,7 @@ from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation, Program
-from scalejax.simulator.transforms.pipeline import gate_of
+from scalejax.simulator.transforms.pipeline import gate_of, without_bubble
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step
 from scalejax.xla import (
@@ -414,6 +414,43 @@ def test_passes_of_experts_have_the_products_of_their_schedule():
         "forward_pass.bubble": [3],
         "backward_pass.bubble": [5],
     }
+
+
+@pytest.mark.slow  # compiles a pipeline twice
+def test_dualpipe_is_derived_from_1f1b():
+    """The same step in loops of its own, with a shorter bubble; a device has half of the output
+    layer's work, the matrices of two stages in bfloat16, their gradients in float32, and the
+    activations of three microbatches in place of two."""
+    model = {"name": "gpt", "layers": 4, "hidden": 128, "heads": 4, "compute_dtype": "bfloat16"}
+    cluster = load_cluster("dgx-h100")
+    jobs = [
+        ProfileJob(
+            run=resolved(
+                "gpt",
+                2,
+                model=model,
+                data={"name": "synthetic_tokens", "tokens": 64, "vocabulary": 64},
+                batch={"per_device_batch": 16, "microbatches": 8},
+                layout={"pipeline": 2, "pipeline_schedule": schedule, "zero_stage": 0},
+            ),
+            cluster=cluster,
+        )
+        for schedule in ("1f1b", "dualpipe")
+    ]
+
+    plain, dual = profile_many(jobs, cache=None, backend="cpu")
+
+    of_logits = 3 * 2 * (16 * 64) * 128 * 64
+    assert without_bubble(plain).flop - without_bubble(dual).flop == of_logits / 2
+    assert predict(dual, cluster).step_seconds < predict(plain, cluster).step_seconds
+    parameters = 2 * (12 * 128**2 + 13 * 128)  # of two blocks, with biases and norms
+    state = dual.memory.argument_bytes - plain.memory.argument_bytes
+    assert state == 4 * parameters * (1 + jobs[0].run.config.optimizer.moments)
+    copies = 6 * parameters
+    held = plain.memory.temporary_bytes - copies
+    more = dual.memory.temporary_bytes - plain.memory.temporary_bytes
+    assert more == round(held / 2) + copies
+    assert dual.notes[-1].startswith("DualPipe")
 
 
 @pytest.mark.usefixtures("kept")

@@ -617,9 +617,9 @@ def strategy_of(run: ResolvedRun) -> Strategy:
     layout, model = config.layout, config.model
     if not isinstance(model, DecoderConfig):
         raise ConfigError(refusal("model.name", model.name, "the closed form knows gpt and llama"))
-    if layout.pipeline > 1 and layout.pipeline_schedule == "zb_h1":
+    if layout.pipeline > 1 and (schedule := layout.pipeline_schedule) in ("zb_h1", "dualpipe"):
         accepted = "the closed form of a pipeline is that of 1F1B; use scalejax predict"
-        raise ConfigError(refusal("layout.pipeline_schedule", "zb_h1", accepted))
+        raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
     if recompute is None or layout.optimizer_memory_host_offload:
         name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"

@@ -359,6 +359,7 @@ def framework(one: Framework) -> Iterator[RenderableType]:
         "gpipe": "GPipe, or as layout.pipeline_schedule says",
         "1f1b": "1F1B, interleaved with chunks",
         "zb_h1": "ZB-H1",
+        "dualpipe": "DualPipe",
     }
     lines: list[RenderableType] = []
     lines.append(Text.assemble("pipelines run ", (schedule[one.schedule], "bold")))

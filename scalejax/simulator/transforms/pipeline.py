@@ -36,6 +36,8 @@ from scalejax.simulator.program import (
 
 BUBBLE = ".bubble"
 """Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
+PAIRED = ".paired"
+"""Suffix of the names of loops over a forward and a backward pass beside each other."""
 _PASSES_OF_ZB = 3
 """Passes of a microbatch where that over weights is one of its own."""
 _FLOP_OF_MOVED_BYTE, FLOP_OF_SENT_BYTE = 989 / 3.35, 989 / 0.45
@@ -145,6 +147,11 @@ def with_bubble(
     that of the one with most to compute, to move and to send. With "zb_h1" passes over weights fill
     part of that time: it is idle in the slots of the timetable that are left, of the mean length of
     its passes (Qi et al. 2023, arXiv 2401.10241, table 2, for passes of equal length).
+
+    With "dualpipe" the program is that of 1F1B, and the result that of the device whose two stages,
+    as far from either end, have most: loops over pairs of passes, over passes that are apart, and
+    over the bubble. What is sent in a pair is beside what is computed after
+    `transforms.dualpipe.with_paired_passes`.
     """
     if ticks.schedule != "gpipe":
         devices = _stage_devices(program)
@@ -176,7 +183,8 @@ def _slowest_stage(
 ) -> tuple[Operation | Loop, ...]:
     """`item`, if it is the loop over the slots of a timetable, as loops over the microbatches of
     the last stage, or of one of unlike `layers`, and over its bubble."""
-    slots = len(timetable(ticks).slots)
+    is_dual = ticks.schedule == "dualpipe"
+    slots = len(timetable(ticks._replace(schedule="1f1b") if is_dual else ticks).slots)
     if not isinstance(item, Loop) or item.trip_count != slots:
         return (item,)
     passes = [each for each in item.body if _is_gate(each)]
@@ -195,8 +203,14 @@ def _slowest_stage(
         for stage, count in enumerate(counts)
     ]
     slowest = own[-1]
-    if layers is not None:
+    if is_dual:
+        both = zip(own, own[::-1], strict=True)
+        own = [{gate: (one[gate] + other[gate]) / 2 for gate in one} for one, other in both]
+    if is_dual or layers is not None:
         slowest = max(own, key=lambda shares: sum(map(_work, _passes(passes, shares))))
+    if is_dual:
+        exchanges = Loop(name=f"{item.name}.exchange", trip_count=len(passes), body=between)
+        return _dualpipe_loops(item.name, _passes(passes, slowest), exchanges, ticks)
     others = {
         gate: (sum(shares[gate] for shares in own) - share) / ticks.idle
         for gate, share in slowest.items()
@@ -216,6 +230,51 @@ def _slowest_stage(
     return (
         Loop(name=item.name, trip_count=ticks.work, body=(*work, exchanges)),
         Loop(name=item.name + BUBBLE, trip_count=ticks.idle, body=bubble),
+    )
+
+
+def _dualpipe_loops(
+    name: str, passes: tuple[Operation | Loop, ...], exchanges: Loop, ticks: PipelineTicks
+) -> tuple[Loop, ...]:
+    """Loops of DualPipe in place of the one of that name over slots of 1F1B.
+
+    The bubble of (p/2 - 1) (F&B + B - 3W), for p stages, is of pairs and backward passes in the
+    share that three passes over weights leave of their FLOP: a W has as many as the products of a
+    forward pass with matrices.
+
+    Args:
+        name: of the loop.
+        passes: a forward and a backward pass of a microbatch, the mean of a device's two stages.
+        exchanges: what is sent to neighbours in them.
+        ticks: the pipeline.
+
+    Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, table 2.
+    """
+
+    def weights(item: Operation | Loop) -> float:
+        if isinstance(item, Loop):
+            return item.trip_count * sum(map(weights, item.body))
+        is_batched = len(item.shape) == 4 and item.shape[0] > 1 and item.grouped_pass is None
+        return item.flop * item.share if item.kind == "matmul" and not is_batched else 0.0
+
+    forward = [each for each in passes if each.name.startswith("forward_pass")]
+    more = [each for each in passes if each.name.startswith("backward_pass")]
+    idle = (*passes, *(_with_suffix(each, "#more") for each in more))
+    left = 1 - 3 * sum(map(weights, forward)) / max(1.0, sum(map(_flop, idle)))
+    bubble = with_share((*idle, exchanges), max(0.0, left))
+    apart = (*passes, exchanges)
+    return (
+        Loop(name=name + PAIRED, trip_count=ticks.paired, body=apart),
+        Loop(
+            name=name,
+            trip_count=ticks.work - ticks.paired,
+            body=tuple(_with_suffix(each, "#apart") for each in apart),
+        ),
+        Loop(
+            name=name + PAIRED + BUBBLE,
+            trip_count=ticks.idle,
+            body=tuple(_with_suffix(each, BUBBLE) for each in bubble),
+        ),
     )
 
 

@@ -290,10 +290,10 @@ def test_passes_over_weights_fill_part_of_the_bubble():
     assert step_milliseconds(told) == pytest.approx(24 + 3)
 
 
-def compiled_dualpipe(*forward: Operation | Loop) -> tuple[Program, PipelineTicks]:
-    """The slots of 1F1B over 4 stages with 8 microbatches, and the ticks of DualPipe: forward
-    passes of 1 ms, and what is given, and backward passes of 2."""
-    ticks = PipelineTicks("dualpipe", stages=4, microbatches=8)
+def compiled_dualpipe(*forward: Operation | Loop, stages: int = 4) -> tuple[Program, PipelineTicks]:
+    """The slots of 1F1B with 8 microbatches, and the ticks of DualPipe: forward passes of 1 ms, and
+    what is given, and backward passes of 2."""
+    ticks = PipelineTicks("dualpipe", stages=stages, microbatches=8)
     backward = (matmul("of_input", 1), matmul("of_weights", 1))
     body = tuple(
         Loop(name=f"{name}_pass", trip_count=1, body=items)
@@ -301,7 +301,7 @@ def compiled_dualpipe(*forward: Operation | Loop) -> tuple[Program, PipelineTick
     )
     slots = len(timetable(ticks._replace(schedule="1f1b")).slots)
     program = program_of(Loop(name="slots", trip_count=slots, body=body))
-    return replace(program, mesh_axes=(("pipeline", 4), ("data", 2))), ticks
+    return replace(program, mesh_axes=(("pipeline", stages), ("data", 2))), ticks
 
 
 def test_dualpipe_takes_its_bubble_and_no_more():
@@ -315,6 +315,9 @@ def test_dualpipe_takes_its_bubble_and_no_more():
     assert step_milliseconds(told) == pytest.approx(8 * 3 + 2)
     names = [item.name for item, _ in told.walk()]
     assert len(names) == len(set(names))
+    two = with_bubble(*compiled_dualpipe(stages=2))
+    assert step_milliseconds(two) == pytest.approx(8 * 3)
+    assert without_bubble(two) == two
 
 
 def test_dualpipe_sends_beside_what_it_computes():

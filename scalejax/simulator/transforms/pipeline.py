@@ -263,7 +263,7 @@ def _dualpipe_loops(
     left = 1 - 3 * sum(map(weights, forward)) / max(1.0, sum(map(_flop, idle)))
     bubble = with_share((*idle, exchanges), max(0.0, left))
     apart = (*passes, exchanges)
-    return (
+    loops = (
         Loop(name=name + PAIRED, trip_count=ticks.paired, body=apart),
         Loop(
             name=name,
@@ -276,6 +276,7 @@ def _dualpipe_loops(
             body=tuple(_with_suffix(each, BUBBLE) for each in bubble),
         ),
     )
+    return tuple(loop for loop in loops if loop.trip_count)  # two stages have no bubble
 
 
 def _is_gate(item: Operation | Loop) -> TypeGuard[Loop]:

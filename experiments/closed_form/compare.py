@@ -179,6 +179,33 @@ WITH_EXPERTS = {
 }  # fmt: skip
 """Experts, latent attention and QK-norm."""
 ROWS |= WITH_EXPERTS
+_STAGES = {
+    "context": 2, "pipeline": 2, "microbatches": 4, "tokens": 8192, "samples": 1,
+    "pipeline_schedule": "1f1b",
+}  # fmt: skip
+STAGES_OVER_CONTEXT = {
+    "llama, 8k over context 2 x pipeline 2, 4 microbatches, full recompute, 1F1B": (
+        LLAMA, _STAGES | {"remat": "full"},
+    ),
+    "llama, 8k over data 2 x context 2 x tensor 2 x pipeline 2, 4 microbatches, full recompute, "
+    "ZeRO 1, 1F1B": (
+        LLAMA, _STAGES | {
+            "data": 2, "tensor": 2, "sequence_parallel": True, "zero_stage": 1, "remat": "full",
+        },
+    ),
+    "gpt, 8k over context 2 x pipeline 2, 4 microbatches, 1F1B": (GPT, _STAGES),
+    "llama, 8k over context 2 x fsdp 2 x pipeline 2, 4 microbatches, full recompute, heads, 1F1B": (
+        LLAMA, _STAGES | {"fsdp": 2, "remat": "full"} | _HEADS,
+    ),
+    "llama, pipeline 4 of 2 chunks, 8 microbatches, full recompute, 1F1B": (
+        LLAMA, {
+            "pipeline": 4, "pipeline_chunks": 2, "microbatches": 8, "remat": "full",
+            "pipeline_schedule": "1f1b",
+        },
+    ),
+}  # fmt: skip
+"""Stages in 1F1B whose tokens are sharded, by gathered keys or over heads, and of two chunks."""
+ROWS |= STAGES_OVER_CONTEXT
 _SHORT = {"tokens": 4096, "samples": 1, "microbatches": 2, "remat": "full"}
 _SMALL, _SMALL_MIXTURE = LLAMA | {"layers": 4}, MIXTURE | {"layers": 4}
 SUMMED_BY_MICROBATCH = {
@@ -275,7 +302,7 @@ WITH_SQUARED_RELU = {
 ROWS |= WITH_SQUARED_RELU
 _SPREAD = (
     "data", "fsdp", "expert", "tensor", "context", "context_strategy", "pipeline",
-    "pipeline_schedule", "zero_stage", "sequence_parallel",
+    "pipeline_chunks", "pipeline_schedule", "zero_stage", "sequence_parallel",
 )  # fmt: skip
 
 

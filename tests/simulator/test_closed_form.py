@@ -100,9 +100,14 @@ WITH_SQUARED_RELU = [
     "squared ReLU, 8k, tensor 2 x pipeline 4, 8 microbatches, sequence parallel, 1F1B",
 ]
 """Blocks of Nemotron-4."""
+STAGES_OVER_CONTEXT = [
+    "llama, 8k over context 2 x pipeline 2, 4 microbatches, full recompute, 1F1B",
+    "gpt, 8k over context 2 x pipeline 2, 4 microbatches, 1F1B",
+    "llama, 8k over context 2 x fsdp 2 x pipeline 2, 4 microbatches, full recompute, heads, 1F1B",
+]
 WITHIN = [
-    *ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *WITH_EXPERTS, *WITH_ADAPTERS,
-    *WITH_SQUARED_RELU,
+    *ROWS, *OVER_CONTEXT.values(), *MORE_OVER_CONTEXT, *IN_1F1B, *STAGES_OVER_CONTEXT,
+    *WITH_EXPERTS, *WITH_ADAPTERS, *WITH_SQUARED_RELU,
 ]  # fmt: skip
 """Rows within the bounds on the JAX that the closed form was read off first."""
 BEYOND = {
@@ -115,6 +120,9 @@ BEYOND = {
     "gpt, fsdp 2 x tensor 4, sequence parallel, every second product kept": (0.034, 0.028),
     "llama, 8k over context 2, data 2 x fsdp 2, gathered keys": (0.037, 0.003),
     "gpt, 16k over context 8, ring": (0.032, 0.002),
+    "llama, 8k over data 2 x context 2 x tensor 2 x pipeline 2, 4 microbatches, full recompute, "
+    "ZeRO 1, 1F1B": (0.033, 0.009),
+    "llama, pipeline 4 of 2 chunks, 8 microbatches, full recompute, 1F1B": (0.032, 0.003),
     "small llama, context 4, 2 microbatches, ZeRO 1": (0.048, 0.1),
     "small llama, data 2 x context 4, 2 microbatches, ZeRO 1": (0.103, 0.068),
     "small llama, data 2 x context 4, 2 microbatches, ZeRO 2": (0.075, 0.004),

@@ -22,6 +22,7 @@ from scalejax.simulator.transformer import (
     Part,
     Strategy,
     TransformerShape,
+    exchange_of_chunks,
     slowest_stage,
     step_parts,
 )
@@ -78,14 +79,15 @@ class _StepTimes:
     other_blocks: int
     """Blocks of all other stages."""
 
-    def timeline(self, strategy: Strategy) -> Timeline:
-        """Timeline of the step of `strategy`."""
+    def timeline(self, strategy: Strategy, exchange: Timeline) -> Timeline:
+        """Timeline of the step of `strategy`, whose stages exchange chunks in so long."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
         if stages == 1:
             return self.busy
         ticks = PipelineTicks("1f1b", stages, strategy.split.microbatches, chunks)
         idle = (self.block, self.other_blocks // chunks), *self.ends
-        return total(((self.busy, 1), (self.sends, ticks.work + ticks.idle), *idle))
+        sends = self.sends, ticks.work + ticks.idle
+        return total(((self.busy, 1), (exchange, 1), sends, *idle))
 
 
 class StrategyCosts:
@@ -118,7 +120,8 @@ class StrategyCosts:
             stage = each.zero_stage
             if stage not in times_of:
                 times_of[stage] = self._step_times(each, stub)
-            seconds = times_of[stage].timeline(each).step_seconds
+            exchange = self._timeline(exchange_of_chunks(self._shape, each))
+            seconds = times_of[stage].timeline(each, exchange).step_seconds
             added = step_terms(stub, self._cluster, self._site, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
             memory = memory_of[stage]

@@ -19,7 +19,9 @@ from scalejax.simulator.transformer.embedding_and_loss import (
     blocks_of_embedding_gradient,
     embedding,
     embedding_gradient,
+    exchanged_chunks,
     logits,
+    start_of_stage,
     update,
     zeros,
 )
@@ -64,6 +66,7 @@ __all__ = [
     "Strategy",
     "TransformerShape",
     "compiler_of",
+    "exchange_of_chunks",
     "is_uneven",
     "least_bytes",
     "memory_by_zero_stage",
@@ -107,6 +110,8 @@ class StepParts:
 
     before: Part
     """Operations before the first microbatch, once per step."""
+    exchange: Part
+    """Layers of chunks, and their gradients, between pipeline stages, once per step."""
     embedding: Part
     """Embedding, once per microbatch before its blocks."""
     blocks: tuple[BlockParts, ...]
@@ -132,7 +137,6 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     blocks = tuple((_shard(kind, strategy, count), count) for kind, count in kinds)
     first = shape.kinds[:-1] if layout.pipeline > 1 else ()
     shard = blocks[-1][0]
-    dealt = layout if is_uneven(shape, layout) else None
     microbatches = strategy.split.microbatches
     accumulated = accumulator_elements(shape, layout, microbatches)
     stages, stage_devices = layout.pipeline, layout.device_count // layout.pipeline
@@ -147,9 +151,14 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         is_summed_once=sums_once(shape, strategy) and not is_scattered,
         tables=table_shard(shape, strategy),
     )
+    is_gathered = strategy.zero_stage > 0
+    before = Part(zeros, (shape, accumulated)) if accumulated else Part()
+    if stages > 1:
+        before = Part(start_of_stage, (shape, accumulated, layout, blocks, is_gathered))
     return StepParts(
-        before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
-        embedding=Part(embedding, (blocks, strategy.zero_stage > 0, accumulated > 0)),
+        before=before,
+        exchange=exchange_of_chunks(shape, strategy),
+        embedding=Part(embedding, (blocks, is_gathered, accumulated > 0)),
         blocks=tuple(_block_parts(each, count) for each, count in blocks),
         first_blocks=tuple(_block_parts(_shard(kind, strategy, n), n) for kind, n in first),
         logits=Part(
@@ -174,6 +183,12 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         else Part(),
         update=Part(update, (end,)),
     )
+
+
+def exchange_of_chunks(shape: TransformerShape, strategy: Strategy) -> Part:
+    """What stages of several chunks send each other; the only part that differs with chunks."""
+    chunks = strategy.pipeline_chunks
+    return Part(exchanged_chunks, (shape, strategy.layout, chunks)) if chunks > 1 else Part()
 
 
 def _block_parts(shard: BlockShard, count: int) -> BlockParts:
@@ -236,7 +251,12 @@ def transformer_program(
         target="closed form",
         compiler="none",
         mesh_axes=tuple(stage_layout(layout).axis_sizes.items()),
-        operations=(*parts.before.operations, *body, *parts.update.operations),
+        operations=(
+            *parts.before.operations,
+            *parts.exchange.operations,
+            *body,
+            *parts.update.operations,
+        ),
         memory=memory_use(shape, strategy, workspace_bytes=workspace_bytes),
         global_batch=strategy.split.global_batch,
         tokens_per_sample=shape.tokens,

@@ -58,9 +58,11 @@ def block_backward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop,
     if shard.recompute == "full":
         _normalised_for_attention(block)
         _attention_half(block, is_first=False)
+        if shard.is_of_stage and block.experts is None and not block.adapts("down"):
+            block.start_gather_tokens("down.gradient")
         block.norm("feed_forward.norm")
         if block.experts is None:
-            block.gather_tokens("feed_forward")
+            block.gather_tokens("feed_forward", "up")
             _up(block, is_read=shard.shape.trains("down"))
         else:
             _route(block, block.experts)
@@ -120,6 +122,7 @@ class _Block:
         self._has_residual = False
         self._gathers: dict[str, str] = {}
         self._used: set[str] = set()
+        self._gathering: set[str] = set()
         self._computed: set[str] = set()
         self.has_gradients: set[str] = set()
         """Matrices whose gradients are computed."""
@@ -302,14 +305,18 @@ class _Block:
         """Bytes of a sum of `size` bytes over `rows` rows before its second operation."""
         return size * isqrt(rows) if rows > _SPLIT_ROWS else size
 
-    def gather_tokens(self, name: str) -> None:
-        """Add the all-gather of tokens over tensor before a column-parallel product."""
+    def gather_tokens(self, name: str, matrix: str) -> None:
+        """Add the all-gather of tokens over tensor before a column-parallel product; in a stage it
+        is beside the slice of the layer of the product's matrix."""
         self.start_gather_tokens(name)
+        if self.shard.is_of_stage and self.shard.layout.fsdp == 1 and not self.adapts(matrix):
+            self.use(matrix)
         self.wait_for_tokens(name)
 
     def start_gather_tokens(self, name: str) -> None:
-        """Start the all-gather of tokens over tensor."""
-        if self.shard.sequence_parallel:
+        """Start the all-gather of tokens over tensor, once."""
+        if self.shard.sequence_parallel and name not in self._gathering:
+            self._gathering.add(name)
             payload = self.shard.stream_bytes
             self.write.start(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
 
@@ -512,7 +519,7 @@ def _is_grouped(shard: BlockShard) -> bool:
 def _feed_forward_half(block: _Block) -> None:
     """The feed-forward layer after its norm, and copies of kept activations into their stacks,
     beside the sum over tensor."""
-    block.gather_tokens("feed_forward")
+    block.gather_tokens("feed_forward", "up")
     _up(block, is_read=True)
     if is_late := block.gather_late("down"):
         _write_kept(block)
@@ -603,7 +610,7 @@ def _shared_matrix_gradients(block: _Block) -> None:
 
 def _route(block: _Block, layer: ExpertLayer) -> None:
     """Experts of the tokens, which are gathered meanwhile, and the experts' matrices."""
-    block.gather_tokens("feed_forward")
+    block.gather_tokens("feed_forward", "up")
     layer.start_tokens("tokens")
     layer.route()
     layer.gather_matrices()
@@ -678,7 +685,7 @@ def _between_kept(block: _Block) -> None:
     if block.experts is not None:
         _route(block, block.experts)
         return
-    block.gather_tokens("feed_forward")
+    block.gather_tokens("feed_forward", "up")
     if shard.shape.is_gated:
         write.matmul("up", (1, block.rows, block.inner_width, block.hidden))
 
@@ -794,7 +801,12 @@ def _feed_forward_gradients(block: _Block) -> None:
     is_again = shard.recompute != "none" and shard.shape.trains("down")
     is_again = is_again and not (shard.recompute == "full" and not block.has_biases)
     again, read = inner if is_again else 0, inner + shard.up_bytes
-    is_by_block = shard.recompute in ("selective_op", "full")
+    # Stages compute it by itself, before its gradient.
+    is_apart = shard.is_of_stage and shard.recompute == "selective"
+    if is_apart and not block.has_biases:
+        write.fusion("up.gate.again", shard.up_bytes, inner)
+        again = 0
+    is_by_block = shard.recompute in ("selective_op", "full") or is_apart
     if block.has_biases and is_by_block and rows > _SPLIT_ROWS:
         write.copy("up.gelu", inner)  # apart from the sum of the bias's gradient
         read += inner
@@ -1050,7 +1062,8 @@ def _sum_gradients(block: _Block) -> None:
         if along and (block.is_concatenated(group) or fsdp > 1):
             size = sum(block.trained[name] for name in group)
             write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts(group[0]))
-    for name, size in block.trained.items():
+    # Stages add each to what they have of it.
+    for name, size in () if shard.is_of_stage else block.trained.items():
         write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts(name))
     if block.experts is not None:
         block.experts.finish_sums()

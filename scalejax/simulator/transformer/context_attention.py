@@ -8,7 +8,7 @@ The three strategies of `models.context_attention`, read off compiled programs o
 from collections.abc import Iterator
 
 from scalejax.config.parallelism import CONTEXT
-from scalejax.simulator.transformer.operations import Writer
+from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import BlockShard
 
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
@@ -90,9 +90,10 @@ def start_keys(write: Writer, shard: BlockShard, name: str = _BACKWARD) -> None:
     if shard.strategy == "ring":
         _send(write, f"{name}.keys", 2 * shard.key_bytes)
         return
-    for each in ("keys", "values"):
-        size = shard.layout.context * shard.key_bytes
-        write.start(f"{name}.{each}", "all_gather", size, (CONTEXT,))
+    size = shard.layout.context * shard.key_bytes
+    for group in combined((each, size) for each in ("keys", "values")):
+        count = len(group)
+        write.start(f"{name}.{group[0]}", "all_gather", count * size, (CONTEXT,), buffers=count)
 
 
 def start_result_gradient(write: Writer, shard: BlockShard) -> None:
@@ -163,8 +164,9 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
             write.wait(f"{_BACKWARD}.home.keys")
         _send(write, f"{_BACKWARD}.home.values", kv)
         return
-    size = 2 * times * kv
-    write.start(f"{_BACKWARD}.home", "reduce_scatter", size, (CONTEXT,), buffers=2)
+    for group in combined((each, kv) for each in ("keys", "values")):
+        count, name = len(group), f"{_BACKWARD}.home.{group[0]}"
+        write.start(name, "reduce_scatter", count * times * kv, (CONTEXT,), buffers=count)
 
 
 def wait_for_gradients(write: Writer, shard: BlockShard) -> None:

@@ -51,6 +51,9 @@ def embedding(
 ) -> tuple[Operation | Loop, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
+    Stages of a pipeline cast their matrices once, before all microbatches (`start_of_stage`), and
+    add to gradients in place.
+
     Args:
         blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
             each kind.
@@ -63,7 +66,8 @@ def embedding(
     own = _trained_bytes(blocks)
     kept_bytes = base_bytes(shard.shape)
     is_cast = used != kept_bytes and not is_gathered
-    if is_cast or (fsdp > 1 and used == kept_bytes):  # a copy that is gathered
+    is_read = shard.shape.has_tied_embeddings or not shard.is_of_stage  # by a stage with logits
+    if (is_cast and is_read) or (fsdp > 1 and used == kept_bytes):  # a copy that is gathered
         table = _table_elements(shard) // fsdp
         write.fusion("tokens.cast", table * kept_bytes, table * used)
     tables = (_table_elements(shard) + _position_elements(shard)) * used
@@ -76,17 +80,9 @@ def embedding(
         write.fusion("lookup", stream, stream)
         kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
         write.start("lookup.sum", kind, stream, (TENSOR,))
-    if is_cast:
-        for each, count in blocks:
-            kind = "dense." if each.shape.is_first else ""
-            for name, size in each.matrices.items():
-                one = size // fsdp * count
-                write.fusion(f"{kind}{name}.cast", one * kept_bytes // used, one)
-    if shard.shape.adapters is not None and used != _F32_BYTES:
-        for name, size in shard.trained.items():
-            one = size // fsdp * blocks[-1][1]
-            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
-    write.fusion("gradients.zero", 0, own)
+    if not shard.is_of_stage:
+        _cast_matrices(write, blocks, is_gathered=is_gathered)
+        write.fusion("gradients.zero", 0, own)
     stacks = [count * size for each, count in blocks for size in kept_stacks(each)]
     write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
     if is_repeated:  # zeros of a size are the same before each microbatch, and copied
@@ -112,6 +108,26 @@ def base_bytes(shape: TransformerShape) -> int:
 def _trained_bytes(blocks: tuple[tuple[BlockShard, int], ...]) -> int:
     """Bytes of what is trained of the blocks of a stage, in the compute type."""
     return sum(sum(each.trained.values()) // each.layout.fsdp * count for each, count in blocks)
+
+
+def _cast_matrices(
+    write: Writer, blocks: tuple[tuple[BlockShard, int], ...], *, is_gathered: bool
+) -> None:
+    """Matrices and adapters of some blocks in the compute type, of their shards as they are stored;
+    `is_gathered` as for `embedding`."""
+    shape = blocks[-1][0].shape
+    used, kept_bytes = shape.element_bytes, base_bytes(shape)
+    if used != kept_bytes and not is_gathered:
+        for each, count in blocks:
+            kind = "dense." if each.shape.is_first else ""
+            for name, size in each.matrices.items():
+                one = size // each.layout.fsdp * count
+                write.fusion(f"{kind}{name}.cast", one * kept_bytes // used, one)
+    if shape.adapters is not None and used != _F32_BYTES:
+        shard, layers = blocks[-1]
+        for name, size in shard.trained.items():
+            one = size // shard.layout.fsdp * layers
+            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
 
 
 def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation | Loop, ...]:
@@ -311,6 +327,59 @@ def zeros(
     return write.done()
 
 
+def start_of_stage(
+    shape: TransformerShape,
+    own: int,
+    layout: Layout,
+    blocks: tuple[tuple[BlockShard, int], ...],
+    is_gathered: bool,
+) -> tuple[Operation | Loop, ...]:
+    """`zeros` of a stage of a pipeline, and its matrices in the compute type.
+
+    Args:
+        shape: the network.
+        own: number of gradients of a device.
+        layout: layout of all devices.
+        blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
+            each kind.
+        is_gathered: as for `embedding`.
+    """
+    write = Writer("stage", shape.operand_type, layout)
+    _cast_matrices(write, blocks, is_gathered=is_gathered)
+    return (*write.operations, *zeros(shape, own, layout if is_uneven(shape, layout) else None))
+
+
+def exchanged_chunks(
+    shape: TransformerShape, layout: Layout, chunks: int
+) -> tuple[Operation | Loop, ...]:
+    """Layers that stages of several chunks send to those that compute them, a chunk of each matrix
+    at a time, and their gradients back in float32."""
+    made: list[Operation | Loop] = []
+    for name, is_back in (("chunks", False), ("chunks.back", True)):
+        write = Writer(name, _F32 if is_back else shape.operand_type, layout)
+        element_bytes = _F32_BYTES if is_back else shape.element_bytes
+        for matrix, count in _matrix_counts(shape, layout, is_trained=is_back).items():
+            payload = count * element_bytes // chunks
+            for index in range(chunks):
+                write.copy(f"{matrix}.{index}.take", payload)
+                write.collective(f"{matrix}.{index}", "collective_permute", payload, (PIPELINE,))
+                write.copy(f"{matrix}.{index}.put", payload)
+        made += write.operations
+    return tuple(made)
+
+
+def _matrix_counts(shape: TransformerShape, whole: Layout, *, is_trained: bool) -> dict[str, int]:
+    """Elements of each matrix that a device has of all its blocks, or of what is trained."""
+    counts: dict[str, int] = {}
+    layout = stage_layout(whole)
+    for kind, layers in shape.kinds:
+        for name, size in (kind.trained if is_trained else kind.matrices).items():
+            parts = devices_of_matrix(name, layout) * layout.fsdp
+            count = size // parts * layers // whole.pipeline
+            counts[name] = counts.get(name, 0) + count
+    return counts
+
+
 def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout) -> None:
     """All-to-all that redistributes stored shards of all blocks into whole blocks per stage, or
     their gradients back; each stage's payload is that of the longest."""
@@ -360,18 +429,15 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
     own = trained_of_device(shape, whole)
-    counts: dict[str, int] = {}
-    for kind, layers in shape.kinds:
-        for name, size in kind.trained.items():
-            parts = devices_of_matrix(name, layout) * layout.fsdp
-            count = size // parts * layers // whole.pipeline
-            counts[name] = counts.get(name, 0) + count
+    counts = _matrix_counts(shape, whole, is_trained=True)
     counts["tables"] = max(0, own - sum(counts.values()))
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if is_uneven(shape, whole):
         back = Writer("update", _F32, whole)
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
+    if whole.pipeline > 1:
+        _sum_stages(write, end, counts)
     summed = _start_sums(write, end, counts) if end.is_accumulated and end.is_summed_once else {}
     if end.tables is not None and shape.adapters is None:
         _start_table_sums(write, end.tables)
@@ -382,6 +448,7 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     }
     for name, count in counts.items():
         parts = parts_of[name]
+        write.wait(f"sum.{name}.of_stage")
         write.wait(f"sum.{name}")
         if name in summed:
             write.copy(f"sum.{name}.slice", summed[name])
@@ -415,6 +482,21 @@ def _gather(
     write.wait("gather.experts")
 
 
+def _sum_stages(write: Writer, end: Update, counts: dict[str, int]) -> None:
+    """Start the sums of gradients over experts and context, and of what all stages hold over these
+    besides."""
+    layout = end.layout
+    sizes = {name: count * _F32_BYTES for name, count in counts.items()}
+    for axes, wanted in (
+        ((PIPELINE, EXPERT, CONTEXT), lambda name: name == "tables"),
+        ((EXPERT, CONTEXT), lambda name: name != "tables" and not is_of_experts(name)),
+        ((CONTEXT,), is_of_experts),
+    ):
+        for group in combined((name, size) for name, size in sizes.items() if wanted(name)):
+            payload, name = sum(sizes[each] for each in group), f"sum.{group[0]}.of_stage"
+            write.start(name, "all_reduce", payload, axes, dtype=_F32, layout=layout)
+
+
 def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str, int]:
     """Start the sums of accumulated gradients over the batch, as XLA combines them; each has the
     name of its first member, before whose update it is waited for.
@@ -422,25 +504,21 @@ def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str,
     Returns:
         Bytes of the sums of several members, to be sliced once they are there, by that name.
     """
-    # Over context they are summed already, in each microbatch.
+    # Over context they are summed already: in each microbatch, or once by stages.
     along = (DATA,) if end.layout.data > 1 else ()
     summed = dict[str, int]()
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}
-    if end.layout.pipeline > 1:
-        whole = [(name, size) for name, size in sizes.items() if not is_of_experts(name)]
-        for group in combined(whole):
-            payload = sum(sizes[name] for name in group)
-            name = f"sum.{group[0]}.expert"
-            write.start(name, "all_reduce", payload, (EXPERT,), dtype=_F32)
-            write.wait(name)
     if not along:
         return summed
     if end.zero_stage and DATA in along:
         for name, size in sizes.items():
+            write.wait(f"sum.{name}.of_stage")
             write.start(f"sum.{name}", "reduce_scatter", size, along, dtype=_F32)
         return summed
     for group in combined(sizes.items()):
         payload = sum(sizes[name] for name in group)
+        for name in group:
+            write.wait(f"sum.{name}.of_stage")
         if len(group) > 1:
             write.copy(f"sum.{group[0]}.concatenate", payload)
             summed[group[0]] = payload

@@ -246,7 +246,7 @@ class ExpertLayer:
         """Start the sums of the gradients of the experts' matrices over fsdp, then over devices
         that have the same experts."""
         write, layout = self.write, self.layout
-        along = sum_axes(layout, of_experts=True)
+        along = self.shard.expert_sum_axes
         for name, size in elements.items():
             if along or layout.fsdp > 1:
                 write.fusion(f"{name}.gradient.cast", size * _F32_BYTES, size * self.used)
@@ -260,7 +260,7 @@ class ExpertLayer:
     def finish_sums(self) -> None:
         """Wait for the sums of the gradients of experts' matrices; copy them to their stacks."""
         write, layout = self.write, self.layout
-        is_cast = bool(sum_axes(layout, of_experts=True)) or layout.fsdp > 1
+        is_cast = bool(self.shard.expert_sum_axes) or layout.fsdp > 1
         for name in ("up", "down"):
             size = self.matrices[f"experts.{name}"] // layout.fsdp
             write.wait(f"{name}.sum")

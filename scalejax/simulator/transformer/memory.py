@@ -313,7 +313,7 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
     """`_fixed_bytes` of a stage of a pipeline: its matrices and those of the dense blocks of the
     first stage, which every stage holds; what it received from either side and sends; and the most
     that the output layer holds, whose loss is differentiated at once (logits, their gradient, and
-    the layer, with fsdp also its gradient), or the
+    the layer, with fsdp also its gradient and another table, the embedding), or the
     backward pass of a block, or of the dense blocks, whose gradients are stacked.
     """
     shard = blocks[-1][0]
@@ -322,7 +322,10 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
     cast = stack + dense if _casts(shape) else 0
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
     table, streams = _table_bytes(shape, layout), shard.stream_bytes
-    held = 1 + (layout.fsdp > 1) if _casts(shape) or shape.adapters is None else layout.fsdp > 1
+    held = int(layout.fsdp > 1)
+    if _casts(shape) or shape.adapters is None:
+        held *= 1 if shape.has_tied_embeddings or shape.adapters is not None else 2
+        held += 1
     last = 2 * logits + table * held + streams
     kept = sum(sum(kept_stacks(each)) * count for each, count in first)
     passes = [block_bytes(each) for each, _ in blocks]

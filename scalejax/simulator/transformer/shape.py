@@ -426,8 +426,8 @@ class BlockShard:
     is_scattered: bool
     """Whether each device along data keeps only its shard of the summed gradients."""
     is_of_stage: bool = False
-    """Whether it is of a pipeline, whose devices sum gradients over expert after all microbatches,
-    once."""
+    """Whether it is of a pipeline, whose devices sum gradients over expert and context after all
+    microbatches, once."""
 
     def __hash__(self) -> int:
         """Hash of the fields in which the shards of a search differ, quicker than that of all."""
@@ -451,8 +451,12 @@ class BlockShard:
     @property
     def sum_axes(self) -> tuple[str, ...]:
         """Axes over which the gradients of all but experts are summed for each microbatch."""
-        axes = sum_axes(self.layout)
-        return tuple(axis for axis in axes if axis != EXPERT) if self.is_of_stage else axes
+        return () if self.is_of_stage else sum_axes(self.layout)
+
+    @property
+    def expert_sum_axes(self) -> tuple[str, ...]:
+        """The same of the gradients of experts."""
+        return () if self.is_of_stage else sum_axes(self.layout, of_experts=True)
 
     def gradient_parts(self, name: str) -> int:
         """Shards of the gradient of a matrix along the axes that ZeRO shards it over."""

@@ -108,9 +108,12 @@ def scheduled_gradients(
 
 def _mean_over(axes: tuple[str, ...], gradients: PyTree) -> PyTree:
     """Gradients of the mean loss of the devices along `axes`, of those of each one's loss: over the
-    expert axis experts have those of all devices already, whose tokens came to them."""
+    expert axis experts have those of all devices already, whose tokens came to them. Of scales,
+    whose gradients are largest values, the largest."""
 
     def mean(path: Any, leaf: jax.Array) -> jax.Array:
+        if is_scales(path):
+            return lax.pmax(leaf, axes)
         if EXPERT not in axes or not is_of_experts(path):
             return lax.pmean(leaf, axes)
         rest = tuple(axis for axis in axes if axis != EXPERT)

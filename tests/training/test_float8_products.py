@@ -235,6 +235,12 @@ def histories(state: TrainState) -> list[np.ndarray]:
             ("float8_delayed", {"data": 2, "pipeline": 2, "pipeline_schedule": name}, 4, remat)
             for name, remat in (("1f1b", "selective_op"), ("zb_h1", "none"))
         ),
+        (
+            "float8_delayed",
+            {"data": 2, "context": 2, "pipeline": 2, "pipeline_schedule": "1f1b"},
+            2,
+            "none",
+        ),
     ],
 )
 def test_a_layout_trains_float8_as_one_device_does(recipe, layout, microbatches, remat):
@@ -254,6 +260,7 @@ def test_a_layout_trains_float8_as_one_device_does(recipe, layout, microbatches,
     is_scheduled = "pipeline_schedule" in layout
     is_by_device = microbatches > 1
     parts = (1 if is_scheduled else microbatches) * (layout["data"] if is_by_device else 1)
+    parts *= layout.get("context", 1) if is_scheduled else 1
     assert (len(histories(state)) > 0) == (recipe == "float8_delayed")
     for own, whole in zip(histories(state), histories(like), strict=True):
         assert own.min() > 0

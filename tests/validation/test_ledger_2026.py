@@ -78,11 +78,11 @@ def test_runs_are_predicted(coverage: dict[str, Any]):
 def test_rows_that_the_closed_form_does_not_know_are_compiled(
     name: str, kind: str, coverage: dict[str, Any]
 ):
-    """One of each file and kind, drawn with a seed. Those of GPT-OSS and of TPUs take minutes:
-    `coverage.py --compile` of the experiment does them."""
+    """One of each file and kind, drawn with a seed. Those of GPT-OSS, of TPUs and of Grok-1 over
+    context (seed 0) take minutes: `coverage.py --compile` of the experiment does them."""
     rows = read_ledger(LEDGER / f"{name}.csv")
     results = coverage["in_closed_form"](rows)
-    (index,) = coverage["sampled"](coverage["to_compile"](results)[kind], 1, seed=0)
+    (index,) = coverage["sampled"](coverage["to_compile"](results)[kind], 1, seed=1)
 
     (result,) = evaluate(compile_cases([rows[index]]))
 

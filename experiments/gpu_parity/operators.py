@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.measure.devices.machine import mesh_of
-from scalejax.measure.devices.probes import call_seconds
+from scalejax.measure.devices.probes import call_seconds, empty_seconds
 from scalejax.measure.devices.timing import seconds_of_function
 
 CALLS = 12
@@ -66,7 +66,10 @@ class Clock:
         whole = seconds_of_function(
             function, self.mesh, shapes, calls=CALLS, dtype=dtype, repeats=repeats
         )
-        return max(whole - self.call_seconds, whole / 10) / repeats
+        empty = empty_seconds(
+            function, self.mesh, shapes, calls=CALLS, dtype=dtype, repeats=repeats
+        )
+        return max(whole - empty, whole / 10) / repeats
 
     def row(self, **values: Any) -> None:
         """Keep a row, print it and write all."""

@@ -5,14 +5,17 @@
 Each step is predicted by `scalejax predict` for one GPU of the catalogue's cluster, compiled here
 (with the jax that is installed: best that which ran); from the program that ran, on the catalogue's
 chip; and from that program on the chip as `scalejax calibrate` measured it. --write keeps all in
-results.json, and the calibrated chip in calibration/. Errors are (predicted - measured) / measured.
+results.json, the programs in programs.jsonl.xz, and the calibrated chip in calibration/. Errors are
+(predicted - measured) / measured.
 """
 
 import argparse
 import json
+import lzma
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -28,6 +31,7 @@ from scalejax.simulator.program import Program
 
 HERE = Path(__file__).resolve().parent
 NETWORKS = ("resnet50", "gpt2", "llama")
+PROGRAMS = "programs.jsonl.xz"
 
 
 def extracted(archives: list[Path], folder: Path) -> dict[str, Path]:
@@ -60,9 +64,8 @@ def catalogue_cluster(kind: str) -> Cluster:
     return load_cluster("dgx-h200" if "H200" in kind else "dgx-h100")
 
 
-def step_rows(found: dict[str, Path], calibrated: Cluster | None) -> list[dict[str, Any]]:
-    """A row for each network that was timed."""
-    rows = []
+def timed_steps(found: dict[str, Path]) -> Iterator[tuple[str, Summary, Program]]:
+    """Each case that was timed, and the program that ran."""
     for network in NETWORKS:
         path = found.get(f"bench-{network}")
         if path is None or not (path / "bench.json").is_file():
@@ -70,26 +73,35 @@ def step_rows(found: dict[str, Path], calibrated: Cluster | None) -> list[dict[s
         folder = BenchFolder(path=path)
         for summary in read_summaries(read_plan(folder), folder):
             if summary.is_measured:
-                rows.append(step_row(case_of(network, summary), summary, folder, found, calibrated))
-    return rows
+                program = serialization.load(Program, folder.program(summary.benchmark.name))
+                yield case_of(network, summary), summary, program
+
+
+def kept_programs() -> dict[str, Program]:
+    """The programs that ran, by case, as --write kept them."""
+    with lzma.open(HERE / PROGRAMS, "rt", encoding="utf-8") as file:
+        return {
+            case: serialization.build(Program, program) for case, program in map(json.loads, file)
+        }
 
 
 def step_row(
     case: str,
     summary: Summary,
-    folder: BenchFolder,
+    program: Program,
     found: dict[str, Path],
     calibrated: Cluster | None,
 ) -> dict[str, Any]:
     """One network: measured in JAX and PyTorch, and predicted in three ways."""
     result = summary.results[0]
-    program = serialization.load(Program, folder.program(summary.benchmark.name))
     cluster = catalogue_cluster(result.device_kind)
     peak = cluster.chip.peak("bf16")
     row: dict[str, Any] = {"case": case, "device": result.device_kind}
     row |= {"versions": result.versions, "started": result.started}
     row |= {"compile_seconds": result.compile_seconds, "global_batch": result.global_batch}
     row["jax"] = spread(list(summary.step_seconds))
+    low, high = summary.interval
+    row["jax"] |= {"median_low_seconds": low, "median_high_seconds": high}
     if program.model_flop is not None:
         row["mfu"] = metrics.mfu(program.model_flop, summary.median_seconds, 1, peak)
     for name in (case, f"{case}-compiled"):
@@ -134,7 +146,7 @@ def predicted(row: dict[str, Any] | None) -> str:
 
 def show_steps(rows: list[dict[str, Any]]) -> None:
     """Print measured and predicted steps."""
-    names = ["case", "JAX, ms", "p10 to p90", "MFU", "PyTorch, ms", "compiled, ms"]
+    names = ["case", "JAX, ms", "95 % of the median", "MFU", "PyTorch, ms", "compiled, ms"]
     names += ["predicted, ms", "of the program that ran", "calibrated"]
     table(
         "Steps",
@@ -142,7 +154,7 @@ def show_steps(rows: list[dict[str, Any]]) -> None:
         [
             [
                 *(row["case"], ms(row["jax"])),
-                f"{ms(row['jax'], 'p10_seconds')} to {ms(row['jax'], 'p90_seconds')}",
+                " to ".join(ms(row["jax"], f"median_{end}_seconds") for end in ("low", "high")),
                 f"{row['mfu']:.1%}" if "mfu" in row else "n/a",
                 *(ms(row.get("torch")), ms(row.get("torch_compiled"))),
                 *map(predicted, map(row.get, ("compiled_here", "program_that_ran", "calibrated"))),
@@ -154,7 +166,7 @@ def show_steps(rows: list[dict[str, Any]]) -> None:
 
 def show_operators(operators: dict[str, Any], peak: float) -> None:
     """Print operators as shares of the peak, or times."""
-    attention = operators.get("operators-attention", {}).get("rows", [])
+    attention = list(operators.get("operators-attention", {}).get("rows", []))
     attention += operators.get("torch-operators", {}).get("attention", [])
     table(
         "Causal attention, share of the peak in bf16",
@@ -171,7 +183,7 @@ def show_operators(operators: dict[str, Any], peak: float) -> None:
             for row in attention
         ],
     )
-    grouped = operators.get("operators-grouped", {}).get("rows", [])
+    grouped = list(operators.get("operators-grouped", {}).get("rows", []))
     grouped += operators.get("torch-operators", {}).get("grouped", [])
     sizes = ("network", "way", "experts", "rows", "outer", "inner")
     by_case: dict[tuple[str, ...], dict[str, float]] = {}
@@ -226,7 +238,10 @@ def main() -> None:
         found = extracted(asked.archives, Path(scratch))
         file = found.get("calibration", Path(scratch)) / "cluster.toml"
         calibrated = load_cluster(str(file)) if file.is_file() else None
-        rows = step_rows(found, calibrated)
+        steps = list(timed_steps(found))
+        rows = [
+            step_row(case, summary, program, found, calibrated) for case, summary, program in steps
+        ]
         operators = {
             name: json.loads(path.read_text())
             for name, path in found.items()
@@ -252,6 +267,9 @@ def main() -> None:
         if asked.write:
             kept = {"compiled_here_by": jax.__version__, "steps": rows, "operators": operators}
             (HERE / "results.json").write_text(json.dumps(kept, indent=1) + "\n")
+            with lzma.open(HERE / PROGRAMS, "wt", encoding="utf-8") as programs:
+                for case, _, program in steps:
+                    programs.write(json.dumps([case, serialization.plain(program)]) + "\n")
             if file.is_file():
                 shutil.copytree(file.parent, HERE / "calibration", dirs_exist_ok=True)
 

@@ -3,6 +3,7 @@
 Knows no other device and no program.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -13,7 +14,7 @@ from scalejax.core.errors import (
     require_at_least,
     require_fraction,
 )
-from scalejax.hardware.measured import MeasuredRates
+from scalejax.hardware.measured import MeasuredRates, nearby
 
 RateType = Literal["fp4", "fp8", "bf16", "f16", "tf32", "f32"]
 """Operand type of the matrix units."""
@@ -112,6 +113,9 @@ class Attainable:
     attention_fraction: float = 0.4
     """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
     backward, what a causal mask skips not counted."""
+    attention_by_shape: tuple[tuple[int, int, float], ...] = ()
+    """(tokens, head size, share of peak FLOP/s) of that kernel where it was measured, in place of
+    `attention_fraction`; () if it was not."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
@@ -137,6 +141,9 @@ class Attainable:
                 require_at_least(name, getattr(self, name), 0)
             elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
                 require_fraction(name, getattr(self, name))
+        for tokens, head_size, fraction in self.attention_by_shape:
+            require_above("attention_by_shape", min(tokens, head_size), 0)
+            require_fraction("attention_by_shape", fraction)
         if self.step_cv is None and self.step_dispersion_seconds > 0:
             accepted = "it adds to step_cv, which is missing; 0 says that it is all there is"
             raise ConfigError(
@@ -151,6 +158,13 @@ class Attainable:
         if not 0 <= self.contention_fraction < 1:
             accepted = "it must be at least 0 and below 1"
             raise ConfigError(refusal("contention_fraction", self.contention_fraction, accepted))
+
+    def attention_share(self, shape: Sequence[int]) -> float:
+        """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head
+        size)."""
+        if not self.attention_by_shape or len(shape) != 4 or 0 in shape:
+            return self.attention_fraction
+        return nearby(self.attention_by_shape, shape[2:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,13 +210,17 @@ class Chip:
     memory_bytes_per_second: float
     """Peak bandwidth of device memory."""
     attainable: Attainable
-    """Attainable fractions of the peak rates."""
+    """Attainable fractions of the peak rates; of XLA's kernels and launches where they were
+    measured."""
     runtime_reserve_bytes: int
     """Device memory reserved by driver, communication library and allocator."""
     cuda: CudaArchitecture | None = None
     """Compiler target; None if programs are not compiled for a GPU."""
     tpu: TpuArchitecture | None = None
     """Compiler target; None if it is no TPU."""
+    attainable_by_others: Attainable | None = None
+    """Attainable fractions of other frameworks, whose kernels and launches are not XLA's; None if
+    they are `attainable`."""
     residuals: Residuals | None = None
     """Residuals of the attainable rates; None if they were not fitted."""
     measured: MeasuredRates | None = None

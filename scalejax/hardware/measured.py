@@ -55,7 +55,7 @@ class MeasuredRates:
     def matmul_rate(self, shape: Sequence[int], rate_type: str) -> float:
         """FLOP/s of a matrix product of shape (batch, m, n, k); 0s and () count as 1."""
         rows = self.matmul.get(rate_type) or self.matmul["f32"]
-        return _nearby(rows, shape)
+        return nearby(rows, shape)
 
     def convolution_rate(
         self, shape: Sequence[int], convolution_pass: str, rate_type: str = "f32"
@@ -64,7 +64,7 @@ class MeasuredRates:
         own = f"_{rate_type}"
         names = (f"{convolution_pass}{own}", f"forward{own}", convolution_pass, "forward")
         rows = next((found for name in names if (found := self.convolution.get(name))), None)
-        return _nearby(rows, shape) if rows else None
+        return nearby(rows, shape) if rows else None
 
     def stream_rate(self, moved_bytes: float) -> float:
         """Bytes/s of an operation that moves so many bytes."""
@@ -84,7 +84,7 @@ class MeasuredRates:
         return seconds
 
 
-def _nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
+def nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
     """The rate at `shape`: geometric mean of nearby rates, weighted by inverse square distance.
 
     Distances are between the logarithms of sizes; exact at measured shapes, within the range of the

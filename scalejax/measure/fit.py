@@ -311,7 +311,11 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
             for name, fraction in fractions.items()
             if fraction is not None
         }
-        attainable = replace(attainable, **changed)
+        by_shape = tuple(
+            (tokens, size, min(1.0, fraction / factors.compute))
+            for tokens, size, fraction in attainable.attention_by_shape
+        )
+        attainable = replace(attainable, **changed, attention_by_shape=by_shape)
     if factors.contention is not None:
         attainable = replace(attainable, contention_fraction=factors.contention)
     launches = ("launch_seconds", "dispatch_seconds", "step_overhead_seconds")

@@ -1,4 +1,5 @@
-"""Device state under the load of one program: busy devices, first-touched memory, CUDA graphs.
+"""Device state under the load of one program: its framework's rates, busy devices, first-touched
+memory, CUDA graphs.
 
 Devices that are parts of one machine, such as virtual devices of a CPU, share cores and memory.
 Knows a program's size and backend; nothing of its operations.
@@ -20,6 +21,10 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
 
     Idempotent: effects that are applied are removed from the returned cluster's description.
     """
+    chip = cluster.chip
+    if program.framework != "xla" and chip.attainable_by_others is not None:
+        chip = replace(chip, attainable=chip.attainable_by_others, attainable_by_others=None)
+        cluster = replace(cluster, chip=chip)
     chip = _shared_chip(cluster, program.device_count)
     if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
         chip = _aligned(chip)

@@ -129,11 +129,13 @@ def test_the_factor_on_compute_holds_for_all_that_multiplies(name: str, factor: 
 def test_a_share_of_a_peak_stays_within_it():
     """Twice as fast as 0.8 of the peak is no rate that a chip has."""
     attainable = replace(CHIP.attainable, matmul_fraction=0.8, attention_fraction=0.8)
+    attainable = replace(attainable, attention_by_shape=((4096, 128, 0.8), (4096, 64, 0.25)))
     cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
 
     faster = adjusted(cluster, Factors(compute=0.5)).chip.attainable
 
     assert faster.matmul_fraction == faster.attention_fraction == 1.0
+    assert faster.attention_by_shape == ((4096, 128, 1.0), (4096, 64, 0.5))
 
 
 @pytest.mark.parametrize("devices", [8, 32])

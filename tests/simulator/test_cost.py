@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from hardware_cases import CHIP
+from hardware_cases import CHIP, cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
-from program_cases import NO_MEMORY, PAPER, fusion
+from program_cases import NO_MEMORY, PAPER, fusion, program_of
 
+from scalejax.core.errors import ConfigError
 from scalejax.hardware import Chip, load_chip, load_cluster
 from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Collective, DeviceGroup, Operation
@@ -64,6 +66,42 @@ def test_fused_attention_has_a_rate_of_its_own():
     operation = Operation(name="a", kind="attention", dtype="bf16", flop=10**11)
 
     assert operation_time(operation, chip).busy_seconds == pytest.approx(2e-3)
+
+
+def test_fused_attention_has_the_rate_that_was_measured_of_its_size():
+    """0.5 of 100 TFLOP/s at 4096 tokens and heads of 128, 0.25 at half of both; between them what
+    is between, and where the size is not known that of `attention_fraction`."""
+    rates = ((4096, 128, 0.5), (2048, 64, 0.25))
+    attainable = replace(CHIP.attainable, attention_fraction=0.1, attention_by_shape=rates)
+    chip = replace(CHIP, attainable=attainable)
+
+    def milliseconds(*shape: int) -> float:
+        operation = Operation(name="a", kind="attention", dtype="bf16", flop=10**11, shape=shape)
+        return operation_time(operation, chip).busy_seconds * 1e3
+
+    assert milliseconds(8, 4096, 4096, 128) == pytest.approx(2)
+    assert milliseconds(8, 2048, 2048, 64) == pytest.approx(4)
+    assert milliseconds(8, 4096, 4096, 64) == pytest.approx(2 * 2**0.5)
+    assert milliseconds() == pytest.approx(10)
+    with pytest.raises(ConfigError, match=r"attention_by_shape=1\.5 is refused"):
+        replace(attainable, attention_by_shape=((4096, 128, 1.5),))
+
+
+def test_other_frameworks_keep_their_rates_where_those_of_xla_were_measured():
+    """Launches of 10 us in PyTorch beside 1 in XLA's command buffers; a chip without them has the
+    same for both."""
+    others = replace(ATTAINABLE, launch_seconds=10e-6)
+    chip = replace(CHIP, attainable=replace(ATTAINABLE, launch_seconds=1e-6))
+    program = program_of(fusion("f", 1.0))
+
+    def launch(chip: Chip, framework: str) -> float:
+        loaded = under_load(cluster_of(chip=chip), replace(program, framework=framework))
+        assert under_load(loaded, replace(program, framework=framework)) == loaded
+        return loaded.chip.attainable.launch_seconds
+
+    measured = replace(chip, attainable_by_others=others)
+    assert (launch(measured, "xla"), launch(measured, "pytorch")) == (1e-6, 10e-6)
+    assert (launch(chip, "xla"), launch(chip, "pytorch")) == (1e-6, 1e-6)
 
 
 def test_launch_is_counted_apart_from_the_work():

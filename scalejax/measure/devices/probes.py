@@ -407,11 +407,35 @@ def _seconds_of_one(
         calls: most calls to time.
         dtype: data type of its arguments.
     """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    repeats = 1 if is_cpu else max(1, min(_REPEATS, _REPEATED_BYTES // moved_bytes))
-    seconds = seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
     call, launch = overheads
-    return _beyond(seconds, call + (repeats - 1) * launch) / repeats
+    if mesh.devices.flat[0].platform == "cpu":
+        return _beyond(seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype), call)
+    repeats = max(1, min(_REPEATS, _REPEATED_BYTES // moved_bytes))
+    seconds = seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
+    empty = empty_seconds(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
+    return _beyond(seconds, max(empty, call + (repeats - 1) * launch)) / repeats
+
+
+def empty_seconds(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    calls: int,
+    dtype: Any,
+    repeats: int,
+) -> float:
+    """Seconds of a call with as many arrays as `repeats` of `function` take and return, all small:
+    it takes microseconds more for each."""
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    count = len(jax.tree.leaves(jax.eval_shape(function, *given)))
+
+    def small(*arrays: jax.Array) -> list[jax.Array]:
+        return [arrays[index % len(arrays)] + index for index in range(count)]
+
+    return seconds_of_function(
+        small, mesh, [(4,)] * len(shapes), calls=calls, dtype=dtype, repeats=repeats
+    )
 
 
 def _beyond(seconds: float, empty_seconds: float) -> float:

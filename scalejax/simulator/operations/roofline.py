@@ -52,8 +52,8 @@ def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
         rate = measured.convolution_rate(operation.shape, convolution_pass, rate_type)
         if rate is not None:
             return rate
-    if operation.kind == "attention":  # its rate is one number, whatever its shape
-        return chip.peak(operation.dtype) * chip.attainable.attention_fraction
+    if operation.kind == "attention":
+        return chip.peak(operation.dtype) * chip.attainable.attention_share(operation.shape)
     shape = operation.shape if operation.kind == "matmul" else ()
     return measured.matmul_rate(shape or _UNKNOWN_SHAPE, rate_type)
 
@@ -125,7 +125,7 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
         return grouped_product_time(grouped, chip, moved_bytes=moved_bytes)
     shape, fraction = None, None
     if operation.kind == "attention":
-        fraction = attainable.attention_fraction
+        fraction = attainable.attention_share(operation.shape)
     elif operation.kind == "matmul":
         shape = _product_shape(operation.shape)
         fraction = attainable.matmul_fraction * attainable.sustained_fraction

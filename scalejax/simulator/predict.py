@@ -424,7 +424,9 @@ def _notes(
     if chip.residuals is None and chip.measured is not None:
         notes.append(f"{chip.name}: measured here; no residuals, so no p10 and p90")
     elif chip.residuals is None:
-        notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
+        # Of a chip with rates of others, those here are XLA's, as measured.
+        known = "uncalibrated" if chip.attainable_by_others is None else "measured on one device"
+        notes.append(f"{chip.name}: attainable rates are {known}, so no p10 and p90")
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)

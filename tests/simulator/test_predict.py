@@ -92,6 +92,9 @@ def test_bands_surround_the_median():
     known = predict(data_parallel(8), cluster_of(chip=fitted, library=library))
     unknown = predict(data_parallel(8), PAPER)
     half_known = predict(data_parallel(8), cluster_of(chip=fitted))
+    measured = cluster_of(chip=replace(CHIP, attainable_by_others=CHIP.attainable))
+    of_xla = predict(data_parallel(8), measured)
+    of_others = predict(replace(data_parallel(8), framework="pytorch"), measured)
 
     assert known.p10_step_seconds is not None
     assert known.p90_step_seconds is not None
@@ -102,6 +105,8 @@ def test_bands_surround_the_median():
     assert known.p10_step_seconds < known.step_seconds
     assert (unknown.p10_step_seconds, half_known.p90_step_seconds) == (None, None)
     assert "paper: attainable rates are uncalibrated, so no p10 and p90" in unknown.notes
+    assert "paper: attainable rates are measured on one device, so no p10 and p90" in of_xla.notes
+    assert "paper: attainable rates are uncalibrated, so no p10 and p90" in of_others.notes
     assert "Rings: uncalibrated, so no p10 and p90" in half_known.notes
 
 

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
 
 from scalejax.config.model import activation_type
 from scalejax.config.optimizer import AdamWConfig
@@ -101,14 +102,25 @@ def stage_parameters(run: ResolvedRun, mesh: Mesh) -> tuple[int, int]:
     """Parameters of the layers of a pipeline's stage that a device uses, and the bytes of those and
     of their moments in its state where no ZeRO stage shards them over data, else 0."""
     setup = train_setup(run, mesh)
-    blocks = abstract_state(setup).params["blocks"]
-    used = _used_shardings(setup, mesh, {"blocks": blocks})["blocks"]
-    own = sum(
-        math.prod(sharding.shard_shape(leaf.shape))
-        for leaf, sharding in zip(jax.tree.leaves(blocks), jax.tree.leaves(used), strict=True)
+    state, layout = abstract_state(setup), run.config.layout
+    blocks = {"blocks": state.params["blocks"]}
+    used = jax.tree.leaves(_used_shardings(setup, mesh, blocks))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(blocks)
+    elements = {
+        parameter_path(path): math.prod(sharding.shard_shape(leaf.shape))
+        for (path, leaf), sharding in zip(leaves, used, strict=True)
+    }
+    own = sum(elements.values())
+    if layout.zero_stage:
+        return own, 0
+    moments = None if layout.optimizer_memory_host_offload else state.opt_state
+    held, _ = jax.tree_util.tree_flatten_with_path((blocks, moments))
+    names = (
+        parameter_path(tuple(each for each in path if isinstance(each, DictKey)))
+        for path, _ in held
     )
-    bytes_each = jnp.dtype(jnp.float32).itemsize * (1 + run.config.optimizer.moments)
-    return own, 0 if run.config.layout.zero_stage else bytes_each * own
+    sizes = (leaf.dtype.itemsize for _, leaf in held)
+    return own, sum(elements.get(name, 0) * size for name, size in zip(names, sizes, strict=True))
 
 
 def abstract_state(setup: TrainSetup) -> TrainState:

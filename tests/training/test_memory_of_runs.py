@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.serialization import build
 from scalejax.hardware import load_chip
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import MemoryUse
+from scalejax.training.mesh import build_mesh
+from scalejax.training.state import stage_parameters
 from scalejax.xla.compiled import convolution_workspace_bytes
 from scalejax.xla.hlo import parse_module
 
@@ -60,3 +64,37 @@ def test_what_a_cpus_kernels_take_is_not_charged_to_other_chips():
 
     assert memory.peak_bytes == 100 + 60 - 50 + 30 + 7
     assert memory_verdict(memory, chip).peak_bytes == 140 + chip.runtime_reserve_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "bytes_each"),
+    [
+        ({}, {}, 4 + 4 + 4),
+        ({"mu_dtype": "bfloat16", "nu_dtype": "bfloat16"}, {}, 4 + 2 + 2),
+        ({}, {"optimizer_memory_host_offload": True}, 4),
+        ({}, {"zero_stage": 1}, 0),
+    ],
+)
+def test_a_second_stage_is_counted_in_the_types_that_it_is_kept_in(optimizer, layout, bytes_each):
+    """By hand, 2 of 4 layers over tensor 2: half of the matrices, whole norms; no moments that the
+    host holds, and none that ZeRO shards."""
+    hidden, ffn = 64, 96
+    tables = {
+        "model": {
+            "name": "llama",
+            "layers": 4,
+            "hidden": hidden,
+            "heads": 4,
+            "kv_heads": 4,
+            "ffn_hidden": ffn,
+        },
+        "data": {"name": "synthetic_tokens", "tokens": 16, "vocabulary": 64},
+        "batch": {"global_batch": 16, "microbatches": 8},
+        "optimizer": {"name": "adamw", **optimizer},
+        "schedule": {"base_learning_rate": 0.01},
+        "layout": {"data": 2, "tensor": 2, "pipeline": 2, "pipeline_schedule": "1f1b", **layout},
+    }
+    run = resolve(build(RunConfig, tables))
+    own = 2 * ((4 * hidden**2 + 3 * hidden * ffn) // 2 + 2 * hidden)
+
+    assert stage_parameters(run, build_mesh(run.layout)) == (own, bytes_each * own)

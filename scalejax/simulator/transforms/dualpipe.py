@@ -8,8 +8,10 @@ idle for (p/2 - 1) (F&B + B - 3W), for p stages, a pair F&B, a backward pass B a
 W (`transforms.pipeline`). Nobody trains it here: scalejax compiles 1F1B, of which this is made.
 
 Left out: what kernels of communication take from those of compute beyond a chip's contention (the
-report reserves 20 of 132 multiprocessors), and that a device's two copies of an embedding may be
-one. Knows nothing of hardware.
+report reserves 20 of 132 multiprocessors); what is done once a step for the second stage too, the
+sum of its gradients with the device that has its other copy, the gather of its parameters, and
+without ZeRO their update; and that a device's two copies of an embedding may be one. Knows nothing
+of hardware.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.2.1, figures 4
 and 5, table 2.

@@ -8,6 +8,7 @@ as in a long one. Arithmetic on plain data; knows no JAX.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TypeVar
@@ -297,11 +298,25 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
 
 
 def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
-    attainable, measured = chip.attainable, chip.measured
+    measured, others = chip.measured, chip.attainable_by_others
+    adjusted_rates = partial(
+        _adjusted_attainable, factors=factors, is_measured=measured is not None
+    )
     if measured is not None:
         measured = _scaled(measured, factors.compute, "compute_scale")
         measured = _scaled(measured, factors.memory, "memory_scale")
-    else:
+    return replace(
+        chip,
+        measured=measured,
+        attainable=adjusted_rates(chip.attainable),
+        attainable_by_others=None if others is None else adjusted_rates(others),
+    )
+
+
+def _adjusted_attainable(
+    attainable: Attainable, factors: Factors, *, is_measured: bool
+) -> Attainable:
+    if not is_measured:
         # Fractions of the peak, at most 1; the other fractions are relative to these.
         slower = dict.fromkeys(_COMPUTE_FRACTIONS, factors.compute)
         slower["memory_fraction"] = factors.memory
@@ -319,8 +334,7 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
     if factors.contention is not None:
         attainable = replace(attainable, contention_fraction=factors.contention)
     launches = ("launch_seconds", "dispatch_seconds", "step_overhead_seconds")
-    attainable = _scaled(attainable, factors.launch, *launches)
-    return replace(chip, measured=measured, attainable=attainable)
+    return _scaled(attainable, factors.launch, *launches)
 
 
 def _scaled(part: Part, factor: float, *names: str) -> Part:

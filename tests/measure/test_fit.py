@@ -138,6 +138,17 @@ def test_a_share_of_a_peak_stays_within_it():
     assert faster.attention_by_shape == ((4096, 128, 1.0), (4096, 64, 0.5))
 
 
+def test_rates_of_other_frameworks_are_adjusted_too():
+    """Where a chip has some of their own, by which they are costed."""
+    chip = replace(CHIP_WITH_LAUNCH, attainable_by_others=CHIP_WITH_LAUNCH.attainable)
+    factors = Factors(compute=2.0, memory=1.5, launch=3.0, contention=0.3)
+
+    slower = adjusted(cluster_of(chip=chip), factors).chip
+
+    assert slower.attainable_by_others == slower.attainable != chip.attainable
+    assert adjusted(cluster_of(chip=CHIP), factors).chip.attainable_by_others is None
+
+
 @pytest.mark.parametrize("devices", [8, 32])
 @pytest.mark.parametrize("payload", [0, 10**6, 10**9])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "nvls", "parameter_server"])

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalejax.hardware import NO_SITE, Chip, Cluster, HostInput, Site
+from scalejax.hardware import NO_SITE, Attainable, Chip, Cluster, HostInput, Site
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
@@ -113,8 +113,15 @@ def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
 
 
 def _less_dispatch(chip: Chip) -> Chip:
-    seconds = chip.attainable.dispatch_seconds / FACTOR
-    return replace(chip, attainable=replace(chip.attainable, dispatch_seconds=seconds))
+    def less(attainable: Attainable) -> Attainable:
+        return replace(attainable, dispatch_seconds=attainable.dispatch_seconds / FACTOR)
+
+    others = chip.attainable_by_others
+    return replace(
+        chip,
+        attainable=less(chip.attainable),
+        attainable_by_others=None if others is None else less(others),
+    )
 
 
 def _arithmetic(chip: Chip) -> Chip:

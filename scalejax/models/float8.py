@@ -20,7 +20,11 @@ formats all are in e4m3.
 
 Knows arrays; nothing of layers and meshes. Where the compiler shards an operand, its largest value
 is that of all shards. Where the data axis is manual (`layout.mode` other than "jit", and ZeRO 2,
-several microbatches or the noise scale over data), each device along it scales its own rows.
+several microbatches or the noise scale over data), each device along it scales its own rows, but in
+"float8_delayed", whose scales are of all devices. Gradients there, and over context in a pipeline
+of a timetable, are those of the loss of a device's own rows or tokens, so many times as large as
+there are such devices: histories of gradients hold them so, and a run that goes on with more of
+these devices clips in its first step.
 """
 
 import math

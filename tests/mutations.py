@@ -187,8 +187,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/training/step.py",
-        old="average=averaged(setup.run, step, state.average, weights),",
-        new="average=averaged(setup.run, state.step, state.average, weights),",
+        old="average = averaged(setup.run, step, state.average, weights)",
+        new="average = averaged(setup.run, state.step, state.average, weights)",
         mistake="averages of weights count updates from one too few",
         first_tests=("tests/training/test_averaging.py",),
         words="weights_that_training_has",

@@ -132,6 +132,18 @@ def scales_of(statistics: PyTree) -> PyTree:
     )
 
 
+def with_present_scales(average: PyTree, statistics: PyTree) -> PyTree:
+    """The average of statistics over updates with the scales and histories of the present ones: a
+    mean would begin at scales of 1, thousands of times those of matrices, and keep them for long.
+    """
+
+    def chosen(path: Sequence[Any], mean: jax.Array, present: jax.Array) -> jax.Array:
+        is_own = any(getattr(entry, "key", None) in (SCALES, AMAX_HISTORY) for entry in path)
+        return present if is_own else mean
+
+    return jax.tree_util.tree_map_with_path(chosen, average, statistics)
+
+
 def with_amaxes(statistics: PyTree, amaxes: PyTree) -> PyTree:
     """The statistics of a network after a step: its largest values at the head of the histories,
     and scales by the largest of each. A history of zeros, and what is not finite, leaves a scale.

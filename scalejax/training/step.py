@@ -18,6 +18,7 @@ from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
+from scalejax.models.float8 import with_present_scales
 from scalejax.models.moe import with_counted_loads
 from scalejax.models.pretrained import pretrained_weights
 from scalejax.training.data_parallel import combined_gradients, require_stages_in_shards
@@ -276,12 +277,16 @@ def _update(
     step = state.step + 1
     params = updated(state.params, optax.apply_updates(learning, updates))
     weights = {"params": params, "model_state": model_state}
+    average = averaged(setup.run, step, state.average, weights)
+    if average is not None:
+        scaled = with_present_scales(average["model_state"], model_state)
+        average = {**average, "model_state": scaled}
     new_state = TrainState(
         step=step,
         params=params,
         model_state=model_state,
         opt_state=opt_state,
-        average=averaged(setup.run, step, state.average, weights),
+        average=average,
         noise=noise,
         exchange=sync_state,
     )

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from record_cases import figures
 
-from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.loader.loader import Batches
@@ -27,6 +27,7 @@ from scalejax.models.float8 import (
     quantised,
     quantised_by,
     restored,
+    scales_of,
     with_amaxes,
 )
 from scalejax.models.fsdp import multiplied
@@ -311,6 +312,20 @@ def test_a_resumed_run_goes_on_with_its_history(tmp_path, monkeypatch):
     ]
     assert len(jax.tree.leaves(ends[0])) == 2 * 4
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.slow  # compiles a step: 5 s
+def test_averaged_weights_have_the_present_scales():
+    """A mean from 1 on would be 0.97 after three updates, where those of matrices are 2^-13."""
+    run = run_of("float8_delayed", {"data": 1})
+    averaging = {"name": "ema", "decay": 0.99}
+    run = resolve(with_fields(run.config, {"averaging": averaging}))
+
+    _, state = trained(run)
+
+    found, present = (scales_of(each) for each in (state.average["model_state"], state.model_state))
+    assert max(float(leaf[:, 1].max()) for leaf in jax.tree.leaves(present)) < 2**-10
+    jax.tree.map(np.testing.assert_array_equal, found, present)
 
 
 def test_delayed_scaling_is_refused_where_histories_would_part():

@@ -13,6 +13,7 @@ from typing import Literal
 
 from scalejax.core.errors import ProfileError
 from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, load_chip
+from scalejax.xla.cuda_toolkit import libdevice
 
 Backend = Literal["cuda", "tpu", "cpu"]
 
@@ -141,9 +142,10 @@ def has_tpu_compiler() -> bool:
 
 
 def has_cuda_compiler() -> bool:
-    """Whether a compiler plug-in for NVIDIA GPUs is installed (no GPU is needed)."""
+    """Whether a compiler plug-in for NVIDIA GPUs is installed (no GPU is needed), and CUDA's
+    libdevice."""
     try:
-        return any(
+        return libdevice() is not None and any(
             importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None
             for version in (13, 12)
         )

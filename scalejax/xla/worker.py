@@ -48,14 +48,21 @@ def _compile(job: RunJob | FunctionJob) -> Program:
         if job.target.backend != "cpu":
             _place_arguments(lowered)
         schedule = job.run.config.layout.pipeline_schedule
-        program = read_step(lowered.compile(), mesh, run, schedule)
+        compiled = lowered.compile(_compiler_options(job.target))
+        program = read_step(compiled, mesh, run, schedule)
         return replace(program, notes=(*notes, *program.notes))
 
     mesh = _mesh(job.mesh_axes, devices)
     build = unpickled(job.pickled, job.path) if job.pickled else _imported(job.builder)
     function, arguments = _built(build, job.builder, mesh)
-    compiled = function.lower(*arguments).compile()
+    compiled = function.lower(*arguments).compile(_compiler_options(job.target))
     return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
+
+
+def _compiler_options(target: Target) -> dict[str, str]:
+    """The folder of the CUDA toolkit, as an option: of the flag JAX makes that of an NVIDIA package
+    that is installed."""
+    return {"xla_gpu_cuda_data_dir": os.environ["CUDA_HOME"]} if target.backend == "cuda" else {}
 
 
 def _place_arguments(lowered: Any) -> None:

@@ -6,6 +6,7 @@ Knows processes; nothing of what is compiled.
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 
 from scalejax.core.environment import (
@@ -18,6 +19,7 @@ from scalejax.core.environment import (
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import GIB
 from scalejax.core.workers import Pool, Worker, WorkerFailed
+from scalejax.xla.cuda_toolkit import toolkit
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
 from scalejax.xla.worker import compile_job
 
@@ -31,6 +33,9 @@ _FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     # No device to time candidates on; the program is unchanged in two thirds of the time.
     "--xla_gpu_autotune_level=0",
+    # What follows the program that is read is thrown away.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
 )
 
 _NOISE = re.compile(r"[IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|:$|For simplicity|-{5}")
@@ -52,21 +57,24 @@ def run_jobs(
     Raises:
         ScalejaxError: of the first job that fails, if there is no `on_error`; the others are
             stopped.
+        ProfileError: if a job is for GPUs, and CUDA's libdevice is not installed.
     """
+    is_for_gpus = any(job.target.backend == "cuda" for job in jobs)
+    with toolkit() if is_for_gpus else nullcontext() as cuda:
 
-    def start(number: int) -> Worker:
-        return Worker(compile_job, name="compile_job", environment=_environment())
+        def start(number: int) -> Worker:
+            return Worker(compile_job, name="compile_job", environment=_environment(cuda))
 
-    # A process for each job: JAX can be set up for one number of devices only.
-    with Pool(start, worker_count(len(jobs)), is_reused=False) as pool:
-        for position, kind, value in pool.work(jobs):
-            if kind == "answer":
-                on_done(position, value)
-                continue
-            error = value if kind == "refused" else _failure(jobs[position], value)
-            if on_error is None:
-                raise error
-            on_error(position, error)
+        # A process for each job: JAX can be set up for one number of devices only.
+        with Pool(start, worker_count(len(jobs)), is_reused=False) as pool:
+            for position, kind, value in pool.work(jobs):
+                if kind == "answer":
+                    on_done(position, value)
+                    continue
+                error = value if kind == "refused" else _failure(jobs[position], value)
+                if on_error is None:
+                    raise error
+                on_error(position, error)
 
 
 def worker_count(job_count: int) -> int:
@@ -117,8 +125,9 @@ def _control_group_free_bytes(root: Path) -> list[int]:
     return found
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, without the variables that select devices of its own JAX."""
+def _environment(cuda: Path | None) -> dict[str, str]:
+    """This process's environment, without the variables that select devices of its own JAX; `cuda`
+    is the folder of `toolkit`."""
     settings, flags = compiler_settings(), (*required_flags(), *_FLAGS)
     kept = {
         name: value
@@ -131,6 +140,7 @@ def _environment() -> dict[str, str]:
         # libtpu: as many workers as there are, none of which looks for a TPU on the network.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
+        **({} if cuda is None else {"CUDA_HOME": str(cuda)}),
         **settings,
         # The user's flags come last and have the last word, as when the step trains.
         "XLA_FLAGS": " ".join((*flags, settings.get("XLA_FLAGS", ""))).strip(),

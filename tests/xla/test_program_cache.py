@@ -99,7 +99,7 @@ def test_compiler_flags_of_the_user_make_another_program(tmp_path, monkeypatch):
 
     with pytest.raises(ProfileError, match="asked to compile"):
         profile(run, cluster, cache=tmp_path, backend="cpu")
-    assert worker_pool._environment()["XLA_FLAGS"].endswith("latency_hiding_scheduler=false")
+    assert worker_pool._environment(None)["XLA_FLAGS"].endswith("latency_hiding_scheduler=false")
 
 
 def test_programs_are_compiled_beside_those_that_are_refused(tmp_path, monkeypatch):

@@ -1,0 +1,66 @@
+"""Compiling for NVIDIA GPUs needs no CUDA toolkit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalejax.core.errors import ProfileError
+from scalejax.xla import cuda_toolkit
+from scalejax.xla.target import has_cuda_compiler
+
+EXAMPLE = Path(__file__).parents[2] / "scalejax/config/examples/fashion_small_batch.toml"
+
+
+@pytest.mark.skipif(cuda_toolkit.libdevice() is None, reason="needs libdevice")
+def test_tools_say_their_version_and_write_an_empty_file(tmp_path: Path):
+    """As XLA calls them; afterwards the folder is gone."""
+    made = tmp_path / "made"
+
+    with cuda_toolkit.toolkit() as folder:
+        assert (folder / "nvvm/libdevice/libdevice.10.bc").stat().st_size > 100_000
+        for tool in ("ptxas", "nvlink"):
+            said = subprocess.check_output([folder / "bin" / tool, "--version"], text=True)
+            assert "release 13" in said
+            subprocess.check_call([folder / "bin" / tool, "in", "-o", made, "-arch=sm_90a"])
+            assert made.read_bytes() == b""
+            made.unlink()
+    assert not folder.exists()
+
+
+def test_without_libdevice_the_package_is_named(monkeypatch: pytest.MonkeyPatch):
+    """In place of XLA's own words, which name flags."""
+    monkeypatch.setattr(cuda_toolkit, "libdevice", lambda: None)
+
+    with pytest.raises(ProfileError, match=r"pip install 'scalejax\[gpu-target\]'"):
+        cuda_toolkit.toolkit().__enter__()
+
+
+_HIDDEN = "for each in /usr/local/cuda*; do mount -t tmpfs none $(readlink -f $each); done; "
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
+    reason="may not hide folders of this machine",
+)
+def test_a_step_is_compiled_where_no_cuda_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a process that sees no CUDA of this machine, and no tool of it on its path: 8 s."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    command = f"{sys.executable} -m scalejax predict {EXAMPLE} --cluster dgx-h100 --devices 8"
+
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", f"{_HIDDEN} ! ls /usr/local/cuda/bin && exec {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "compiled for 8 devices" in done.stderr
+    assert "for the CPU" not in done.stdout

@@ -9,12 +9,12 @@ of processors, the most memory that one of its processes held, and what it predi
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 _H100 = ["--cluster", "dgx-h100"]
@@ -50,41 +50,52 @@ def main() -> None:
         "tokens/s  memory of a device"
     )
     for name in sys.argv[1:] or CASES:
-        before, (file, devices, options) = processor_seconds(), CASES[name]
-        elapsed, prediction = predicted(HERE / f"{file}.toml", devices, options)
-        # The largest process so far; the cases grow.
-        most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+        file, devices, options = CASES[name]
+        elapsed, used, prediction = predicted(HERE / f"{file}.toml", devices, options)
         print(
-            f"{name:20} {devices:7} {elapsed:6.1f} s {processor_seconds() - before:9.1f} s "
-            f"{most:9.2f} GB {prediction['step_seconds']:6.2f} s {prediction['mfu']:6.1%} "
-            f"{prediction['tokens_per_second']:9,.0f} "
+            f"{name:20} {devices:7} {elapsed:6.1f} s {used.processor_seconds:9.1f} s "
+            f"{used.most_memory_bytes / 1e9:9.2f} GB {prediction['step_seconds']:6.2f} s "
+            f"{prediction['mfu']:6.1%} {prediction['tokens_per_second']:9,.0f} "
             f"{prediction['peak_memory_bytes'] / 2**30:15.1f} GiB",
             flush=True,
         )
 
 
-def processor_seconds() -> float:
-    """Time on processors of all processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class Used(NamedTuple):
+    """What all processes of a prediction took."""
+
+    processor_seconds: float
+    most_memory_bytes: int
+    """Of the largest of them."""
 
 
-def predicted(path: Path, devices: int, options: list[str]) -> tuple[float, dict]:
-    """Seconds that `scalejax predict` took, and what it said."""
+_MEASURED = """
+import json, resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))
+"""
+"""A process that starts the one given: its largest child is of this prediction, where that of a
+process that starts all predictions is the largest so far."""
+
+
+def predicted(path: Path, devices: int, options: list[str]) -> tuple[float, Used, dict]:
+    """Seconds that `scalejax predict` took, what its processes used, and what it said."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "prediction.json"
-        command = [sys.executable, "-m", "scalejax", "predict", str(path), *options]
-        command += ["--devices", str(devices), "--json", str(answer)]
+        command = [sys.executable, "-c", _MEASURED, sys.executable, "-m", "scalejax", "predict"]
+        command += [str(path), *options, "--devices", str(devices), "--json", str(answer)]
         begin = time.perf_counter()
-        subprocess.run(
+        said = subprocess.run(
             command,
             check=True,
             env=os.environ | {"SCALEJAX_CACHE": folder},
-            stdout=subprocess.DEVNULL,
-        )
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
         elapsed = time.perf_counter() - begin
         (prediction,) = json.loads(answer.read_text())["predictions"]
-    return elapsed, prediction
+    return elapsed, Used(*json.loads(said)), prediction
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A run as another framework would train it: what is compiled for it, and what is made of that."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from program_cases import matmul, program_of
@@ -9,7 +10,7 @@ from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError, DoesNotFit
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
-from scalejax.simulator.frameworks import FRAMEWORKS, XLA, framework_named
+from scalejax.simulator.frameworks import FRAMEWORKS, XLA, Framework, framework_named
 from scalejax.simulator.program import Loop, Program
 from scalejax.simulator.transforms.pipeline import BUBBLE
 from scalejax.xla import ProfileJob, derive, profile_many
@@ -88,6 +89,19 @@ def test_an_unknown_framework_is_refused():
     """With the nearest that is known."""
     with pytest.raises(ConfigError, match=r"framework='megatron' is refused.*megatron-lm"):
         framework_named("megatron")
+
+
+def test_a_framework_runs_pipelines_in_a_schedule_that_is_trained():
+    """DualPipe is of a run, which is refused where stages or microbatches do not fit it."""
+    for schedule in ("gpipe", "1f1b", "zb_h1"):
+        assert Framework(name="ours", title="Ours", year=2026, schedule=schedule).schedule
+    accepted = "one of gpipe, 1f1b, zb_h1; for this one set layout.pipeline_schedule"
+    given: Any = "dualpipe"
+    with pytest.raises(ConfigError, match=f"framework.schedule='dualpipe' is refused.*{accepted}"):
+        Framework(name="ours", title="Ours", year=2026, schedule=given)
+    given = "1f1"
+    with pytest.raises(ConfigError, match="did you mean '1f1b'"):
+        Framework(name="ours", title="Ours", year=2026, schedule=given)
 
 
 def llama():

@@ -7,11 +7,12 @@ program to a program. `scalejax.xla` applies them to the compiled step. Knows no
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, DecoderRemat, GptConfig
-from scalejax.config.pipeline_schedule import PipelineSchedule
+from scalejax.config.pipeline_schedule import PipelineSchedule, TrainedSchedule
 from scalejax.config.run import ResolvedRun
-from scalejax.core.errors import ConfigError, unknown_name
+from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.simulator.frameworks.eager import (
     VOCABULARY_FACTORS,
     temporary_bytes_at_loss,
@@ -71,8 +72,19 @@ class Framework:
     """Year of the version that is meant."""
     properties: tuple[Property, ...] = ()
     """Differences from the compiled step, in the order in which they are applied."""
-    schedule: PipelineSchedule = "gpipe"
-    """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe."""
+    schedule: TrainedSchedule = "gpipe"
+    """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe. A schedule
+    that nobody trains is asked for in a run, whose blocks and microbatches are checked for it."""
+
+    def __post_init__(self) -> None:
+        accepted = get_args(TrainedSchedule)
+        if self.schedule in accepted:
+            return
+        if self.schedule in get_args(PipelineSchedule):
+            trained = ", ".join(accepted)
+            asked = f"it must be one of {trained}; for this one set layout.pipeline_schedule"
+            raise ConfigError(refusal("framework.schedule", self.schedule, asked))
+        raise ConfigError(unknown_name("framework.schedule", self.schedule, accepted))
 
     @property
     def vocabulary_factors(self) -> tuple[int, ...]:

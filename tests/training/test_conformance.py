@@ -3,9 +3,10 @@
 Tolerances. Both runs are float32 and differ in the order of sums only, so losses and parameters
 differ by rounding: a few units in the last place (6e-8) per operation, carried through all updates.
 `RTOL` allows about a hundred of them for three updates, relative to the largest entry of each
-array, and is two hundred times smaller than what one update changes (a test below shows that).
-All but the published networks, and processes, are trained for 20 updates, of which each adds its
-rounding to that of those before: `LONG_RTOL` is 20 / 3 of `RTOL`; a third of it was seen.
+array, and is two hundred times smaller than what one of three updates changes (a test below shows
+that). All but the published networks, and processes, are trained for 20 updates, of which each adds
+its rounding to that of those before: `LONG_RTOL` is `RTOL` for each three of them, 20 / 3 of it,
+thirty times smaller than that change; a third of it was seen.
 Adam divides gradients by their own size, so where the true gradient is zero (the bias of keys
 in attention) rounding would be blown up to a full step; a larger epsilon than usual, 1e-3,
 keeps what is rounding small.

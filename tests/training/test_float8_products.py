@@ -186,10 +186,10 @@ def test_the_gradient_of_scales_is_the_largest_values():
 
 
 def run_of(recipe, layout, microbatches=1, remat="none") -> ResolvedRun:
-    """A small llama on random tokens, with a history of two steps."""
+    """A small llama on random tokens, with a history of three steps."""
     tables = {
         "model": {"name": "llama", "layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4}
-        | {"remat": remat, "compute_dtype": recipe, "amax_history_length": 2},
+        | {"remat": remat, "compute_dtype": recipe, "amax_history_length": 3},
         "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
         "batch": {"global_batch": 16, "microbatches": microbatches},
         "optimizer": {"name": "adamw", "epsilon": 1e-3},
@@ -255,9 +255,11 @@ def test_a_layout_trains_float8_as_one_device_does(recipe, layout, microbatches,
 
     assert theirs[0] > theirs[1] > theirs[2]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=(theirs[0] - theirs[2]) / 50)
-    # Of delayed scaling the largest values are those of all rows and devices, not their sum or
-    # mean; of gradients those of the mean loss of a microbatch of a device. Neighbours in e5m2, in
-    # which gradients came there, are 25 % apart; a sum or a mean of two would be off by half.
+    # Of delayed scaling the largest values are those of all rows and devices. In the first step,
+    # the last of a history, they differ by rounding; a mean over devices is 21 to 38 % smaller for
+    # the input of one layer or other. Later ones follow parameters that part: 9 % was seen.
+    # Gradients are of the mean loss of a microbatch of a device, and came there in e5m2, whose
+    # neighbours are 25 % apart.
     is_scheduled = "pipeline_schedule" in layout
     is_by_device = microbatches > 1
     parts = (1 if is_scheduled else microbatches) * (layout["data"] if is_by_device else 1)
@@ -265,7 +267,9 @@ def test_a_layout_trains_float8_as_one_device_does(recipe, layout, microbatches,
     assert (len(histories(state)) > 0) == (recipe == "float8_delayed")
     for own, whole in zip(histories(state), histories(like), strict=True):
         assert own.min() > 0
-        np.testing.assert_allclose(own / [[1], [1], [parts]], whole, rtol=0.4)
+        np.testing.assert_allclose(own[:, :2, -1], whole[:, :2, -1], rtol=0.02)
+        np.testing.assert_allclose(own[:, :2], whole[:, :2], rtol=0.2)
+        np.testing.assert_allclose(own[:, 2] / parts, whole[:, 2], rtol=0.4)
 
 
 @pytest.mark.slow  # compiles a run three times: 40 s

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from scalejax.core.units import counted
+from scalejax.hardware import load_chip
 from scalejax.report.terminal import tables
 
 
@@ -32,6 +33,14 @@ def printed(*parts: object) -> str:
 def test_turning_points_of_a_schedule(rates: list[float], points: list[tuple[int, str]]):
     """Start, peak, sudden falls and end; smooth decay has none between."""
     assert tables.turning_points(rates) == points
+
+
+def test_a_chip_says_whose_its_rates_are():
+    """Where other frameworks than XLA have rates of their own."""
+    note = "other frameworks attainable_by_others."
+
+    assert note in printed(*tables.entry(load_chip("h200")))
+    assert note not in printed(*tables.entry(load_chip("h100")))
 
 
 def test_one_of_a_thing_is_no_plural():

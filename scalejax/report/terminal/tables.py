@@ -329,8 +329,8 @@ def catalogue(
         table.add_row(each.name, str(each.year), each.title)
     yield table
     yield (
-        "Links are per device, networks per node, both one way and nominal; rates are dense "
-        "TFLOP/s. scalejax hardware NAME shows every number with its source."
+        "Links are per device, networks per node, both one way and nominal; rates are peaks, "
+        "dense TFLOP/s. scalejax hardware NAME shows every number with its source."
     )
 
 
@@ -344,6 +344,11 @@ def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[Renderable
             if source := hardware.sources.get(name):
                 lines.append(Padding(Text(source, style="dim"), (0, 0, 0, 4)))
     yield Group(*lines)
+    if isinstance(hardware, Chip) and hardware.attainable_by_others is not None:
+        yield Text(
+            "Of XLA's programs, as scalejax trains, are attainable and what is measured; of all "
+            "other frameworks attainable_by_others."
+        )
     if isinstance(hardware, Cluster):
         chip, library = hardware.chip, hardware.library
         yield Text(
@@ -359,7 +364,6 @@ def framework(one: Framework) -> Iterator[RenderableType]:
         "gpipe": "GPipe, or as layout.pipeline_schedule says",
         "1f1b": "1F1B, interleaved with chunks",
         "zb_h1": "ZB-H1",
-        "dualpipe": "DualPipe",
     }
     lines: list[RenderableType] = []
     lines.append(Text.assemble("pipelines run ", (schedule[one.schedule], "bold")))

@@ -12,11 +12,13 @@ The compiled programs are the same with machine code and without (compared with 
 
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from scalejax.core.environment import terminated_as_interrupted
 from scalejax.core.errors import ProfileError
 
 _RELEASE = "13.0, V13.0.88"
@@ -36,7 +38,8 @@ done
 
 @contextmanager
 def toolkit() -> Iterator[Path]:
-    """A folder for XLA's option `xla_gpu_cuda_data_dir`, until the end of the context.
+    """A folder for XLA's option `xla_gpu_cuda_data_dir`, until the end of the context, which
+    SIGTERM ends as Ctrl-C does unless it is handled already.
 
     Raises:
         ProfileError: if there is no libdevice.
@@ -47,7 +50,9 @@ def toolkit() -> Iterator[Path]:
             "CUDA's libdevice is not installed, which the compiler for NVIDIA GPUs needs: "
             "pip install 'scalejax[gpu-target]'."
         )
-    with tempfile.TemporaryDirectory(prefix="scalejax-cuda-") as name:
+    is_handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ending = nullcontext() if is_handled else terminated_as_interrupted()
+    with ending, tempfile.TemporaryDirectory(prefix="scalejax-cuda-") as name:
         folder = Path(name)
         (folder / "bin").mkdir()
         for tool in ("ptxas", "nvlink"):

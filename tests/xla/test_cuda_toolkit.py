@@ -1,5 +1,6 @@
 """Compiling for NVIDIA GPUs needs no CUDA toolkit."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,15 @@ def test_tools_say_their_version_and_write_an_empty_file(tmp_path: Path):
             assert made.read_bytes() == b""
             made.unlink()
     assert not folder.exists()
+
+
+@pytest.mark.skipif(cuda_toolkit.libdevice() is None, reason="needs libdevice")
+def test_sigterm_leaves_no_folder():
+    """Which would stay in the temporary directory for good."""
+    with pytest.raises(KeyboardInterrupt), cuda_toolkit.toolkit() as folder:
+        signal.raise_signal(signal.SIGTERM)
+    assert not folder.exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_without_libdevice_the_package_is_named(monkeypatch: pytest.MonkeyPatch):

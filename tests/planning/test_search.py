@@ -39,7 +39,12 @@ from scalejax.planning.search import (
     workspace_bytes,
 )
 from scalejax.planning.search import run as searched_run
-from scalejax.planning.search.run import left_out_notes, run_of, shape_of
+from scalejax.planning.search.run import (
+    installed_compiler,
+    left_out_notes,
+    run_of,
+    shape_of,
+)
 from scalejax.simulator.predict import predict
 from scalejax.simulator.transformer import (
     Strategy,
@@ -619,7 +624,9 @@ def test_published_layout_has_a_place(
     cut |= {"moe.dense_layers": 1, "moe.router.groups": 4}
     fields = {f"model.{name}": size for name, size in cut.items()}
     cluster = load_cluster("dgx-h100")
-    ranked = search(shape_of(published_run("deepseek-v3", fields), cluster.chip), cluster, (4,), 4)
+    config = published_run("deepseek-v3", fields)
+    shape = shape_of(config, cluster.chip, compiler=installed_compiler())
+    ranked = search(shape, cluster, (4,), 4)
     layouts = [(each.strategy.layout, each.strategy.zero_stage) for each in ranked.ranked]
     place = layouts.index((Layout(pipeline=2, expert=2), 0)) + 1
     flags = [word for name, size in fields.items() for word in (f"--{name}", str(size))]

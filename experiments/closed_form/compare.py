@@ -183,6 +183,11 @@ _STAGES = {
     "context": 2, "pipeline": 2, "microbatches": 4, "tokens": 8192, "samples": 1,
     "pipeline_schedule": "1f1b",
 }  # fmt: skip
+_WIDE = LLAMA | {"hidden": 4096, "ffn_hidden": 14336}
+_SHORT_STAGES = {
+    "data": 2, "pipeline": 4, "microbatches": 8, "samples": 1, "remat": "full", "zero_stage": 1,
+    "pipeline_schedule": "1f1b", "vocabulary": 32000,
+}  # fmt: skip
 STAGES_OVER_CONTEXT = {
     "llama, 8k over context 2 x pipeline 2, 4 microbatches, full recompute, 1F1B": (
         LLAMA, _STAGES | {"remat": "full"},
@@ -203,8 +208,14 @@ STAGES_OVER_CONTEXT = {
             "pipeline_schedule": "1f1b",
         },
     ),
+    "wide llama, data 2 x pipeline 4, 8 microbatches of 2k, full recompute, ZeRO 1, 1F1B": (
+        _WIDE, _SHORT_STAGES,
+    ),
+    "wide llama, data 2 x pipeline 4 of 4 chunks, 8 microbatches of 2k, full recompute, ZeRO 1, "
+    "1F1B": (_WIDE, _SHORT_STAGES | {"pipeline_chunks": 4}),
 }  # fmt: skip
-"""Stages in 1F1B whose tokens are sharded, by gathered keys or over heads, and of two chunks."""
+"""Stages in 1F1B whose tokens are sharded, by gathered keys or over heads, of several chunks, and
+of short microbatches beside wide matrices."""
 ROWS |= STAGES_OVER_CONTEXT
 _SHORT = {"tokens": 4096, "samples": 1, "microbatches": 2, "remat": "full"}
 _SMALL, _SMALL_MIXTURE = LLAMA | {"layers": 4}, MIXTURE | {"layers": 4}
@@ -346,7 +357,7 @@ def run_of(title: str) -> ResolvedRun:
     microbatches = layout.get("microbatches", 1)
     samples = layout.get("samples", SAMPLES) * microbatches
     replicas = math.prod(layout.get(axis, 1) for axis in BATCH_AXES)
-    vocabulary = 51200 if model["name"] == "gpt" else 128256
+    vocabulary = layout.get("vocabulary", 51200 if model["name"] == "gpt" else 128256)
     tables = {
         "model": {
             **model, "remat": layout.get("remat", "none"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from scalejax.config.pipeline_schedule import PipelineTicks
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transformer.block import block_backward, block_forward
 from scalejax.simulator.transformer.embedding_and_loss import (
@@ -152,13 +153,19 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         tables=table_shard(shape, strategy),
     )
     is_gathered = strategy.zero_stage > 0
+    # The last stage looks nothing up; of tied embeddings it needs the table.
+    is_last_alone = stages > 1 and slowest.has_logits and not shape.has_tied_embeddings
     before = Part(zeros, (shape, accumulated)) if accumulated else Part()
     if stages > 1:
-        before = Part(start_of_stage, (shape, accumulated, layout, blocks, is_gathered))
+        in_flight = PipelineTicks("1f1b", stages, microbatches, 1).in_flight
+        started = shape, accumulated, layout, blocks, is_gathered, in_flight
+        before = Part(start_of_stage, started)
     return StepParts(
         before=before,
         exchange=exchange_of_chunks(shape, strategy),
-        embedding=Part(embedding, (blocks, is_gathered, accumulated > 0)),
+        embedding=Part()
+        if is_last_alone
+        else Part(embedding, (blocks, is_gathered, accumulated > 0)),
         blocks=tuple(_block_parts(each, count) for each, count in blocks),
         first_blocks=tuple(_block_parts(_shard(kind, strategy, n), n) for kind, n in first),
         logits=Part(
@@ -167,6 +174,7 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
                 logits_shard(kinds[-1][0], strategy),
                 is_data_manual(strategy) or stages > 1,
                 is_scattered,
+                is_gathered and stages > 1,
             ),
         ),
         embedding_gradient=Part(

@@ -124,6 +124,7 @@ class _Block:
         self._used: set[str] = set()
         self._gathering: set[str] = set()
         self._computed: set[str] = set()
+        self._done_to_sums: set[str] = set()
         self.has_gradients: set[str] = set()
         """Matrices whose gradients are computed."""
         # Where the sum over tensor was kept, the fusion of a norm's gradient applies it again.
@@ -137,9 +138,14 @@ class _Block:
         self.sums_late = self.is_newer and (fsdp > 1 or (self.tensor > 1 and is_summed))
         """Whether gradients of matrices are summed before the last input gradient is computed, and
         beside nothing."""
+        self.is_beside_tensor = self.tensor > 1 and fsdp == 1 and self.adapted is None
+        """Whether what a stage does to its sums fills the time of sums over tensor."""
+        self.keeps_statistics = shard.is_of_stage and shard.recompute == "full"
+        """Whether the gradient of a norm reads the statistics that recompute left."""
         # A product to which cuBLASLt adds a bias reads a copy of its matrix.
         biased = ("up", *(ROWS_DIVIDED if self.tensor == 1 else ())) if self.has_biases else ()
-        self._copied = self.matrices if not self.is_newer else () if is_backward else biased
+        is_read = self.is_newer and not shard.is_sliced
+        self._copied = self.matrices if not is_read else () if is_backward else biased
         # The last matrix of a pass, if XLA gathers it alone, is gathered beside copies before it.
         is_late = self.is_newer and self.experts is None and shard.recompute != "full"
         self._last = ("qkv" if is_backward else "down") if is_late else None
@@ -300,6 +306,26 @@ class _Block:
         self.write.wait("scatter")
         for name in self.trained:
             self.write.wait(f"sum_{name}")
+
+    def slice_sums(self) -> None:
+        """Copy the layer's sums of gradients in float32 out of their stacks, which a stage adds to,
+        once."""
+        self._in_sums("slice", reads_gradients=False)
+
+    def add_to_sums(self) -> None:
+        """Add gradients to what `slice_sums` copied, in the stacks, once."""
+        self._in_sums("add", reads_gradients=True)
+
+    def _in_sums(self, name: str, *, reads_gradients: bool) -> None:
+        shard = self.shard
+        if not shard.is_of_stage or name in self._done_to_sums:
+            return
+        self._done_to_sums.add(name)
+        for matrix, size in self.trained.items():
+            own = size // shard.layout.fsdp // shard.gradient_parts(matrix)
+            summed = own * _F32_BYTES // shard.shape.element_bytes
+            read = summed + own * reads_gradients
+            self.write.fusion(f"{matrix}.sums.{name}", read, summed)
 
     def partial_bytes(self, rows: int, size: int) -> int:
         """Bytes of a sum of `size` bytes over `rows` rows before its second operation."""
@@ -822,7 +848,9 @@ def _feed_forward_gradients(block: _Block) -> None:
         block.start_sum_over_tensor("up.input_gradient")
     if not shard.sequence_parallel and not block.adapts("up"):
         _read_kept(block, "kept.queries", *_READ_BY_GRADIENTS[: 2 * (block.adapted is None)])
-    if block.norm_vectors > 1:
+    if block.is_beside_tensor:
+        block.slice_sums()
+    if block.norm_vectors > 1 and not block.keeps_statistics:
         block.norm_statistics("feed_forward.norm.again")
     write.wait("up.input_gradient.sum")
     if block.sums_early and not block.has_biases and not shard.is_over_context:
@@ -918,7 +946,9 @@ def _matrix_gradients(block: _Block) -> None:
         block.wait_for_sums()
     if is_last:
         _qkv_input_gradient(block)
-    if block.norm_vectors > 1:
+    if block.is_beside_tensor:
+        block.add_to_sums()
+    if block.norm_vectors > 1 and not block.keeps_statistics:
         block.norm_statistics("attention.norm.again")
     write.wait("qkv.input_gradient.sum")
 
@@ -1046,6 +1076,7 @@ def _sum_gradients(block: _Block) -> None:
     """Sums of the gradients over fsdp and the batch, and copies into their stacks."""
     shard, write, layout = block.shard, block.write, block.shard.layout
     fsdp, along = layout.fsdp, shard.sum_axes
+    block.slice_sums()
     write.wait("scatter")
     if fsdp > 1 and along:
         divided = ROWS_DIVIDED if block.tensor > 1 and not block.is_newer else ()
@@ -1062,9 +1093,9 @@ def _sum_gradients(block: _Block) -> None:
         if along and (block.is_concatenated(group) or fsdp > 1):
             size = sum(block.trained[name] for name in group)
             write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts(group[0]))
-    # Stages add each to what they have of it.
     for name, size in () if shard.is_of_stage else block.trained.items():
         write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts(name))
+    block.add_to_sums()
     if block.experts is not None:
         block.experts.finish_sums()
 
@@ -1082,4 +1113,4 @@ def _sum_vectors(block: _Block) -> None:
     if any(getattr(layout, axis) > 1 for axis in axes):
         block.write.scalars("vectors.slice", count + 1)
     write.wait("vectors.sum")
-    block.write.scalars("vectors.stack", count)
+    write.scalars("vectors.stack", count * (2 if shard.is_of_stage else 1))

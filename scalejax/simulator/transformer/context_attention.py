@@ -40,6 +40,9 @@ def attend(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
     write.attention(
         f"{_FORWARD}.own", _own(shard), _FORWARD_PRODUCTS, _read(shard), _written(shard)
     )
+    if _is_unrolled(shard):
+        _attend_once(write, shard, is_first=is_first)
+        return
     write.fusion(f"{_FORWARD}.halves", q, 2 * q)  # of the result, as float32
     _two_copies(write, f"{_FORWARD}.statistics", s // 2)
     if shard.strategy == "ring":
@@ -73,6 +76,35 @@ def attend(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
         write.fusion(f"{_FORWARD}.join", 2 * q, q)
     if not is_first or shard.recompute != "full":
         write.copy(f"{_FORWARD}.copy", q)
+
+
+def _attend_once(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
+    """`attend` after a device's own tokens where keys of a single other device are gathered: what
+    is in no loop is fused, and nothing is copied to be carried on."""
+    q, kv, s = shard.head_bytes, shard.key_bytes, shard.statistics_bytes
+    _wait_for_keys(write, shard, _FORWARD)
+    write.copy(f"{_FORWARD}.queries.picked", q)
+    _two_copies(write, f"{_FORWARD}.picked", kv)
+    for index in range(2):
+        write.attention(
+            f"{_FORWARD}.step.{index}",
+            _block(shard),
+            _FORWARD_PRODUCTS,
+            q // 2 + kv,
+            q // 2 + s // 2,
+            is_causal=False,
+        )
+    write.fusion(f"{_FORWARD}.statistics", s, s // 2)
+    write.fusion(f"{_FORWARD}.log_sums", 5 * s // 2, 2 * s)
+    keeps = not is_first and shard.recompute == "full"  # halves, for the backward pass
+    write.fusion(f"{_FORWARD}.merge", 2 * q + 2 * s, 3 * q // 2 if keeps else q)
+    if keeps:
+        write.copy(f"{_FORWARD}.join", q)
+
+
+def _is_unrolled(shard: BlockShard) -> bool:
+    """Whether the loop over other devices' keys has a single round."""
+    return shard.strategy == "all_gather" and shard.layout.context == 2
 
 
 def wait_for_result(write: Writer, shard: BlockShard) -> None:
@@ -122,22 +154,28 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
         return
     is_newer = shard.shape.compiler == "0.12"  # sends most sums home at last, beside nothing
     write.attention(f"{_BACKWARD}.own", _own(shard), _BACKWARD_PRODUCTS, read, _read(shard))
-    write.fusion(f"{_BACKWARD}.halves", q, 2 * q)  # of the queries' gradient, as float32
+    is_unrolled = _is_unrolled(shard)
+    if not is_unrolled:
+        write.fusion(f"{_BACKWARD}.halves", q, 2 * q)  # of the queries' gradient, as float32
     # Recompute left those of queries and result.
     shared = ("gradient",) if shard.recompute == "full" else ("queries", "result", "gradient")
     halved = 3 * q // 2 if shard.strategy == "ring" else q
     for name in shared:
         write.fusion(f"{_BACKWARD}.{name}.halves", q, halved)
-    write.copy(f"{_BACKWARD}.statistics.halves", s)
+    if not (is_unrolled and shard.recompute == "full"):
+        write.copy(f"{_BACKWARD}.statistics.halves", s)
     if shard.strategy == "all_gather":
         write.fusion(f"{_BACKWARD}.sums", kv, 2 * times * kv)
         write.copy(f"{_BACKWARD}.sums.own", kv)
     _wait_for_keys(write, shard, _BACKWARD)
-    for time in _times(write, shard, _BACKWARD):
-        is_last = time == "last"
+    for time in ("once",) if is_unrolled else _times(write, shard, _BACKWARD):
+        is_last = time in ("last", "once")
         if shard.strategy == "ring":
             _send(write, f"{_BACKWARD}.{time}.sums", kv if is_last and is_newer else 2 * kv)
-        _pick_keys(write, f"{_BACKWARD}.{time}", shard)
+        if not is_unrolled:
+            _pick_keys(write, f"{_BACKWARD}.{time}", shard)
+        elif shard.recompute != "full":
+            _two_copies(write, f"{_BACKWARD}.{time}.picked", kv)
         for name in () if is_last else ("queries", "result", "gradient"):
             write.fusion(f"{_BACKWARD}.{time}.{name}", q, q // 2)
         if not is_last:

@@ -83,7 +83,7 @@ def embedding(
     if not shard.is_of_stage:
         _cast_matrices(write, blocks, is_gathered=is_gathered)
         write.fusion("gradients.zero", 0, own)
-    stacks = [count * size for each, count in blocks for size in kept_stacks(each)]
+    stacks = [] if shard.is_of_stage else _kept_bytes(blocks)
     write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
     if is_repeated:  # zeros of a size are the same before each microbatch, and copied
         for index, size in enumerate(sorted(stacks)):
@@ -98,6 +98,11 @@ def embedding(
         write.wait("gather_tables")
         write.fusion("lookup", stream + places, stream)
     return write.done()
+
+
+def _kept_bytes(blocks: tuple[tuple[BlockShard, int], ...]) -> list[int]:
+    """Bytes of the stacks of what the blocks of a stage keep of a microbatch."""
+    return [count * size for each, count in blocks for size in kept_stacks(each)]
 
 
 def base_bytes(shape: TransformerShape) -> int:
@@ -130,7 +135,9 @@ def _cast_matrices(
             write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
 
 
-def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation | Loop, ...]:
+def logits(
+    shard: BlockShard, is_manual: bool, is_scattered: bool, is_gathered: bool = False
+) -> tuple[Operation | Loop, ...]:
     """Operations between the passes over the blocks: norm, logits, loss, and its gradient.
 
     Args:
@@ -138,6 +145,7 @@ def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Oper
         is_manual: whether the logit of the target is picked by a sum, whose gradient XLA fuses;
             else it scatters into a gradient in float32.
         is_scattered: whether the gradient of the output layer is left to `embedding_gradient`.
+        is_gathered: whether a stage of a pipeline has the layer in the compute type already.
     """
     write, shape, rows = _writer("logits", shard), shard.shape, shard.rows
     tensor, stream = shard.layout.tensor, shard.kept_stream_bytes
@@ -151,7 +159,7 @@ def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Oper
     if not shape.has_tied_embeddings and shape.element_bytes != _F32_BYTES:
         fsdp, kept_bytes = shard.layout.fsdp, base_bytes(shape)
         table = _table_elements(shard) // fsdp
-        if kept_bytes != shape.element_bytes or fsdp > 1:
+        if (kept_bytes != shape.element_bytes and not is_gathered) or fsdp > 1:
             write.fusion("output.cast", table * kept_bytes, table * shape.element_bytes)
         write.collective("output.gather", "all_gather", table * fsdp * shape.element_bytes, (FSDP,))
     if shard.sequence_parallel:
@@ -189,7 +197,10 @@ def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Oper
 def _table_gradient(write: Writer, shard: BlockShard) -> None:
     """The gradient of the output layer, which overlaps with sums that are under way."""
     width = shard.shape.vocabulary // shard.layout.tensor
-    write.matmul("tokens.gradient", (1, width, shard.shape.hidden, shard.rows))
+    sides = (1, width, shard.shape.hidden, shard.rows)
+    # A stage adds it to its sum in the product, unless fsdp scatters it first.
+    in_place = shard.is_of_stage and shard.layout.fsdp == 1
+    write.matmul("tokens.gradient", sides, is_accumulated=in_place)
 
 
 def blocks_of_embedding_gradient(
@@ -259,6 +270,8 @@ def embedding_gradient(
         write.start("scatter_tables", "reduce_scatter", size, (DATA,), layout=whole)
         write.wait("scatter_blocks")
         write.wait("scatter_tables")
+    if tables_of_stage is not None:  # the sums of blocks are added to in their backward passes
+        own, tables = 0, tables_of_stage * tables if layout.fsdp > 1 else 0
     kept = _F32_BYTES if scattered_over > 1 else used
     if shard.is_scattered:
         own = sum(
@@ -267,8 +280,8 @@ def embedding_gradient(
             for name, size in each.matrices.items()
         )
         tables //= zero_parts(layout)
-    size = (own + tables) // scattered_over
-    write.fusion("accumulate", size * (_F32_BYTES + kept), size * _F32_BYTES)
+    if size := (own + tables) // scattered_over:
+        write.fusion("accumulate", size * (_F32_BYTES + kept), size * _F32_BYTES)
     write.scalars("accumulate.vectors", _VECTOR_UPDATES)
     return write.done()
 
@@ -333,8 +346,10 @@ def start_of_stage(
     layout: Layout,
     blocks: tuple[tuple[BlockShard, int], ...],
     is_gathered: bool,
+    in_flight: float,
 ) -> tuple[Operation | Loop, ...]:
-    """`zeros` of a stage of a pipeline, and its matrices in the compute type.
+    """`zeros` of a stage of a pipeline, of its sums and of what it keeps of microbatches, and its
+    matrices in the compute type.
 
     Args:
         shape: the network.
@@ -343,8 +358,10 @@ def start_of_stage(
         blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
             each kind.
         is_gathered: as for `embedding`.
+        in_flight: microbatches of which activations are kept at once.
     """
     write = Writer("stage", shape.operand_type, layout)
+    write.fusion("kept.zero", 0, int(sum(_kept_bytes(blocks)) * in_flight))
     _cast_matrices(write, blocks, is_gathered=is_gathered)
     return (*write.operations, *zeros(shape, own, layout if is_uneven(shape, layout) else None))
 

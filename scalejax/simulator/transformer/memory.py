@@ -87,6 +87,7 @@ class DeviceMemory:
         shard = blocks[-1][0]
         self._layout, self._stages, self._moments = layout, layout.pipeline, moments
         self._microbatches = microbatches
+        self._compiler = shape.compiler
         self._own = trained_of_device(shape, layout) * _F32_BYTES
         self._frozen = frozen_bytes_of_device(shape, layout)
         self._used = parameters_of_device(shape, layout) * shape.element_bytes
@@ -99,6 +100,10 @@ class DeviceMemory:
         self._blocks = blocks
         if layout.pipeline > 1:
             self._fixed = _fixed_bytes_of_stage(blocks, first)
+            self._of_blocks = _F32_BYTES * sum(
+                sum(each.trained.values()) // each.layout.fsdp // shape.element_bytes * count
+                for each, count in blocks
+            )
             self._accumulated += _gradients_beyond_share(shape, blocks, first, layout)
             if shape.adapters is None:
                 self._gathered_table = self._is_cast * _table_bytes(shape, layout)
@@ -139,7 +144,18 @@ class DeviceMemory:
         ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
         fixed = self._fixed_scattered if zero_stage == 2 else self._fixed
         peak = fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
+        if chunks > 1:
+            return max(peak, self._return_bytes(zero_stage, accumulated))
         return max(peak, self._scatter_bytes(accumulated)) if zero_stage == 2 else peak
+
+    def _return_bytes(self, zero_stage: int, accumulated: int) -> int:
+        """Bytes while the gradients of chunks go back to their stages, in float32: all, those of
+        blocks once more, and the shards of these that the compiler of 0.10 scatters over data
+        meanwhile."""
+        blocks = self._of_blocks * accumulated // self._accumulated
+        is_scattered = zero_stage > 0 and self._compiler == "0.10"
+        shards = self._sharded(self._of_blocks) if is_scattered else 0
+        return accumulated + blocks + shards
 
     def _scatter_bytes(self, accumulated: int) -> int:
         """Bytes while ZeRO 2 scatters all gradients over data, in float32: these and their shards;
@@ -314,7 +330,8 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
     first stage, which every stage holds; what it received from either side and sends; and the most
     that the output layer holds, whose loss is differentiated at once (logits, their gradient, and
     the layer, with fsdp also its gradient and another table, the embedding), or the
-    backward pass of a block, or of the dense blocks, whose gradients are stacked.
+    backward pass of a block, or of the dense blocks, whose gradients are stacked, with the sums of
+    a layer's largest matrix.
     """
     shard = blocks[-1][0]
     shape, layout = shard.shape, shard.layout
@@ -328,9 +345,15 @@ def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
         held += 1
     last = 2 * logits + table * held + streams
     kept = sum(sum(kept_stacks(each)) * count for each, count in first)
-    passes = [block_bytes(each) for each, _ in blocks]
-    passes += [dense + kept + block_bytes(each) for each, _ in first]
+    passes = [block_bytes(each) + _summed_bytes(each) for each, _ in blocks]
+    passes += [dense + kept + block_bytes(each) + _summed_bytes(each) for each, _ in first]
     return cast + 3 * streams + max(last, *passes)
+
+
+def _summed_bytes(shard: BlockShard) -> int:
+    """Bytes of the float32 sums of the gradient of a layer's largest matrix, out of their stack."""
+    largest = max(shard.trained.values()) // shard.layout.fsdp
+    return largest * _F32_BYTES // shard.shape.element_bytes
 
 
 def _gradients_beyond_share(

@@ -428,6 +428,9 @@ class BlockShard:
     is_of_stage: bool = False
     """Whether it is of a pipeline, whose devices sum gradients over expert and context after all
     microbatches, once."""
+    is_sliced: bool = False
+    """Whether products read copies of their matrices, which the compiler of 0.12 otherwise reads in
+    their stacks: those that stages gathered from ZeRO's shards have another order of dimensions."""
 
     def __hash__(self) -> int:
         """Hash of the fields in which the shards of a search differ, quicker than that of all."""
@@ -746,6 +749,7 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         strategy.context_strategy,
         is_summed_once,
         scatters_in_blocks(shape, strategy),
+        shape.compiler == "0.12" and layout.pipeline > 1 and strategy.zero_stage > 0,
     )
 
 
@@ -783,6 +787,7 @@ def _block_shard(
     context_strategy: ContextStrategy,
     is_summed_once: bool,
     is_scattered: bool,
+    is_sliced: bool = False,
 ) -> BlockShard:
     # As in the trainer: by blocks, which gathered keys need, there are two chunks of each shard.
     has_chunks = context_strategy != "all_gather" or shape.tokens % (2 * layout.context) == 0
@@ -796,6 +801,7 @@ def _block_shard(
         strategy=context_strategy,
         is_scattered=is_scattered,
         is_of_stage=layout.pipeline > 1,
+        is_sliced=is_sliced,
     )
 
 

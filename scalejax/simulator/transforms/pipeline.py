@@ -64,7 +64,7 @@ class Pipeline:
     """Whether these activations are sharded over the tensor axis (sequence parallelism)."""
     is_sent_in_parts: bool = True
     """Whether devices along the tensor axis each send a part of what they all hold, as in
-    Megatron-LM; else each sends all of it, as scalejax trains."""
+    Megatron-LM; else each sends all of it, in slots of a timetable, as scalejax trains."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline.stages", self.stages, 2)
@@ -400,7 +400,8 @@ def sent_between_stages(
 
     Devices along the tensor axis each send 1/tensor of the replicated activations, and all-gather
     them (Narayanan et al. 2021, section 4.1), or each sends them whole; with sequence parallelism
-    there is nothing to gather.
+    there is nothing to gather. As scalejax trains, in slots (`training.pipeline`), two stages send
+    both at once, and what arrives is copied and put into its buffer, one for each way.
 
     Args:
         stages: pipeline stages.
@@ -408,17 +409,43 @@ def sent_between_stages(
         is_divided: whether they are sharded over the tensor axis.
         tensor: devices along the tensor axis.
         stage_devices: devices of one stage.
-        in_parts: whether each device along the tensor axis sends a part of replicated activations.
+        in_parts: whether each device along the tensor axis sends a part of replicated activations;
+            else they are sent in slots.
     """
     part = -(-boundary_bytes // tensor) if in_parts or is_divided else boundary_bytes
-    operations = []
+    operations: list[Operation] = []
     for way in ("forward", "backward"):
         along = DeviceGroup(extents=((stages, stage_devices),), axes=(PIPELINE,))
-        operations.append(_collective(f"send.{way}", "collective_permute", part, along))
-        if tensor > 1 and in_parts and not is_divided:
+        if in_parts or stages > 2 or way == "forward":
+            operations.append(_collective(f"send.{way}", "collective_permute", part, along))
+        if not in_parts:
+            operations += _received(way, part)
+        elif tensor > 1 and not is_divided:
             group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
             operations.append(_collective(f"gather.{way}", "all_gather", boundary_bytes, group))
     return tuple(operations)
+
+
+_SCALARS_OF_SLOT = 8
+"""Small operations between two slots of a timetable, each a launch, as compiled: places and
+conditions (jax 0.10.2 and 0.12.0.1)."""
+
+
+def _received(way: str, size: int) -> list[Operation]:
+    """What follows each exchange of a slot: a copy of what arrived, and a selection for each of the
+    two buffers, of which one may be the stage's own result."""
+    sizes = ("copy", size, size), ("select", 5 * size, 2 * size)
+    scalars = ((f"scalar.{index}", 4, 4) for index in range(_SCALARS_OF_SLOT))
+    return [
+        Operation(
+            name=f"{PIPELINE}.{way}.{name}",
+            kind="fusion",
+            dtype="f32",
+            read_bytes=read,
+            write_bytes=write,
+        )
+        for name, read, write in (*sizes, *scalars)
+    ]
 
 
 def _collective(name: str, kind: CollectiveName, payload: int, group: DeviceGroup) -> Operation:

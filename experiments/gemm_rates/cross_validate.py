@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scalejax.hardware import MatmulTable, RateType, load_matmul_table, matmul_table_names
 from scalejax.simulator.operations.matmul import (
     Floats,
+    Shape,
     compulsory_bytes,
     fit_surface,
     form_seconds,
@@ -37,21 +37,24 @@ class Errors:
     """Of the form alone."""
 
 
-def fold_of(shape_count: int, seed: int) -> NDArray[np.int64]:
-    """The fold of each shape, as even as can be."""
-    return np.random.default_rng(seed).permutation(shape_count) % FOLDS
+def folds_of(table: MatmulTable, seed: int) -> dict[Shape, int]:
+    """The fold of each shape, as even as can be; the same for all its types."""
+    shapes = list(dict.fromkeys(shape for of_type in table.shapes.values() for shape in of_type))
+    folds = np.random.default_rng(seed).permutation(len(shapes)) % FOLDS
+    return dict(zip(shapes, folds.tolist(), strict=True))
 
 
 def cross_validated(table: MatmulTable, kind: RateType, seed: int) -> Errors:
     """The errors of every product of one type when its fold is left out."""
-    ratios = log_ratios(table, kind)
-    folds = fold_of(len(table.shapes), seed)
+    ratios, shapes = log_ratios(table, kind), table.shapes[kind]
+    fold_of_shape = folds_of(table, seed)
+    folds = np.array([fold_of_shape[shape] for shape in shapes])
     surface_errors, form_errors = np.zeros(len(ratios)), np.zeros(len(ratios))
     for fold in range(FOLDS):
-        known = tuple(s for s, f in zip(table.shapes, folds, strict=True) if f != fold)
+        known = tuple(s for s, f in zip(shapes, folds, strict=True) if f != fold)
         surface = fit_surface(known, ratios[folds != fold])
         for i in np.flatnonzero(folds == fold):
-            shape = table.shapes[i]
+            shape = shapes[i]
             form = form_seconds(table.form, kind, shape)
             measured = form * math.exp(ratios[i])
             seconds = max(form * math.exp(surface.at(shape)), _least_seconds(table, kind, shape))
@@ -60,7 +63,7 @@ def cross_validated(table: MatmulTable, kind: RateType, seed: int) -> Errors:
     return Errors(surface=surface_errors, form=form_errors)
 
 
-def _least_seconds(table: MatmulTable, kind: RateType, shape: tuple[int, int, int, int]) -> float:
+def _least_seconds(table: MatmulTable, kind: RateType, shape: Shape) -> float:
     """FLOP at the peak, or bytes at the bandwidth, beside the measurement's own time."""
     form = table.form
     return form.aside_seconds + max(
@@ -72,21 +75,22 @@ def _least_seconds(table: MatmulTable, kind: RateType, shape: tuple[int, int, in
 def main() -> None:
     """Print the mean absolute errors by chip and type."""
     print(f"mean absolute error, {FOLDS}-fold cross-validation over shapes, {SEEDS} dealings")
-    print("chip   type   products   surface   form alone")
+    print("table        type   products   surface   form alone")
     for name in matmul_table_names():
         table = load_matmul_table(name)
         everything: list[Errors] = []
         for kind in table.flop_per_second:
             errors = [cross_validated(table, kind, seed) for seed in range(SEEDS)]
             everything += errors
-            _print(name, kind, len(table.shapes), errors)
-        _print(name, "all", len(table.shapes) * len(table.flop_per_second), everything)
+            _print(name, kind, errors)
+        _print(name, "all", everything)
 
 
-def _print(chip: str, kind: str, count: int, errors: list[Errors]) -> None:
+def _print(chip: str, kind: str, errors: list[Errors]) -> None:
+    count = sum(len(each.form) for each in errors) // SEEDS
     surface = np.abs(np.concatenate([each.surface for each in errors])).mean()
     form = np.abs(np.concatenate([each.form for each in errors])).mean()
-    print(f"{chip:6} {kind:6} {count:8} {surface:9.2%} {form:12.2%}")
+    print(f"{chip:12} {kind:6} {count:8} {surface:9.2%} {form:12.2%}")
 
 
 if __name__ == "__main__":

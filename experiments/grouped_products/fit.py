@@ -39,8 +39,12 @@ SYSTEMS = {
     "b300_sxm": "b300",
     "gb200": "gb200",
     "gb300": "gb300",
+    "l40s": "l40s",
+    "rtx_pro_6000_server": "rtx-pro-6000-server",
 }
 """Measured systems whose chip is in the catalogue, and its name there."""
+CARDS = {"l40s", "rtx_pro_6000_server"}
+"""Those of them with GDDR in place of HBM."""
 TYPES: dict[str, RateType] = {"bfloat16": "bf16", "fp8": "fp8"}
 BYTES = {"bfloat16": 2, "fp8": 1}
 TILES = (64, 128)
@@ -296,7 +300,9 @@ def main() -> None:
         for key in list(found)[6:]:
             print("   ", key, json.dumps(found[key]), flush=True)
     for system, name in SYSTEMS.items():
-        others = [each for each in SYSTEMS if each != system]
+        others = [
+            each for each in SYSTEMS if each != system and (each in CARDS) == (system in CARDS)
+        ]
         x = np.median([constants[each][0] for each in others], axis=0)
         tile = int(np.median([constants[each][1] for each in others]))
         rows = balanced[system]

@@ -49,11 +49,14 @@ from scalejax.hardware.host import (
 from scalejax.hardware.measured import MeasuredRates
 from scalejax.hardware.site import NO_SITE, CalibratedRange, RunConditions, Site
 from scalejax.hardware.tables import (
+    AttentionRates,
     GroupedMatmulRates,
     MatmulForm,
     MatmulTable,
     MeasuredTimes,
+    attention_rates_names,
     grouped_matmul_names,
+    load_attention_rates,
     load_grouped_matmul_rates,
     load_matmul_table,
     load_measured_times,
@@ -63,6 +66,7 @@ from scalejax.hardware.tables import (
 __all__ = [
     "NO_SITE",
     "Attainable",
+    "AttentionRates",
     "CalibratedRange",
     "Chip",
     "Cluster",
@@ -93,9 +97,11 @@ __all__ = [
     "Speedups",
     "TakeRates",
     "TpuArchitecture",
+    "attention_rates_names",
     "chip_names",
     "cluster_names",
     "grouped_matmul_names",
+    "load_attention_rates",
     "load_chip",
     "load_cluster",
     "load_cluster_and_site",

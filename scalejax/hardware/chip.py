@@ -116,6 +116,9 @@ class Attainable:
     attention_by_shape: tuple[tuple[int, int, float], ...] = ()
     """(tokens, head size, share of peak FLOP/s) of that kernel where it was measured, in place of
     `attention_fraction`; () if it was not."""
+    attention_rates: str | None = None
+    """Rates of the catalogue that were fitted to measured attention by head size and tokens, in
+    place of `attention_fraction`; None for none."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
@@ -161,7 +164,7 @@ class Attainable:
 
     def attention_share(self, shape: Sequence[int]) -> float:
         """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head
-        size)."""
+        size), `attention_rates` aside."""
         if not self.attention_by_shape or len(shape) != 4 or 0 in shape:
             return self.attention_fraction
         return nearby(self.attention_by_shape, shape[2:])

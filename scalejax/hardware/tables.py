@@ -1,13 +1,15 @@
-"""Measured tables of the catalogue: matrix products, those of experts, and collectives in a node.
+"""Measured tables of the catalogue: products, those of experts, attention, collectives in a node.
 
 Know no program: `simulator.operations` and `simulator.collectives.measured` interpolate between
 what was measured.
 """
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from scalejax.core.errors import (
     ConfigError,
@@ -22,6 +24,7 @@ from scalejax.hardware.catalogue import CATALOGUE, catalogued, names_in
 from scalejax.hardware.chip import RateType
 
 _MATMUL, _GROUPED, _COLLECTIVES = "matmul_rates", "grouped_matmul_rates", "collective_times"
+_ATTENTION = "attention_rates"
 """Folders of the catalogue."""
 
 
@@ -67,8 +70,8 @@ class MatmulTable:
 
     form: MatmulForm
     """Roofline that the rates are interpolated against."""
-    shapes: tuple[tuple[int, int, int, int], ...]
-    """(batch, m, n, k) of each product."""
+    shapes: dict[RateType, tuple[tuple[int, int, int, int], ...]]
+    """(batch, m, n, k) of each product, by type of operands: not all were measured in all."""
     flop_per_second: dict[RateType, tuple[float, ...]]
     """FLOP/s of each product, by type of operands."""
 
@@ -88,13 +91,19 @@ def load_matmul_table(name: str) -> MatmulTable:
     form = catalogued(MatmulForm, "matmul_table", _MATMUL, name)
     with (CATALOGUE / _MATMUL / f"{name}.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    measured: dict[RateType, list[dict[str, str]]] = {
+        kind: [row for row in rows if row[kind]] for kind in form.peak_flop_per_second
+    }
     return MatmulTable(
         form=form,
-        shapes=tuple(
-            (int(row["batch"]), int(row["m"]), int(row["n"]), int(row["k"])) for row in rows
-        ),
+        shapes={
+            kind: tuple(
+                (int(row["batch"]), int(row["m"]), int(row["n"]), int(row["k"])) for row in found
+            )
+            for kind, found in measured.items()
+        },
         flop_per_second={
-            kind: tuple(float(row[kind]) for row in rows) for kind in form.peak_flop_per_second
+            kind: tuple(float(row[kind]) for row in found) for kind, found in measured.items()
         },
     )
 
@@ -139,6 +148,66 @@ def load_grouped_matmul_rates(name: str) -> GroupedMatmulRates:
         UnknownHardware: if there are none; names the closest that are.
     """
     return catalogued(GroupedMatmulRates, "grouped_matmul_rates", _GROUPED, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRates:
+    """Attainable rates of fused attention on one chip, fitted to measured layers.
+
+    The share of the peak is u / (1 + s / tokens): blocks on the diagonal, and starting and ending
+    a row of blocks, weigh less in long rows.
+    """
+
+    name: str
+    """Name of the rates, and of their file: "b200"."""
+    source: str
+    """What was measured, and under which licence it was published."""
+    by_head_size: tuple[tuple[int, float, float], ...]
+    """(head size, u, s) in ascending head size: the share of peak FLOP/s of the forward pass that
+    long sequences reach, and the tokens at which half of it is reached."""
+    both_over_forward: float
+    """Rate of forward and backward together over that of forward, which was measured."""
+    sources: dict[str, str]
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        require_above("both_over_forward", self.both_over_forward, 0)
+        sizes = [size for size, _, _ in self.by_head_size]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ConfigError(refusal("by_head_size", sizes, "it must hold ascending head sizes"))
+        for size, share, tokens in self.by_head_size:
+            require_above("by_head_size", size, 0)
+            require_fraction("by_head_size", share)
+            require_at_least("by_head_size", tokens, 0)
+
+    def share(self, tokens: int, head_size: int) -> float:
+        """Share of peak FLOP/s of forward and backward together; between two head sizes what is
+        between them in logarithms, beyond them that of the nearest."""
+        rows = self.by_head_size
+        head_size = min(max(head_size, rows[0][0]), rows[-1][0])
+        _, share, half = rows[-1]
+        for (low, *below), (high, *above) in pairwise(rows):
+            if low <= head_size <= high:
+                part = math.log(head_size / low) / math.log(high / low)
+                share = below[0] ** (1 - part) * above[0] ** part
+                half = below[1] + (above[1] - below[1]) * part
+                break
+        return min(1.0, self.both_over_forward * share / (1 + half / tokens))
+
+
+def attention_rates_names() -> tuple[str, ...]:
+    """Names of the rates of attention in the catalogue, sorted."""
+    return names_in(_ATTENTION)
+
+
+@cache
+def load_attention_rates(name: str) -> AttentionRates:
+    """The rates of that name in the catalogue.
+
+    Raises:
+        UnknownHardware: if there are none; names the closest that are.
+    """
+    return catalogued(AttentionRates, "attention_rates", _ATTENTION, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,17 @@ import pytest
 
 from scalejax.core.errors import ConfigError, UnknownHardware
 from scalejax.core.serialization import build, plain
-from scalejax.hardware import Chip, Cluster, chip_names, cluster_names, load_chip, load_cluster
+from scalejax.hardware import (
+    Chip,
+    Cluster,
+    chip_names,
+    cluster_names,
+    load_attention_rates,
+    load_chip,
+    load_cluster,
+    load_grouped_matmul_rates,
+    load_matmul_table,
+)
 from scalejax.hardware.catalogue import CATALOGUE
 
 FILES = sorted(CATALOGUE.glob("*/*.toml"))
@@ -52,10 +62,12 @@ def test_a_number_without_source_is_noticed():
 def test_catalogue_holds_what_the_documentation_names():
     """Chips and clusters that the README, the quickstart and the ledger speak of are there."""
     gpus = {"p100", "v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200"}
-    gpus |= {"h800", "b300", "gb300", "mi300x", "mi325x", "mi350x", "mi355x"}
+    gpus |= {"h800", "b300", "gb300", "mi300x", "mi325x", "mi350x", "mi355x", "mi250x", "h20"}
+    gpus |= {"l40s", "rtx-3090", "rtx-4090", "rtx-pro-6000", "rtx-pro-6000-server"}
     servers = {"dgx1-p100", "dgx1-v100", "dgx-a100", "dgx-a100-80gb", "dgx-h100", "dgx-h200"}
     racks = {"dgx-b200", "gb200-nvl72", "big-basin-goyal2017", "selene", "eos"}
     racks |= {"dgx-b300", "gb300-nvl72", "h800", "mi300x", "mi325x", "mi350x", "mi355x"}
+    servers |= {"rtx3090-pcie", "rtx4090-pcie", "l40s", "rtx-pro-6000", "mi250x", "h20"}
     rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x", "aws-trn1"}
 
     assert set(chip_names()) >= gpus | {"tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"}
@@ -88,6 +100,22 @@ def test_every_chip_is_physically_sensible(name: str):
             2 * units * chip.cuda.clock_hz,
             rel=0.15,  # datasheets round: Blackwell's are 8 and 12 % above XLA's clock
         )
+
+
+@pytest.mark.parametrize("name", chip_names())
+def test_measured_operators_that_a_chip_names_are_there(name: str):
+    """They load, are of types that the chip has, and of the form that the chip is costed by."""
+    chip = load_chip(name)
+    for attainable in (chip.attainable, chip.attainable_by_others or chip.attainable):
+        if attainable.attention_rates is not None:
+            assert load_attention_rates(attainable.attention_rates).by_head_size
+        if attainable.grouped_matmul_rates is not None:
+            kinds = load_grouped_matmul_rates(attainable.grouped_matmul_rates).matmul_fraction
+            assert set(kinds) <= set(chip.peak_flop_per_second)
+        if attainable.matmul_table is not None:
+            table = load_matmul_table(attainable.matmul_table)
+            assert set(table.shapes) <= set(chip.peak_flop_per_second)
+            assert table.form.matmul_fraction == attainable.matmul_fraction
 
 
 def test_f32_products_run_as_tf32_where_the_chip_has_it():

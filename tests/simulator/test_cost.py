@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program_cases import NO_MEMORY, PAPER, fusion, program_of
 
-from scalejax.core.errors import ConfigError
-from scalejax.hardware import Chip, load_chip, load_cluster
+from scalejax.core.errors import ConfigError, UnknownHardware
+from scalejax.hardware import (
+    Chip,
+    attention_rates_names,
+    load_attention_rates,
+    load_chip,
+    load_cluster,
+)
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.memory import memory_verdict
@@ -85,6 +91,47 @@ def test_fused_attention_has_the_rate_that_was_measured_of_its_size():
     assert milliseconds() == pytest.approx(10)
     with pytest.raises(ConfigError, match=r"attention_by_shape=1\.5 is refused"):
         replace(attainable, attention_by_shape=((4096, 128, 1.5),))
+
+
+def test_fused_attention_reaches_more_of_the_peak_in_longer_rows():
+    """u / (1 + s / tokens) by hand, between two head sizes what is between them, beyond them that
+    of the nearest; without a shape `attention_fraction`."""
+    rates = load_attention_rates("b200")
+    (small, share, half), (large, other, other_half) = rates.by_head_size[:2]
+    attainable = replace(ATTAINABLE, attention_rates="b200", attention_fraction=0.1)
+    chip = replace(CHIP, attainable=attainable)
+
+    def share_of(*shape: int) -> float:
+        operation = Operation(name="a", kind="attention", dtype="bf16", flop=10**12, shape=shape)
+        return 10**12 / operation_time(operation, chip).busy_seconds / chip.peak("bf16")
+
+    both = rates.both_over_forward
+    assert share_of(8, 4096, 4096, small) == pytest.approx(both * share / (1 + half / 4096))
+    assert share_of(8, 512, 8192, large) == pytest.approx(both * other / (1 + other_half / 8192))
+    between = share_of(8, 4096, 4096, 96)
+    assert share_of(8, 4096, 4096, small) < between < share_of(8, 4096, 4096, large)
+    assert share_of(8, 4096, 4096, 32) == share_of(8, 4096, 4096, small)
+    assert share_of(8, 4096, 4096, 512) == share_of(8, 4096, 4096, rates.by_head_size[-1][0])
+    assert share_of() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", attention_rates_names())
+def test_no_rate_of_attention_is_above_the_peak_or_falls_with_length(name: str):
+    """Every file of the catalogue, at lengths and head sizes beyond what was measured."""
+    rates = load_attention_rates(name)
+    for size in (16, 64, 80, 128, 192, 256, 512):
+        shares = [rates.share(tokens, size) for tokens in (1, 128, 1024, 8192, 2**20)]
+        assert shares[0] > 0
+        assert shares == sorted(shares)
+        assert shares[-1] < 0.8
+
+
+def test_unknown_or_damaged_rates_of_attention_are_refused():
+    """The closest name is offered; head sizes must ascend."""
+    with pytest.raises(UnknownHardware, match=r"attention_rates='b20' is refused.*'b200'"):
+        load_attention_rates("b20")
+    with pytest.raises(ConfigError, match=r"by_head_size=\[128, 64\] is refused"):
+        replace(load_attention_rates("b200"), by_head_size=((128, 0.5, 1.0), (64, 0.4, 1.0)))
 
 
 def test_other_frameworks_keep_their_rates_where_those_of_xla_were_measured():

@@ -22,6 +22,7 @@ from scalejax.simulator.operations.matmul import (
 )
 
 TABLES = ("b200", "h100")
+"""Those of XLA: every shape in every type."""
 DTYPES = {"bf16": "bf16", "tf32": "f32", "fp8": "f8e4m3fn"}
 
 
@@ -54,6 +55,7 @@ def test_products_that_were_left_out_are_within_five_percent(name: str):
     """The claim, in 5-fold cross-validation over shapes: mean absolute error of all types.
 
     Errors seen: 3.2 % on B200, 4.9 % on H100, a point of which is fp8 entries above the peak.
+    Slow: fits 45 surfaces to 300 shapes each.
     """
     experiment, table = cross_validation(), load_matmul_table(name)
 
@@ -65,14 +67,58 @@ def test_products_that_were_left_out_are_within_five_percent(name: str):
         assert np.abs(errors).mean() <= 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), [("gb300", 0.06), ("b300", 0.08), ("l40s", 0.1)])
+def test_products_of_layers_that_were_left_out_are_near(name: str, most: float):
+    """The same of layers measured in TensorRT-LLM, in bf16, whose shapes are farther apart; slow,
+    as five surfaces are fitted for each.
+
+    Mean errors seen: 4.2, 7.0 and 8.3 %, where the form alone has 6.0, 12.8 and 10.1 %.
+    """
+    experiment, table = cross_validation(), load_matmul_table(name)
+
+    errors = experiment.cross_validated(table, "bf16", 0)
+
+    assert np.abs(errors.surface).mean() <= min(most, np.abs(errors.form).mean())
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_no_shape_is_in_two_folds(name: str):
     """A product must not be predicted from itself in another type, or from itself."""
-    shapes = load_matmul_table(name).shapes
-    folds = cross_validation().fold_of(len(shapes), seed=0)
+    table = load_matmul_table(name)
+    folds = cross_validation().folds_of(table, seed=0)
 
-    assert len(set(shapes)) == len(shapes) == len(folds)
-    assert np.bincount(folds).tolist() == [75] * 5
+    for shapes in table.shapes.values():
+        assert len(set(shapes)) == len(shapes) == len(folds)
+        assert set(shapes) == set(folds)
+    assert np.bincount(list(folds.values())).tolist() == [75] * 5
+
+
+def test_a_shape_has_rates_of_the_types_that_it_was_measured_in():
+    """A blank in the table is no rate: GB300's has fp4 products that have none in bf16."""
+    table = load_matmul_table("gb300")
+
+    assert set(table.shapes["fp4"]) - set(table.shapes["bf16"])
+    for kind, shapes in table.shapes.items():
+        assert len(shapes) == len(table.flop_per_second[kind]) > 100
+        assert max(table.flop_per_second[kind]) <= table.form.peak_flop_per_second[kind]
+
+
+def test_large_products_keep_the_rate_of_their_type_and_chip():
+    """16,384 tokens of a layer of 8,192 x 28,672: GB300 runs them in fp4 at 0.3 to 0.55 of a peak
+    that is three times that of fp8, and in bf16 at more of its peak than GB200."""
+    product = product_of(1, 16384, 28672, 8192, dtype="f4e2m1fn")
+    gb300, gb200 = load_chip("gb300"), load_chip("gb200")
+
+    share = product.flop / product_time(product, gb300).busy_seconds / gb300.peak("f4e2m1fn")
+    assert 0.3 < share < 0.55
+
+    bf16 = product_of(1, 16384, 28672, 8192)
+    shares = [
+        bf16.flop / product_time(bf16, chip).busy_seconds / chip.peak("bf16")
+        for chip in (gb200, gb300)
+    ]
+    assert 0.55 < shares[0] < shares[1] < 0.85
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -82,7 +128,7 @@ def test_the_catalogue_gives_what_was_measured(name: str, kind: RateType):
     within 5 % on average, in sample, where no entry lies above the peak."""
     table, chip = load_matmul_table(name), load_chip(name)
     errors = []
-    for shape, rate in zip(table.shapes, table.flop_per_second[kind], strict=True):
+    for shape, rate in zip(table.shapes[kind], table.flop_per_second[kind], strict=True):
         product = product_of(*shape, dtype=DTYPES[kind])
         seconds = product_time(product, chip).busy_seconds + table.form.aside_seconds
         errors.append(seconds / (product.flop / rate) - 1)

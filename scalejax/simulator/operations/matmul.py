@@ -176,7 +176,7 @@ def _surface(table: str, kind: RateType) -> "Surface | None":
     measured = load_matmul_table(table)
     if kind not in measured.flop_per_second:
         return None
-    return fit_surface(measured.shapes, log_ratios(measured, kind))
+    return fit_surface(measured.shapes[kind], log_ratios(measured, kind))
 
 
 def log_ratios(table: MatmulTable, kind: RateType) -> Floats:
@@ -185,7 +185,7 @@ def log_ratios(table: MatmulTable, kind: RateType) -> Floats:
     return np.array(
         [
             math.log(product_flop(shape) / rate / form_seconds(table.form, kind, shape))
-            for shape, rate in zip(table.shapes, rates, strict=True)
+            for shape, rate in zip(table.shapes[kind], rates, strict=True)
         ]
     )
 

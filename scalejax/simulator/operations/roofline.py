@@ -5,10 +5,11 @@ Matrix products are costed by shape and type in `matmul`, those of groups of row
 the roofline. Knows one operation and one chip; nothing of the schedule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.hardware import Chip, MeasuredRates
+from scalejax.hardware import Attainable, Chip, MeasuredRates, load_attention_rates
 from scalejax.simulator.operations.convolution import convolution_time
 from scalejax.simulator.operations.grouped_matmul import GroupedProduct, grouped_product_time
 from scalejax.simulator.operations.matmul import (
@@ -53,9 +54,17 @@ def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
         if rate is not None:
             return rate
     if operation.kind == "attention":
-        return chip.peak(operation.dtype) * chip.attainable.attention_share(operation.shape)
+        return chip.peak(operation.dtype) * attention_share(operation.shape, chip.attainable)
     shape = operation.shape if operation.kind == "matmul" else ()
     return measured.matmul_rate(shape or _UNKNOWN_SHAPE, rate_type)
+
+
+def attention_share(shape: Sequence[int], attainable: Attainable) -> float:
+    """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head size):
+    of what was measured of its keys and head size, where it was."""
+    if attainable.attention_rates is None or len(shape) != 4 or 0 in shape:
+        return attainable.attention_share(shape)
+    return load_attention_rates(attainable.attention_rates).share(shape[2], shape[3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +134,7 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
         return grouped_product_time(grouped, chip, moved_bytes=moved_bytes)
     shape, fraction = None, None
     if operation.kind == "attention":
-        fraction = attainable.attention_share(operation.shape)
+        fraction = attention_share(operation.shape, attainable)
     elif operation.kind == "matmul":
         shape = _product_shape(operation.shape)
         fraction = attainable.matmul_fraction * attainable.sustained_fraction

@@ -23,12 +23,13 @@ from scalejax.validation import (
     Summary,
     Validation,
     compile_cases,
+    find_ledger,
     read_ledger,
     validation,
 )
 
 ROOT = Path(__file__).parents[2]
-LEDGER = ROOT.parent / "shared" / "ledger" / "step_times.csv"
+LEDGER = find_ledger("step_times")
 GOLDEN = ROOT / "tests" / "golden" / "validation.json"
 README = ROOT / "README.md"
 SCALING_FAMILIES = ("tensorflow_2017", "dlperf", "deep_learning_examples")
@@ -53,7 +54,7 @@ def main() -> None:
         return
     if "--write" in sys.argv[1:]:
         families = _predicted()
-        golden = Validation(ledger=LEDGER.name, families=families, rows=())
+        golden = Validation(ledger="step_times.csv", families=families, rows=())
         serialization.save(golden, GOLDEN)
         text = README.read_text(encoding="utf-8")
         pattern = re.escape(HEADING) + r"\n(\|.*\n)*"

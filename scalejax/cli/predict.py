@@ -20,7 +20,6 @@ from scalejax.core.errors import (
     UnknownHardware,
     refusal,
     require_at_least,
-    unknown_name,
 )
 from scalejax.hardware import (
     Cluster,
@@ -316,62 +315,67 @@ class Calibrate(PlainCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate(PlainCommand):
-    """Compare predictions with a ledger of published step times."""
+    """Compare predictions with published measurements.
 
-    ledger: Annotated[Positional[Path], flag("LEDGER.csv")]
-    """The published step times: a CSV file in the format of step_times.csv."""
+    Of steps, peak memory, collectives, products, attention, dispatch of experts, convergence.
+    """
+
+    ledgers: Annotated[Positional[tuple[Path, ...]], flag("[LEDGER ...]")] = ()
+    """Ledgers: CSV files, also packed (.gz, .xz), whose columns tell what they measure, or names of
+    those that come with scalejax, such as step_times. By default all that come with scalejax."""
     family: Annotated[str | None, flag("F,F,...")] = None
     """Only these families, such as dlperf,llm_foundry."""
     framework: Annotated[str | None, flag("NAME")] = None
-    """Framework to predict every row with; by default that of the row."""
+    """Framework to predict every step with; by default that of the row."""
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
-    """Plot predicted against measured times here: png, svg or pdf."""
+    """Plot predicted against measured times of steps here: png, svg or pdf."""
+    compile: bool = False
+    """Compile steps that are neither kept nor known in closed form, 10 s to minutes each; by
+    default they are skipped."""
     closed_form: bool = False
-    """Take the closed form of the step where it knows a row, in milliseconds; compile the others.
-    """
+    """Take the closed form of the step also where a compiled program is kept."""
     dry_run: bool = False
-    """Only say which rows can be expressed as runs, and compile nothing: seconds for any ledger."""
+    """Only say which steps can be expressed as runs: seconds for any ledger."""
 
     def execute(self) -> None:
-        """Predict every row, print the table, write the results."""
+        """Predict every row, print the tables, write the results.
+
+        Raises:
+            SystemExit: with code 1, if every row was skipped.
+        """
         from scalejax.report.figures import scatter
         from scalejax.report.html.charts import require_picture, save_picture
-        from scalejax.validation import case_of, compile_cases, read_ledger, validation
+        from scalejax.validation import find_ledger, read_any, shipped_ledgers, validated
+        from scalejax.validation.archive import Archive
 
         serialization.require_writable("json", self.json)
         serialization.require_writable("plot", self.plot)
         if self.plot is not None:
             require_picture("plot", self.plot)
         framework = None if self.framework is None else framework_named(self.framework)
-        rows = read_ledger(self.ledger)
-        if self.family is not None:
-            wanted = self.family.split(",")
-            known = {row.family for row in rows}
-            for name in wanted:
-                if name not in known:
-                    raise ConfigError(unknown_name("family", name, known))
-            rows = [row for row in rows if row.family in wanted]
-        if self.dry_run:
-            cases = [case_of(row) for row in rows]
-        else:
-            with progress.compiling_programs() as on_progress:
-                cases = compile_cases(
-                    rows,
-                    framework=framework,
-                    on_progress=on_progress,
-                    closed_form=self.closed_form,
-                )
-        found = validation(self.ledger.name, cases)
+        paths = [find_ledger(path) for path in self.ledgers] or list(shipped_ledgers().values())
+        with progress.compiling_programs() as on_progress:
+            found = validated(
+                [read_any(path) for path in paths],
+                families=None if self.family is None else self.family.split(","),
+                framework=framework,
+                archive=Archive({}) if self.closed_form else None,
+                on_progress=on_progress,
+                compiles=self.compile,
+                is_dry=self.dry_run,
+            )
         tables.show(tables.validation(found))
         if self.json is not None:
             serialization.save(found, self.json)
             print(f"wrote {self.json}")
         if self.plot is not None:
-            scored = list(zip(rows, found.rows, strict=True))
-            save_picture(scatter(scored, title=self.ledger.name), self.plot)
+            steps = [row for row in found.rows if row.quantity == "step times"]
+            save_picture(scatter(steps, title=found.ledger), self.plot)
             print(f"wrote {self.plot}")
+        if all(row.skip_reason is not None for row in found.rows):
+            raise SystemExit(1)
 
 
 def find_cluster(name: str) -> tuple[Cluster, Site]:

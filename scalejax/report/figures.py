@@ -16,7 +16,7 @@ from scalejax.planning.search import Candidate, pareto
 from scalejax.report.html.charts import PALETTE, Row, Spec, colored, line_chart
 from scalejax.sweep.plan import in_words
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
-from scalejax.validation import LedgerRow, RowResult
+from scalejax.validation import RowResult
 
 _MOST_POINTS = 2000
 """Most points of a curve; more add nothing visible."""
@@ -44,7 +44,7 @@ def schedule(learning_rates: Sequence[float], *, epochs: Sequence[float]) -> Spe
     )
 
 
-def scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, title: str = "step times") -> Spec:
+def scatter(results: Sequence[RowResult], *, title: str = "step times") -> Spec:
     """Predicted against measured step times, one colour and mark for each family.
 
     On the line in the middle the two are equal; between the dotted ones they differ by less
@@ -52,14 +52,14 @@ def scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, title: str = "step
     without a prediction, or without a time to compare with, are counted under the title.
 
     Args:
-        scored: rows of a ledger with their results.
+        results: results of the rows of a ledger.
         title: what was predicted, such as the ledger's name.
     """
     families: dict[str, list[tuple[float, float]]] = {}
-    for row, result in scored:
+    for result in results:
         if result.measured_seconds is not None and result.predicted_seconds is not None:
             pair = (result.measured_seconds, result.predicted_seconds)
-            families.setdefault(row.family, []).append(pair)
+            families.setdefault(result.family, []).append(pair)
     ordered = sorted(families.items(), key=lambda item: -len(item[1]))
     labels = [_family_label(family, pairs) for family, pairs in ordered]
     points: list[Row] = [
@@ -95,7 +95,7 @@ def scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, title: str = "step
         )
         for factor, dash in ((1, [1, 0]), (0.8, [2, 3]), (1.25, [2, 3]))
     ]
-    left_out = len(scored) - len(points)
+    left_out = len(results) - len(points)
     rest = f"; {left_out:,} without a prediction or a time are left out" if left_out else ""
     words = [f"{len(points):,} rows{rest}", "line: equal; dotted: x 0.8 and x 1.25"]
     named = alt.TitleParams(f"{title}: predicted against measured", subtitle=words)

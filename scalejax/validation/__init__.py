@@ -1,8 +1,9 @@
 """Validation of predictions against a ledger of published step times.
 
-In order: `read_ledger` reads the rows, `compile_cases` finds the program and the cluster of
-each, `evaluate` predicts, `validation` summarises. Needs no JAX: programs come from an
-archive, from the user's cache, or from workers that compile.
+Of step times, in order: `read_ledger` reads the rows, `compile_cases` finds the program and the
+cluster of each, `evaluate` predicts, `validation` summarises. Needs no JAX: programs come from an
+archive, from the closed form, from the user's cache, or from workers that compile. `read_any`
+reads ledgers of any kind, and `validated` does the rest.
 
 To try other constants: `with_chips` on the result of `compile_cases`, and evaluate again.
 """
@@ -14,18 +15,29 @@ from scalejax.validation.evaluation import (
     compile_cases,
     evaluate,
     validate,
+    validated,
     validation,
     with_chips,
 )
+from scalejax.validation.kinds import Ledger, find_ledger, read_any, shipped_ledgers
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.summary import NOT_COMPILED, KindSummary, RowResult, Summary, summaries
+from scalejax.validation.summary import (
+    NOT_COMPILED,
+    KindSummary,
+    MemorySummary,
+    RowResult,
+    Summary,
+    summaries,
+)
 
 __all__ = [
     "NOT_COMPILED",
     "Case",
     "CompiledCase",
     "KindSummary",
+    "Ledger",
     "LedgerRow",
+    "MemorySummary",
     "RowResult",
     "Skipped",
     "Summary",
@@ -33,9 +45,13 @@ __all__ = [
     "case_of",
     "compile_cases",
     "evaluate",
+    "find_ledger",
+    "read_any",
     "read_ledger",
+    "shipped_ledgers",
     "summaries",
     "validate",
+    "validated",
     "validation",
     "with_chips",
 ]

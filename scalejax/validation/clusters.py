@@ -22,6 +22,7 @@ CHIPS = {
     "v100_sxm2_16gb": "v100",
     "v100_sxm2_32gb": "v100-32gb",
     "v100_sxm3_32gb": "v100-sxm3-32gb",
+    "a100_sxm": "a100-80gb",
     "a100_sxm_40gb": "a100-40gb",
     "a100_sxm_80gb": "a100-80gb",
     "h100_sxm_80gb": "h100",
@@ -80,6 +81,31 @@ def cluster_of(row: LedgerRow) -> Cluster:
     return cluster
 
 
+def cluster_of_machine(machine: LedgerMachine, words: str) -> Cluster:
+    """Cluster of a machine on which operations were measured alone; one object for equal ones.
+
+    Args:
+        machine: the machine.
+        words: what may name the system: "AWS p5".
+
+    Raises:
+        ConfigError: if the catalogue has no such device, or none in such a node.
+    """
+    return _cluster(machine, _words(words), None, None, None)
+
+
+def chip_name(hardware: str) -> str:
+    """The catalogue's name of a chip by the ledger's; the ledger's own where it has none."""
+    name = CHIPS.get(hardware, hardware.replace("_", "-"))
+    known = chip_names()
+    return next((each for each in (name, *_without_form(name)) if each in known), name)
+
+
+def _without_form(name: str) -> list[str]:
+    """The name of a chip without that of its form: "h100" of "h100-sxm"."""
+    return [name.removesuffix(form) for form in ("-sxm", "-server") if name.endswith(form)]
+
+
 def _machine(row: LedgerRow) -> LedgerMachine:
     """Machine of the row, with the memory that devices had when it was published.
 
@@ -110,7 +136,7 @@ def _cluster(
     library: str | None,
     dispatch: str | None,
 ) -> Cluster:
-    chip = CHIPS.get(machine.hardware, machine.hardware.replace("_", "-"))
+    chip = chip_name(machine.hardware)
     if chip not in chip_names():
         raise ConfigError(f"the catalogue has no chip for {machine.hardware!r}")
     kind = _link_kind(machine.intra_node_link)

@@ -3,30 +3,15 @@
 Knows the columns and their types; nothing of networks, clusters or predictions.
 """
 
-import csv
-import dataclasses
-import gzip
-import io
-import math
 import re
-import types
-import typing
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from scalejax.core.errors import ConfigError, nearest_name, refusal
-
-_Part = TypeVar("_Part")
+from scalejax.validation.table import read_table, rows_of
 
 RowKind = Literal["dense", "expert", "lora"]
 """What was trained: a network with experts, adapters of LoRA, or any other network."""
-
-_MISSPELT = 0.7
-"""Similarity, 0..1, above which an unknown column counts as a misspelt missing one: "step_secs"
-and "step_seconds" are (0.86), "pipeline_chunks" and "pipeline" are not (0.696)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +130,10 @@ class LedgerRow:
     """Devices in the run."""
     step_seconds: float | None = None
     """Measured time of one update; None where it is not stated."""
+    step_seconds_kind: str | None = None
+    """Where the step time is from: "printed", what it is derived from, or that the run died."""
+    peak_memory_gib: float | None = None
+    """Most memory of a device that the run held, GiB; None where it is not stated."""
     notes: str | None = None
     """Remarks."""
     stalled: int | None = None
@@ -157,6 +146,11 @@ class LedgerRow:
     """Parallelism."""
     work: LedgerWork
     """Batch, precision and recompute of one update."""
+
+    @property
+    def has_died(self) -> bool:
+        """Whether its source says that the run crashed or was out of memory."""
+        return (self.step_seconds_kind or "").startswith("crashed")
 
     @property
     def kind(self) -> RowKind:
@@ -207,7 +201,7 @@ _FAMILIES = (
 
 def read_ledger(path: Path) -> list[LedgerRow]:
     """The rows of a ledger in the format of the project's `step_times.csv`, in order; of one that
-    ends in `.gz`, unpacked.
+    ends in `.gz` or `.xz`, unpacked.
 
     Columns that are not known are ignored, and those that a row can do without may be missing
     or blank; but one that looks like the missing one misspelt is refused.
@@ -216,126 +210,4 @@ def read_ledger(path: Path) -> list[LedgerRow]:
         ConfigError: if the file cannot be read, a column is missing or misspelt, or a line is
             malformed: with file, line, column.
     """
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        text = content.decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{str(path)!r} is no file.") from error
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
-    lines = _lines(path, text)
-    rows = [_part(LedgerRow, _Cells(path=path, line=line, values=each)) for line, each in lines]
-    if not rows:
-        raise ConfigError(f"{path} holds no rows.")
-    return rows
-
-
-def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, cell by column) of each row below the heading.
-
-    Raises:
-        ConfigError: if a line cannot be read, or has another number of cells than the heading.
-    """
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    heading: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise ConfigError(f"{path}, line {line}: this is no CSV: {error}.") from error
-        if not any(cell.strip() for cell in cells):
-            continue
-        if heading is None:
-            heading = [cell.strip() for cell in cells]
-            _require_columns(path, line, heading)
-        elif len(cells) != len(heading):
-            missing = f", {heading[len(cells)]!r} is the first one missing"
-            raise ConfigError(
-                f"{path}, line {line}, column {min(len(cells), len(heading)) + 1}: "
-                f"there are {len(cells)} cells, but {len(heading)} columns"
-                f"{missing if len(cells) < len(heading) else ''}."
-            )
-        else:
-            yield line, dict(zip(heading, (cell.strip() for cell in cells), strict=True))
-
-
-def _require_columns(path: Path, line: int, heading: list[str]) -> None:
-    columns = list(_columns(LedgerRow))
-    for field in columns:
-        if field.default is dataclasses.MISSING and field.name not in heading:
-            closest = nearest_name(field.name, heading)
-            hint = f" (is it {closest!r}?)" if closest else ""
-            raise ConfigError(f"{path}, line {line}: the column {field.name!r} is missing{hint}.")
-    known = [field.name for field in columns]
-    missing = [name for name in known if name not in heading]
-    for place, name in enumerate(heading, start=1):
-        if name in known:
-            continue
-        if meant := nearest_name(name.lower(), missing, alike=_MISSPELT):
-            accepted = f"no such column is known (did you mean {meant!r}?)"
-            refused = refusal("heading", name, accepted)
-            raise ConfigError(f"{path}, line {line}, column {place}: {refused}")
-
-
-def _columns(type_: type) -> Iterator[dataclasses.Field[typing.Any]]:
-    """Yield the field of each column, those of nested dataclasses included."""
-    hints = typing.get_type_hints(type_)
-    for field in dataclasses.fields(type_):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _columns(hints[field.name])
-        else:
-            yield field
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cells:
-    """One line of the file."""
-
-    path: Path
-    line: int
-    values: dict[str, str]
-
-    def refuse(self, column: str, accepted: str) -> ConfigError:
-        """The refusal of a cell, with its place."""
-        place = f"{self.path}, line {self.line}, column {list(self.values).index(column) + 1}"
-        return ConfigError(f"{place}: {refusal(column, self.values[column], accepted)}")
-
-    def value(self, column: str, kinds: set[type]) -> str | int | float | None:
-        """Value of a cell as one of `kinds`; None if it is blank or the column is missing.
-
-        Raises:
-            ConfigError: if it holds something else.
-        """
-        text = self.values.get(column, "")
-        if not text:
-            if column in self.values and types.NoneType not in kinds:
-                raise self.refuse(column, "it may not be blank")
-            return None
-        if str in kinds:
-            return text
-        least = 1 if column == "device_count" else 0
-        accepted = "a number above 0" if float in kinds else f"a whole number, {least} or more"
-        try:
-            number = float(text) if float in kinds else int(text)
-        except ValueError as error:
-            raise self.refuse(column, f"it must be {accepted}") from error
-        is_good = 0 < number < math.inf if float in kinds else number >= least
-        if not is_good:
-            raise self.refuse(column, f"it must be {accepted}")
-        return number
-
-
-def _part(type_: type[_Part], cells: _Cells) -> _Part:
-    """A dataclass whose fields are columns, or dataclasses of columns."""
-    values = {}
-    for name, hint in typing.get_type_hints(type_).items():
-        if dataclasses.is_dataclass(hint):
-            values[name] = _part(typing.cast(type, hint), cells)
-        else:
-            values[name] = cells.value(name, set(typing.get_args(hint) or (hint,)))
-    return type_(**values)
+    return rows_of(read_table(path), LedgerRow)

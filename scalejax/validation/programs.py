@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from scalejax.core.environment import compiler_settings
-from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError, refusal
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.planning.search.costs import workspace_bytes
 from scalejax.planning.search.run import shape_of, strategy_of
@@ -18,21 +18,42 @@ from scalejax.xla import ProfileJob
 from scalejax.xla.batch import Programs
 
 
-class ClosedFormPrograms(Programs):
-    """Programs of many runs, by the closed form where it knows them."""
+class ClosedFormPrograms:
+    """Programs of many runs: kept ones, else by the closed form where it knows them, else
+    compiled."""
+
+    def __init__(self, kept: Programs, made: Programs | None) -> None:
+        """Ask `kept` first, which compiles nothing, and `made` last; without `made` others are
+        errors."""
+        self.compiled = kept.compiled if made is None else made.compiled
+        """The compiled programs that were needed."""
+        self._kept = kept
+        self._made = made
 
     def find(self, jobs: Sequence[ProfileJob]) -> list[Program | ScalejaxError]:
         """Program of each job, or the reason why there is none."""
-        answers: dict[int, Program | ScalejaxError] = {}
+        answers = list(self._kept.find(jobs))
+        others = []
         for index, job in enumerate(jobs):
+            if not isinstance(answers[index], ScalejaxError):
+                continue
             try:
                 answers[index] = program_in_closed_form(job)
             except ScalejaxError:
-                continue
-        others = [index for index in range(len(jobs)) if index not in answers]
-        found = super().find([jobs[index] for index in others])
-        answers.update(zip(others, found, strict=True))
-        return [answers[index] for index in range(len(jobs))]
+                others.append(index)
+        if self._made is not None:
+            made = self._made.find([jobs[index] for index in others])
+            for index, answer in zip(others, made, strict=True):
+                answers[index] = answer
+            return answers
+        for index in others:
+            if isinstance(answers[index], ProfileError):
+                answers[index] = ProfileError(NEITHER)
+        return answers
+
+
+NEITHER = "its program is not kept, and the closed form does not know it: --compile compiles it"
+"""Reason of a row whose step needs the compiler, where nothing is compiled."""
 
 
 def program_in_closed_form(job: ProfileJob) -> Program:
@@ -65,7 +86,7 @@ def archived_programs(
     *,
     compiles: bool = True,
     closed_form: bool = False,
-) -> Programs:
+) -> Programs | ClosedFormPrograms:
     """Programs that are read from an archive where they are there.
 
     Args:
@@ -73,19 +94,27 @@ def archived_programs(
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether programs that are not in the archive are read from the user's cache or
             compiled; otherwise they are skipped.
-        closed_form: whether the closed form of the step is taken where it knows a run.
+        closed_form: whether the closed form of the step is taken where the archive has no program
+            and it knows the run.
     """
     if archive is None:
         # The user's own flags for the compiler change the programs; the archive knows none.
         archive = Archive({}) if compiler_settings() else read_archive()
-    # Archived programs are for GPUs, whether or not their compiler is installed.
-    made = ClosedFormPrograms if closed_form else Programs
-    return made(
-        archived=archive.program, on_progress=on_progress, backend="cuda", compiles=compiles
-    )
+
+    def source(*, compiles: bool) -> Programs:
+        # Archived programs are for GPUs, whether or not their compiler is installed.
+        return Programs(
+            archived=archive.program, on_progress=on_progress, backend="cuda", compiles=compiles
+        )
+
+    if not closed_form:
+        return source(compiles=compiles)
+    return ClosedFormPrograms(source(compiles=False), source(compiles=True) if compiles else None)
 
 
-def find_programs(cases: Sequence[Case], programs: Programs) -> list[Program | str]:
+def find_programs(
+    cases: Sequence[Case], programs: Programs | ClosedFormPrograms
+) -> list[Program | str]:
     """Program of each case, or the reason why there is none.
 
     Of the candidate runs of a case, the first whose program fits the device's memory is used, or

@@ -6,8 +6,9 @@ Arithmetic on rows that have been predicted. Every error is relative:
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +16,22 @@ from scalejax.validation.ledger import LedgerRow, RowKind
 
 NOT_COMPILED = "not compiled"
 """Status of a row that could be expressed as a run, where nothing was to be compiled."""
+
+STEP_TIMES = "step times"
+MEMORY = "memory"
+"""Peak memory of steps, which rows of step times may state too."""
+
+Quantity = Literal[
+    "step times",
+    "collectives",
+    "products",
+    "grouped products",
+    "attention",
+    "dispatch",
+    "samples to target",
+    "loss",
+]
+"""What a ledger measures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +54,8 @@ class RowResult:
     """90th percentile of the predicted step time; None if unknown."""
     status: str
     """"ok", "not compiled", or "skipped: " and the reason."""
-    kind: RowKind = "dense"
-    """What was trained."""
+    kind: RowKind | None = "dense"
+    """What was trained; None for rows that are no steps."""
     states_layout: bool = False
     """Whether the row states what a prediction needs."""
     is_mapped: bool = False
@@ -47,6 +64,40 @@ class RowResult:
     """What was expressed by what is nearest to it, as scalejax does not have the thing itself."""
     is_closed_form: bool = False
     """Whether its step was predicted in closed form, and not compiled."""
+    quantity: Quantity = STEP_TIMES
+    """What the row measures."""
+    ledger: str = ""
+    """Name of the ledger."""
+    family: str = ""
+    """Short name of the source, by which results are grouped."""
+    framework: str = ""
+    """Framework that the row is predicted with, or library that ran the operation."""
+    chip: str = ""
+    """Chip, by the catalogue's name where it has it."""
+    source: str = ""
+    """Publication, and the place in it."""
+    measured_memory_bytes: float | None = None
+    """Published peak memory of a device; None where it is not stated."""
+    predicted_memory_bytes: float | None = None
+    """Predicted peak memory of a device, the runtime's own reserve included."""
+    has_died: bool = False
+    """Whether the source says that the run crashed or was out of memory."""
+    fits: bool | None = None
+    """Whether it is predicted to fit into the memory of a device; None for other rows."""
+    measured_loss: float | None = None
+    """Published final loss; None for other rows."""
+    predicted_loss: float | None = None
+    """Predicted final loss; None if the row is skipped."""
+    measured_samples: float | None = None
+    """Published work until the target was reached, in `samples_unit`; None for other rows."""
+    predicted_samples: float | None = None
+    """Predicted work until the target is reached, in `samples_unit`."""
+    p10_samples: float | None = None
+    """10th percentile of the predicted work; None if unknown."""
+    p90_samples: float | None = None
+    """90th percentile of the predicted work; None if unknown."""
+    samples_unit: str | None = None
+    """Unit of the work to the target as published: "samples", "epochs" or "tokens"."""
 
     @property
     def is_predicted(self) -> bool:
@@ -62,10 +113,40 @@ class RowResult:
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured; None where one of the two is missing."""
-        if self.predicted_seconds is None or self.measured_seconds is None:
-            return None
-        return self.predicted_seconds / self.measured_seconds - 1
+        """(predicted - measured) / measured of what the row measures; None where one of the two
+        is missing."""
+        return _relative(self.predicted, self.measured)
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of its peak memory."""
+        return _relative(self.predicted_memory_bytes, self.measured_memory_bytes)
+
+    @property
+    def measured(self) -> float | None:
+        """What was measured: seconds, or samples, or the loss."""
+        if self.quantity == "samples to target":
+            return self.measured_samples
+        return self.measured_loss if self.quantity == "loss" else self.measured_seconds
+
+    @property
+    def predicted(self) -> float | None:
+        """The prediction of it."""
+        if self.quantity == "samples to target":
+            return self.predicted_samples
+        return self.predicted_loss if self.quantity == "loss" else self.predicted_seconds
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """(p10, p90) of the prediction; None if unknown."""
+        is_samples = self.quantity == "samples to target"
+        low = self.p10_samples if is_samples else self.p10_seconds
+        high = self.p90_samples if is_samples else self.p90_seconds
+        return None if low is None or high is None else (low, high)
+
+
+def _relative(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or measured is None else predicted / measured - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +175,8 @@ def kind_summaries(results: Iterable[RowResult]) -> list[KindSummary]:
     """One summary for each kind of rows that there is."""
     members: dict[RowKind, list[RowResult]] = {"dense": [], "expert": [], "lora": []}
     for result in results:
-        members[result.kind].append(result)
+        if result.kind is not None:
+            members[result.kind].append(result)
     return [_of_kind(kind, rows) for kind, rows in members.items() if rows]
 
 
@@ -145,6 +227,89 @@ class Summary:
     """Fraction of measured times between p10 and p90, 0..1: 0.8 where the band is calibrated."""
 
 
+def plain_summary(name: str, results: Sequence[RowResult]) -> Summary:
+    """Summary of rows that are no steps: they have no scaling ratios, and no settings."""
+    errors = [result.error for result in results if result.error is not None]
+    return Summary(
+        name=name,
+        rows=len(results),
+        predicted=sum(result.is_predicted for result in results),
+        median_error=_quantile([abs(error) for error in errors], 0.5),
+        mean_error=statistics.fmean(map(abs, errors)) if errors else None,
+        bias=statistics.fmean(errors) if errors else None,
+        ratios=0,
+        median_ratio_error=None,
+        p90_ratio_error=None,
+        settings=0,
+        median_fastest_error=None,
+        coverage=coverage(results),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySummary:
+    """Errors of the peak memory of a family of rows, and whether steps fit that ran."""
+
+    name: str
+    """Family of the rows."""
+    stated: int
+    """Rows that state their peak memory, and are predicted."""
+    median_error: float | None
+    """Median absolute error of the peak memory."""
+    mean_error: float | None
+    """Mean absolute error of the peak memory."""
+    bias: float | None
+    """Mean signed error of the peak memory: above 0 where predictions are too large."""
+    ran: int
+    """Predicted rows that ran: they state a time or a peak."""
+    ran_without_fitting: int
+    """Those of them that are predicted not to fit."""
+    died: int
+    """Predicted rows of runs that died, whatever of."""
+    died_fitting: int
+    """Those of them that are predicted to fit."""
+
+
+def memory_summaries(results: Iterable[RowResult]) -> list[MemorySummary]:
+    """One summary for each family in which some row states a peak, or died."""
+    families: dict[str, list[RowResult]] = defaultdict(list)
+    for result in results:
+        if result.fits is not None:
+            families[result.family].append(result)
+    found = [_of_memory(name, members) for name, members in families.items()]
+    return [each for each in found if each.stated or each.died]
+
+
+def _of_memory(name: str, results: Sequence[RowResult]) -> MemorySummary:
+    errors = [result.memory_error for result in results if result.memory_error is not None]
+    ran, died = [], []
+    for result in results:
+        is_stated = result.measured_seconds is not None or result.measured_memory_bytes is not None
+        if result.has_died or is_stated:
+            (died if result.has_died else ran).append(result)
+    return MemorySummary(
+        name=name,
+        stated=len(errors),
+        median_error=_quantile([abs(error) for error in errors], 0.5),
+        mean_error=statistics.fmean(map(abs, errors)) if errors else None,
+        bias=statistics.fmean(errors) if errors else None,
+        ran=len(ran),
+        ran_without_fitting=sum(not result.fits for result in ran),
+        died=len(died),
+        died_fitting=sum(bool(result.fits) for result in died),
+    )
+
+
+def grouped(
+    results: Iterable[RowResult], key: Callable[[RowResult], str]
+) -> dict[str, list[RowResult]]:
+    """Results by `key`, in order of appearance."""
+    found: dict[str, list[RowResult]] = defaultdict(list)
+    for result in results:
+        found[key(result)].append(result)
+    return dict(found)
+
+
 Scored = tuple[LedgerRow, RowResult]
 """A row with its result."""
 
@@ -175,7 +340,7 @@ def summarize(name: str, scored: Sequence[Scored]) -> Summary:
         p90_ratio_error=_quantile(ratios, 0.9),
         settings=len(fastest),
         median_fastest_error=_quantile(fastest, 0.5),
-        coverage=_coverage(result for _, result in scored),
+        coverage=coverage(result for _, result in scored),
     )
 
 
@@ -249,14 +414,12 @@ def _setting(row: LedgerRow) -> tuple[object, ...]:
     return row.model, row.machine.hardware, work.precision, batch, row.device_count
 
 
-def _coverage(results: Iterable[RowResult]) -> float | None:
-    """Fraction of measured times within their band, of those that have one."""
+def coverage(results: Iterable[RowResult]) -> float | None:
+    """Fraction of measurements within their band, of those that have one."""
     hits = [
-        result.p10_seconds <= result.measured_seconds <= result.p90_seconds
+        result.band[0] <= result.measured <= result.band[1]
         for result in results
-        if result.p10_seconds is not None
-        and result.p90_seconds is not None
-        and result.measured_seconds is not None
+        if result.band is not None and result.measured is not None
     ]
     return statistics.fmean(hits) if hits else None
 

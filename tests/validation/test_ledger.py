@@ -1,6 +1,8 @@
 """Ledgers: read strictly, and refused with line and column."""
 
 import gzip
+import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,13 @@ def test_blank_cells_are_unknown_and_others_typed(row):
     assert found.family == "dlperf"
 
 
-def test_packed_ledger_is_read_as_it_is(row, tmp_path: Path):
+@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_packed_ledger_is_read_as_it_is(
+    suffix: str, pack: Callable[[bytes], bytes], row, tmp_path: Path
+):
     """Whatever packs it; a damaged one is refused."""
-    path = tmp_path / "ledger.csv.gz"
-    path.write_bytes(gzip.compress(ledger(tmp_path, RESNET).read_bytes()))
+    path = tmp_path / f"ledger.csv.{suffix}"
+    path.write_bytes(pack(ledger(tmp_path, RESNET).read_bytes()))
 
     assert read_ledger(path) == [row(RESNET)]
     path.write_bytes(path.read_bytes()[:40])

@@ -16,7 +16,7 @@ from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.transformer import transformer_program
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
-from scalejax.validation.programs import program_in_closed_form
+from scalejax.validation.programs import NEITHER, program_in_closed_form
 
 
 def test_rows_that_the_closed_form_knows_need_no_compiler(row):
@@ -39,7 +39,7 @@ def test_rows_that_the_closed_form_knows_need_no_compiler(row):
         assert each.is_closed_form
     for each in (images, eager):
         assert not each.is_closed_form
-        assert each.skip_reason == "its program is not in the archive"
+        assert each.skip_reason == NEITHER
 
 
 @pytest.mark.parametrize(

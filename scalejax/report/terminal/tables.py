@@ -4,6 +4,7 @@ Formats figures and computes none. Each function yields the parts to print, in o
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -30,6 +31,7 @@ from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.measure.fit import WIDE_ERROR, Fit
 from scalejax.simulator.frameworks import Framework
 from scalejax.validation import NOT_COMPILED, Summary, Validation
+from scalejax.validation.summary import STEP_TIMES
 
 SUDDEN = 0.9
 """Ratio of consecutive learning rates below which the schedule has a step."""
@@ -112,16 +114,29 @@ def validation(found: Validation) -> Iterator[RenderableType]:
     if any(row.status == NOT_COMPILED for row in found.rows):
         yield Text.assemble((found.ledger, "bold"), "\nNothing is compiled and predicted.")
         yield from _coverage(found)
+        yield from _skipped(found)
         return
     yield Text.assemble(
         (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
     )
-    if all(row.measured_seconds is None for row in found.rows):
+    steps = [row for row in found.rows if row.quantity == STEP_TIMES]
+    if steps and all(row.measured_seconds is None for row in steps):
         yield Text(
             "NOTHING TO COMPARE WITH: no row states step_seconds. Every error is unknown; --json "
             "writes what is predicted.",
             style="bold",
         )
+    if steps:
+        yield from _step_times(found)
+    if found.memory:
+        yield from _memory(found)
+    if found.operations:
+        yield from _operations(found)
+    yield from _coverage(found)
+    yield from _skipped(found)
+
+
+def _step_times(found: Validation) -> Iterator[RenderableType]:
     table = figures(
         "family", "rows", "used", "median", "mean", "bias", "ratio", "p90", "fastest", "in band"
     )
@@ -134,11 +149,56 @@ def validation(found: Validation) -> Iterator[RenderableType]:
         "fastest: median against the fastest row of each setting (network, device, "
         "precision, batch, devices). in band: share of rows measured between p10 and p90."
     )
-    yield from _coverage(found)
+
+
+def _memory(found: Validation) -> Iterator[RenderableType]:
+    """Errors of the peak memory, and of whether runs fit."""
+    table = figures(
+        "peak memory", "stated", "median", "mean", "bias", "ran", "no fit", "died", "fit"
+    )
+    for each in found.memory:
+        table.add_row(
+            each.name,
+            str(each.stated),
+            _percent(each.median_error),
+            _percent(each.mean_error),
+            _percent(each.bias, sign="+"),
+            str(each.ran),
+            str(each.ran_without_fitting),
+            str(each.died),
+            str(each.died_fitting),
+        )
+    yield table
+    yield (
+        "no fit: of the predicted rows that ran, those said not to fit. fit: of those that "
+        "died, of whatever, those said to fit."
+    )
+
+
+def _operations(found: Validation) -> Iterator[RenderableType]:
+    """Errors of what is no step time."""
+    table = figures("family", "rows", "used", "median", "mean", "bias", "in band")
+    for each in found.operations:
+        table.add_row(
+            each.name,
+            str(each.rows),
+            str(each.predicted),
+            _percent(each.median_error),
+            _percent(each.mean_error),
+            _percent(each.bias, sign="+"),
+            _percent(each.coverage),
+        )
+    yield table
+
+
+def _percent(share: float | None, *, sign: str = "") -> str:
+    return UNKNOWN if share is None else f"{share:{sign}.1%}"
 
 
 def _coverage(found: Validation) -> Iterator[RenderableType]:
-    """How many rows of each kind are predicted, and why others are not."""
+    """How many step times of each kind are predicted, and why others are not."""
+    if not found.kinds:
+        return
     is_dry = any(row.status == NOT_COMPILED for row in found.rows)
     used = "are runs" if is_dry else "predicted"
     counts = figures("kind", "rows", f"= {used}", "+ skipped", "nearest")
@@ -162,17 +222,36 @@ def _coverage(found: Validation) -> Iterator[RenderableType]:
     )
     if closed := sum(row.is_closed_form for row in found.rows):
         yield f"{counted(closed, 'row')} by the closed form of the step, which compiles nothing."
+
+
+_MOST_REASONS = 30
+
+
+def _skipped(found: Validation) -> Iterator[RenderableType]:
+    """Why rows are skipped, the commonest reasons of each kind first."""
     skipped = [(each.kind, *reason) for each in found.kinds for reason in each.skipped]
-    if skipped:
-        reasons = facts()
-        for kind, reason, rows, stating in skipped:
-            reasons.add_row(f"{rows:5d}", f"{stating:5d}", kind, reason)
-        yield "Skipped, by reason: rows, how many of them state their layout, and their kind."
-        yield reasons
+    others = Counter(
+        (row.quantity, row.skip_reason)
+        for row in found.rows
+        if row.quantity != STEP_TIMES and row.skip_reason is not None
+    )
+    skipped += [(quantity, reason, rows, 0) for (quantity, reason), rows in others.most_common()]
+    if not skipped:
+        return
+    told = {each[1:] for each in sorted(skipped, key=lambda each: -each[2])[:_MOST_REASONS]}
+    table, left = facts(), [each for each in skipped if each[1:] not in told]
+    for kind, reason, rows, stating in skipped:
+        if (reason, rows, stating) in told:
+            table.add_row(f"{rows:5d}", f"{stating:5d}", kind, reason)
+    yield "Skipped, by reason: rows, how many of them state their layout, and their kind."
+    yield table
+    if left:
+        rows = counted(sum(each[2] for each in left), "row")
+        yield f"{rows} for {counted(len(left), 'other reason')}: --json says row by row."
 
 
 def _summary_cells(summary: Summary) -> list[str]:
-    bias = UNKNOWN if summary.bias is None else f"{summary.bias:+.1%}"
+    bias = _percent(summary.bias, sign="+")
     shares = [
         summary.median_error,
         summary.mean_error,
@@ -182,7 +261,7 @@ def _summary_cells(summary: Summary) -> list[str]:
         summary.coverage,
     ]
     # Without the space that other tables have: ten columns stand beside a long name.
-    cells = [UNKNOWN if share is None else f"{share:.1%}" for share in shares]
+    cells = [_percent(share) for share in shares]
     counts = [str(summary.rows), str(summary.predicted)]
     return [summary.name, *counts, *cells[:2], bias, *cells[2:]]
 

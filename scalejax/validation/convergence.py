@@ -1,0 +1,222 @@
+"""Rows of ledgers of convergence: samples to a target, and final losses.
+
+Samples to a target are predicted with the hyperbola of `planning.convergence`, through the other
+points of the same benchmark: never a row's own batch, nor a submission of its own submitter.
+scalejax predicts no loss, so rows that state one are skipped.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from scalejax.planning.convergence import Hyperbola, Point, fit
+from scalejax.validation.summary import Quantity, RowResult
+from scalejax.validation.table import MAY_BE_ZERO
+
+_LEAST_BATCHES = 2
+"""Other batches that a prediction needs: one point says nothing of how samples grow."""
+_NO_LOSS = "skipped: scalejax predicts no loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesRow(ABC):
+    """Mean work of several runs of a benchmark until its target was reached."""
+
+    quantity: ClassVar[Quantity] = "samples to target"
+    others: ClassVar[str]
+    """What it may be predicted from, in words."""
+
+    round: str
+    """Round of MLPerf."""
+    benchmark: str
+    """Benchmark."""
+    global_batch: int
+    """Samples per update over all devices."""
+    unit: str
+    """Unit of the work: "epochs", "samples", "tokens"."""
+    mean: float
+    """Mean work of the runs that reached the target."""
+    std: float | None = field(default=None, metadata=MAY_BE_ZERO)
+    """Standard deviation between runs."""
+    runs: int
+    """Runs."""
+    source: str
+    """Publication."""
+
+    @property
+    @abstractmethod
+    def author(self) -> str:
+        """Who published it."""
+
+    @property
+    @abstractmethod
+    def recipe(self) -> str:
+        """Rule that the hyperparameters follow, as far as it is known."""
+
+    @property
+    def points_of(self) -> tuple[str, str]:
+        """Rows that share a target and a unit."""
+        return self.round, self.benchmark
+
+    @property
+    def point(self) -> Point:
+        """The point of a curve, whose samples are in the row's unit."""
+        return Point(
+            global_batch=self.global_batch,
+            samples=self.mean,
+            run_deviation=None if self.std is None else self.std / self.mean,
+            run_count=max(self.runs, 1),
+            recipe=self.recipe,
+        )
+
+    @abstractmethod
+    def is_apart_from(self, other: "SamplesRow") -> bool:
+        """Whether `other` may be used to predict it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRow(SamplesRow):
+    """A reference convergence point of MLPerf (columns of convergence_rcp.csv)."""
+
+    others: ClassVar[str] = "other batches"
+
+    optimizer: str | None = None
+    """Optimizer."""
+    warmup_epochs: str | None = None
+    """Warmup, as published."""
+
+    @property
+    def author(self) -> str:
+        """Who published it."""
+        return "MLCommons"
+
+    @property
+    def recipe(self) -> str:
+        """The optimizer: warmup is tuned anew for nearly every batch, so that rows of one rule
+        differ in it."""
+        return self.optimizer or ""
+
+    def is_apart_from(self, other: SamplesRow) -> bool:
+        """Whether `other` has another batch."""
+        return other.global_batch != self.global_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmissionRow(SamplesRow):
+    """Samples to the target by submission to MLPerf (columns of
+    mlperf_submission_convergence.csv)."""
+
+    others: ClassVar[str] = "other batches of other submitters"
+
+    org: str
+    """Submitter."""
+    system: str
+    """Its system."""
+
+    @property
+    def author(self) -> str:
+        """The submitter."""
+        return self.org
+
+    @property
+    def recipe(self) -> str:
+        """Not known: each submitter tunes its own."""
+        return ""
+
+    def is_apart_from(self, other: SamplesRow) -> bool:
+        """Whether `other` is of another submitter, with another batch."""
+        return other.author != self.org and other.global_batch != self.global_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRow:
+    """Final loss by rate, batch, parameters and tokens (columns of Step Law's tables)."""
+
+    quantity: ClassVar[Quantity] = "loss"
+
+    lr: str
+    """Learning rate."""
+    bs: int
+    """Samples per update."""
+    loss: float = field(metadata={"column": "smooth loss"})
+    """Final loss, smoothed over steps."""
+    tokens: float = field(metadata={"column": "D"})
+    """Tokens trained on."""
+    parameters: float = field(metadata={"column": "N"})
+    """Parameters of the network."""
+    exp_name: str
+    """Name of the run."""
+
+
+def samples_results(rows: Sequence[SamplesRow], ledger: str) -> list[RowResult]:
+    """Prediction and measurement of each row, each from the others of its benchmark."""
+    curves: dict[tuple[object, ...], Hyperbola] = {}
+    return [_samples_result(row, rows, ledger, curves) for row in rows]
+
+
+def _samples_result(
+    row: SamplesRow,
+    rows: Sequence[SamplesRow],
+    ledger: str,
+    curves: dict[tuple[object, ...], Hyperbola],
+) -> RowResult:
+    others = [
+        other.point
+        for other in rows
+        if other.points_of == row.points_of and other.unit == row.unit and row.is_apart_from(other)
+    ]
+    batches = {point.global_batch for point in others}
+    found, status = None, "ok"
+    if len(batches) < _LEAST_BATCHES:
+        status = f"skipped: of its benchmark and round there are no {_LEAST_BATCHES} {row.others}"
+    else:
+        key = (row.points_of, row.unit, tuple(others))
+        if key not in curves:
+            curves[key] = fit(others)
+        found = curves[key].samples(row.global_batch, recipe=row.recipe, run_count=max(row.runs, 1))
+    unit = row.unit if row.unit in ("epochs", "tokens") else "samples"
+    return RowResult(
+        case_id=" ".join((row.round, row.benchmark, str(row.global_batch), row.author)),
+        series=" ".join(row.points_of),
+        device_count=1,
+        measured_seconds=None,
+        predicted_seconds=None,
+        p10_seconds=None,
+        p90_seconds=None,
+        status=status,
+        is_mapped=found is not None,
+        kind=None,
+        quantity=row.quantity,
+        ledger=ledger,
+        family=f"{ledger} {row.benchmark}",
+        source=row.source,
+        measured_samples=row.mean,
+        predicted_samples=found and found.p50,
+        p10_samples=found and found.p10,
+        p90_samples=found and found.p90,
+        samples_unit=unit,
+    )
+
+
+def loss_results(rows: Sequence[LossRow], ledger: str) -> list[RowResult]:
+    """The measured loss of each row, which is not predicted."""
+    return [
+        RowResult(
+            case_id=row.exp_name,
+            series=f"{row.parameters:g} parameters, {row.tokens:g} tokens",
+            device_count=1,
+            measured_seconds=None,
+            predicted_seconds=None,
+            p10_seconds=None,
+            p90_seconds=None,
+            status=_NO_LOSS,
+            kind=None,
+            quantity=row.quantity,
+            ledger=ledger,
+            family=ledger,
+            source=f"Step Law, {row.exp_name}",
+            measured_loss=row.loss,
+        )
+        for row in rows
+    ]

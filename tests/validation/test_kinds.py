@@ -1,0 +1,292 @@
+"""Kinds of ledgers: told from their columns, predicted by the simulator, or skipped in words."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_cases import GPT, RESNET, archive_for, ledger, program
+
+from scalejax.cli.main import main
+from scalejax.core.errors import ConfigError
+from scalejax.core.units import GIB
+from scalejax.hardware import load_cluster
+from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.program import Collective, DeviceGroup
+from scalejax.validation import (
+    RowResult,
+    compile_cases,
+    evaluate,
+    find_ledger,
+    read_any,
+    shipped_ledgers,
+    validate,
+)
+from scalejax.validation.kinds import FORMATS
+from scalejax.validation.programs import archived_programs
+from scalejax.validation.table import required_columns
+
+AI = "h100_sxm/comm/nccl/2.27.3/nccl_perf.parquet"
+ROWS: dict[str, tuple[str, dict[str, object]]] = {
+    "all_reduce_times": (
+        "collectives",
+        {
+            "case_id": "aws_p5_16gpu", "hardware": "AWS p5 8xH100", "device_count": 16,
+            "devices_per_node": 8, "intra_node_link": "NVLink4",
+            "inter_node_link": "32x100Gb/s EFA (3200Gb/s)", "operation": "all_reduce",
+            "payload_bytes": 1073741824, "seconds": 0.00515, "source": "github:aws/x@1",
+        },
+    ),
+    "nvlink_collective_rates": (
+        "collectives",
+        {
+            "hardware": "h100_sxm_80gb", "operation": "reduce-scatter", "element_type": "F32",
+            "elements": 1048576, "device_count": 8, "bytes_per_second": 2e11,
+        },
+    ),
+    "nccl_times": (
+        "collectives",
+        {
+            "system": "h100_sxm", "operation": "all_gather", "dtype": "int8", "devices": 8,
+            "message_bytes": 134217728, "microseconds": 420.0, "nccl_version": "2.27.3", "file": AI,
+        },
+    ),
+    "custom_allreduce_times": (
+        "collectives",
+        {
+            "system": "a100_sxm", "dtype": "bfloat16", "devices": 8, "message_size": 134217728,
+            "microseconds": 2175.877, "implementation": "TRTLLM", "file": AI,
+        },
+    ),
+    "hf_cluster_collectives_256MB": (
+        "collectives",
+        {
+            "operation": "AllReduce", "nodes_of_8_h100": 1, "bus_bandwidth_gbytes_per_s": 435.967,
+            "band_low": 422.288, "band_high": 461.538, "source": "github:vinjn/nanotron@9",
+        },
+    ),
+    "gemm_rates": (
+        "products",
+        {
+            "hardware": "h100_sxm_80gb", "batch": 1, "m": 4096, "n": 4096, "k": 4096,
+            "types": "bf16xbf16->bf16", "flop_per_second": 6.5e14,
+        },
+    ),
+    "gemm_times": (
+        "products",
+        {
+            "system": "a100_sxm", "dtype": "bfloat16", "m": 1024, "n": 1024, "k": 10240,
+            "microseconds": 106.598, "tflops": 201.5,
+            "file": "a100_sxm/gemm/trtllm/1.0.0/gemm_perf.parquet",
+        },
+    ),
+    "expert_gemm_forward_times": (
+        "grouped products",
+        {
+            "system": "a100_sxm", "kernel": "moe_torch_flow", "dtype": "bfloat16", "tokens": 1024,
+            "hidden": 4096, "expert_hidden": 1536, "topk": 8, "experts": 128,
+            "tensor_parallel": 1, "expert_parallel": 2, "distribution": "power_law_1.01",
+            "microseconds": 2322.637, "file": AI,
+        },
+    ),
+    "attention_forward_times": (
+        "attention",
+        {
+            "system": "a100_sxm", "dtype": "bfloat16", "batch": 1, "sequence": 1024, "heads": 12,
+            "kv_heads": 4, "head_dim": 128, "window": 0, "microseconds": 60.587, "file": AI,
+        },
+    ),
+    "expert_dispatch_combine_deepep": (
+        "dispatch",
+        {
+            "system": "h100_sxm", "kind": "deepep_normal", "nodes": 1, "hidden": 7168,
+            "tokens_per_device": 4096, "topk": 8, "experts": 256, "sms": 24, "dispatch_us": 700.0,
+            "dispatch_notify_us": 0, "combine_us": 1100.0, "combine_notify_us": 0, "file": AI,
+        },
+    ),
+    "expert_alltoall_trtllm": (
+        "dispatch",
+        {
+            "system": "gb200", "operation": "alltoall_dispatch", "kernel": "NVLinkTwoSided",
+            "dtype": "bfloat16", "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256,
+            "expert_parallel": 4, "distribution": "balanced", "microseconds": 300.0, "file": AI,
+        },
+    ),
+    "steplaw": (
+        "loss",
+        {
+            "lr": 0.00034, "bs": 736, "ti": 66342, "loss": 2.4135, "smooth loss": 2.3976,
+            "exp_name": "step2v2", "D": 100000000000, "N": 214663680,
+        },
+    ),
+}  # fmt: skip
+"""A row of each format that measures operations, most of them real: (what it measures, cells)."""
+REFERENCE = {
+    "round": "training_1.0.0", "benchmark": "resnet", "unit": "epochs", "std": 0.5, "runs": 10,
+    "optimizer": "LARS", "warmup_epochs": 5, "source": "github:mlcommons/logging@7bb",
+}  # fmt: skip
+
+
+def written(folder: Path, *rows: dict[str, Any], name: str = "rows") -> Path:
+    """A file with these rows."""
+    path = folder / f"{name}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_each_kind_is_told_from_its_columns_and_predicted(name: str, tmp_path: Path):
+    """Within a factor of three of the measurement; of a loss it is said that there is none."""
+    quantity, cells = ROWS[name]
+
+    (found,) = validate(written(tmp_path, cells, name=name)).rows
+
+    assert (found.quantity, found.ledger) == (quantity, name)
+    assert found.source
+    if quantity == "loss":
+        assert found.skip_reason == "scalejax predicts no loss"
+        assert found.measured_loss == 2.3976
+        return
+    assert found.status == "ok"
+    assert found.measured_seconds is not None
+    assert found.predicted_seconds is not None
+    assert 1 / 3 < found.predicted_seconds / found.measured_seconds < 3
+
+
+def test_bus_bandwidth_and_shards_become_seconds_of_the_full_buffer(tmp_path: Path):
+    """By hand: 2 x 7/8 x 256 MiB at 436 GB/s; of a reduce-scatter, 8 shards of 4 MiB at
+    200 GB/s; and the prediction is that of `collective_seconds`."""
+    (bus,) = validate(written(tmp_path, ROWS["hf_cluster_collectives_256MB"][1])).rows
+    (shard,) = validate(written(tmp_path, ROWS["nvlink_collective_rates"][1])).rows
+
+    assert bus.measured_seconds == pytest.approx(2 * 7 / 8 * 2**28 / 435.967e9)
+    assert shard.measured_seconds == pytest.approx(8 * 4 * 2**20 / 2e11)
+    collective = Collective(
+        name="reduce_scatter",
+        payload_bytes=32 * 2**20,
+        group=DeviceGroup(extents=((8, 1),), axes=("data",)),
+        is_async=False,
+    )
+    cluster = load_cluster("dgx-h100")
+    assert shard.predicted_seconds == collective_seconds(collective, cluster)
+    assert shard.p10_seconds is not None
+    assert shard.p90_seconds is not None
+    assert shard.p10_seconds < collective_seconds(collective, cluster) < shard.p90_seconds
+
+
+def test_samples_to_target_are_predicted_from_other_batches(tmp_path: Path):
+    """Never from the row itself: changing it changes no prediction of its own, but the others'."""
+    needed = {1024: 40.0, 4096: 42.0, 16384: 52.0}
+
+    def predictions(needed: dict[int, float]) -> list[RowResult]:
+        rows = [REFERENCE | {"global_batch": b, "mean": mean} for b, mean in needed.items()]
+        return list(validate(written(tmp_path, *rows)).rows)
+
+    before, after = predictions(needed), predictions(needed | {4096: 90.0})
+
+    assert [each.measured_samples for each in before] == [40.0, 42.0, 52.0]
+    assert {each.samples_unit for each in before} == {"epochs"}
+    assert before[1].predicted_samples == after[1].predicted_samples
+    assert before[0].predicted_samples != after[0].predicted_samples
+    assert 40 < (before[1].predicted_samples or 0) < 52
+    assert before[1].p10_samples is not None
+    (alone,) = predictions({1024: 40.0})
+    assert alone.skip_reason == "of its benchmark and round there are no 2 other batches"
+
+
+def test_a_submission_is_predicted_from_other_submitters(tmp_path: Path):
+    """Not from its own, who tuned the same recipe on several systems."""
+    cells = REFERENCE | {"system": "s", "min": 1, "max": 9}
+    rows = [
+        cells | {"org": org, "global_batch": batch, "mean": mean}
+        for org, batch, mean in [("A", 8, 30.0), ("A", 16, 31.0), ("B", 32, 33.0), ("B", 64, 35.0)]
+    ]
+
+    found = validate(written(tmp_path, *rows)).rows
+
+    assert all(each.status == "ok" for each in found)
+    rows[1]["mean"] = 60.0
+    assert validate(written(tmp_path, *rows)).rows[0].predicted_samples == pytest.approx(
+        found[0].predicted_samples
+    )
+
+
+def test_peak_memory_is_held_against_the_prediction(tmp_path: Path, capsys):
+    """Where a row states it; of runs that died it is only said whether they fit."""
+    stated = GPT | {"peak_memory_gib": "1.5", "step_seconds_kind": "printed"}
+    died = GPT | {"step_seconds": "", "step_seconds_kind": "crashed or out of memory"}
+    path = ledger(tmp_path, stated, died)
+
+    assert main(["validate", str(path), "--json", str(tmp_path / "out.json")]) == 0
+
+    one, other = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert one["measured_memory_bytes"] == 1.5 * GIB
+    assert one["predicted_memory_bytes"] > 0
+    assert (one["fits"], one["has_died"], other["has_died"]) == (True, False, True)
+    printed = " ".join(capsys.readouterr().out.split())
+    error = one["predicted_memory_bytes"] / (1.5 * GIB) - 1
+    assert f"dlperf 1 {abs(error):.1%} {abs(error):.1%} {error:+.1%} 1 0 1 1" in printed
+
+
+def test_kept_programs_are_taken_before_the_closed_form(row):
+    """A run of both is that of the compiler."""
+    cells = GPT | {"hardware": "h100_sxm_80gb", "intra_node_link": ""}
+    measured = row(cells)
+    kept = archive_for(measured, program(8))
+
+    (found,) = evaluate(compile_cases([measured], archive=kept, compiles=False, closed_form=True))
+
+    assert found.status == "ok"
+    assert not found.is_closed_form
+    assert len(archived_programs(kept, compiles=False, closed_form=True).compiled.known) == 0
+
+
+def test_columns_of_no_kind_are_refused_with_the_kinds(tmp_path: Path, capsys):
+    """And what each needs, and what the nearest lacks."""
+    cells = dict(ROWS["gemm_times"][1])
+    del cells["microseconds"]
+
+    assert main(["validate", str(written(tmp_path, cells | {"microsecs": 3}))]) == 2
+
+    message = " ".join(capsys.readouterr().err.split())
+    assert "line 1: the column 'microseconds' is missing (is it 'microsecs'?)" in message
+    assert "products being the nearest" in message
+    for quantity, kind in FORMATS:
+        assert quantity in message
+        assert " ".join(required_columns(kind)) in message.replace(" error: ", " ")
+
+
+def test_nothing_predicted_is_exit_code_1(tmp_path: Path, capsys):
+    """One row that is predicted among skipped ones is enough for 0."""
+    unknown = RESNET | {"model": "mamba"}
+
+    with pytest.raises(SystemExit) as stop:
+        main(["validate", str(ledger(tmp_path, unknown))])
+    assert stop.value.code == 1
+    assert "1 0 dense no network 'mamba'" in " ".join(capsys.readouterr().out.split())
+    assert main(["validate", str(ledger(tmp_path, unknown, RESNET))]) == 0
+
+
+def test_steps_that_need_the_compiler_are_skipped_unless_asked_for(tmp_path: Path, capsys):
+    """With the flag that compiles them in the reason."""
+    unknown = {"per_device_batch": "95", "microbatch": "95", "global_batch": "1520"}
+
+    with pytest.raises(SystemExit):
+        main(["validate", str(ledger(tmp_path, RESNET | unknown))])
+    assert "--compile compiles it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ledgers_that_come_with_scalejax_are_read_by_name():
+    """All of them, a source on every row; a name that is misspelt is refused with the nearest."""
+    for name, path in shipped_ledgers().items():
+        found = read_any(path)
+        assert found.name == name
+        for row in found.rows:
+            assert getattr(row, "source", None) or getattr(row, "file", None), name
+    with pytest.raises(ConfigError, match="did you mean 'step_times'"):
+        find_ledger("steptimes")
+    assert next(iter(shipped_ledgers())) == "step_times"

@@ -21,7 +21,7 @@ from scalejax.simulator.device_state import under_load
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import MemoryVerdict, memory_verdict
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, ReservedBytes
 from scalejax.simulator.site_effects import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.simulator.timeline.timeline import NOMINAL, Scales, Timeline, what_if
 from scalejax.simulator.transforms.pipeline import without_bubble
@@ -118,6 +118,13 @@ class Prediction(Tabular):
     goodput: float | None = None
     """Fraction of the run's time spent on steps that count, 0..1, as far as checkpoints and
     failures are known; None if neither is."""
+    reserved_memory_bytes: int | None = None
+    """What the allocator of the framework reserves of a device's memory, free blocks among it,
+    which it gives back where memory is short. None where it is not known."""
+    p10_reserved_memory_bytes: int | None = None
+    """Lower end of the error band of that: one run in ten should reserve less."""
+    p90_reserved_memory_bytes: int | None = None
+    """Upper end of the error band of that: one run in ten should reserve more."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """One row of the main figures."""
@@ -200,6 +207,7 @@ def predict(
     times, conditions, step_seconds = step(NOMINAL)
     held = cluster.host_memory_bytes(program.device_count)
     memory = memory_verdict(program.memory, cluster.chip, held)
+    reserved = program.memory.reserved
     if not step_seconds > 0:
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
@@ -230,6 +238,9 @@ def predict(
         peak_memory_bytes=memory.peak_bytes,
         memory_bytes=memory.memory_bytes,
         fits=memory.fits,
+        reserved_memory_bytes=reserved and reserved.bytes,
+        p10_reserved_memory_bytes=reserved and reserved.p10_bytes,
+        p90_reserved_memory_bytes=reserved and reserved.p90_bytes,
         waterfall=(
             *step_waterfall(times, working, conditions),
             *zip(RUN_CONDITIONS, of_run, strict=True),
@@ -240,6 +251,7 @@ def predict(
         notes=(
             *input_notes(program, cluster, site, step_seconds - (conditions.input_seconds or 0.0)),
             *_host_notes(memory),
+            *_reserved_notes(reserved),
             *_notes(program, cluster, matmul_type, has_band=spread is not None),
         ),
     )
@@ -430,6 +442,14 @@ def _notes(
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)
+
+
+def _reserved_notes(reserved: ReservedBytes | None) -> tuple[str, ...]:
+    """What an allocator reserves, if that is known."""
+    if reserved is None:
+        return ()
+    most, low, high = map(format_bytes, (reserved.bytes, reserved.p10_bytes, reserved.p90_bytes))
+    return (f"the framework's allocator reserves {most} of a device ({low} to {high})",)
 
 
 def _host_notes(memory: MemoryVerdict) -> tuple[str, ...]:

@@ -178,6 +178,18 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedBytes:
+    """Bytes that the allocator of a framework reserves of a device's memory, in use or free."""
+
+    bytes: int
+    """The estimate."""
+    p10_bytes: int
+    """Bytes that one in ten runs reserves less than."""
+    p90_bytes: int
+    """Bytes that one in ten runs reserves more than."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes that one device holds while the program runs, as the compiler assigned them."""
 
@@ -194,6 +206,10 @@ class MemoryUse:
     padded copies for convolutions."""
     host_bytes: int = 0
     """Bytes of the memory of the host, of what the program offloads to it; not in `peak_bytes`."""
+    reserved: ReservedBytes | None = None
+    """What the framework's allocator reserves, free blocks among it, which it gives back where
+    memory is short: a program fits by `peak_bytes`. None where nothing is reserved beyond that, or
+    is known of it."""
 
     @property
     def peak_bytes(self) -> int:

@@ -250,8 +250,8 @@ def framework_of(row: LedgerRow) -> Framework:
 
     Megatron-Core's published runs of 2024 overlap all communication with compute (README of
     NVIDIA/Megatron-LM, "Training Speed and Scalability"). It stands for what is built on it: NeMo,
-    Megatron-Bridge, AMD's Primus, and Megatron-LM from its releases 0.x on; PyTorch for nanotron
-    and Colossal-AI; XLA for MaxText. NeMo AutoModel groups products of experts and sends tokens to
+    Megatron-Bridge, AMD's Primus, and Megatron-LM from its releases 0.x on; PyTorch for
+    Colossal-AI; XLA for MaxText. NeMo AutoModel groups products of experts and sends tokens to
     them, as torchtitan does.
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
@@ -265,13 +265,15 @@ def framework_of(row: LedgerRow) -> Framework:
         name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""
     elif "AutoModel" in named and row.kind == "expert":
         name = "torchtitan"
+    elif "nanotron" in named:
+        name = "nanotron-2025"
     elif _ON_PYTORCH.search(named) or (row.spread.pipeline or 1) > 1:
         name = "pytorch"
     return framework_named(name)
 
 
 _ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
-_ON_PYTORCH = re.compile("PyTorch|nanotron|Colossal-AI")
+_ON_PYTORCH = re.compile("PyTorch|Colossal-AI")
 
 
 def _is_titan(row: LedgerRow) -> bool:

@@ -77,7 +77,7 @@ def program_in_closed_form(job: ProfileJob) -> Program:
         strategy_of(job.run),
         workspace_bytes=workspace_bytes(chip),
     )
-    return job.framework.applied(program, job.run)
+    return job.framework.with_memory(job.framework.applied(program, job.run), job.run)
 
 
 def archived_programs(

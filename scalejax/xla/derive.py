@@ -76,12 +76,13 @@ class Derivation:
         program = scaled_out(step, self.compiled[0].run, self.run)
         if program is None:
             return None
-        program = self.job.framework.applied(program, self.run, larger_vocabularies)
+        framework = self.job.framework
+        program = framework.applied(program, self.run, larger_vocabularies)
         program = with_paired_passes(restored(program, self.job.run, self.run))
-        if self.run.layout.pipeline == self.job.run.layout.pipeline:
-            return program
-        whole = pipelined(program, _pipeline(self.job.run, self.run))
-        return replace(whole, model_flop=_model_flop(program, self.job.run, self.run))
+        if self.run.layout.pipeline != self.job.run.layout.pipeline:
+            whole = pipelined(program, _pipeline(self.job.run, self.run))
+            program = replace(whole, model_flop=_model_flop(program, self.job.run, self.run))
+        return framework.with_memory(program, self.job.run)
 
 
 def derivation(

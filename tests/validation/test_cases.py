@@ -203,7 +203,7 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "megatron-core"),
         ({"framework": "Megatron-LM 0.14, TE 2.11"}, "megatron-core"),
         ({"framework": "Primus-pipeline (Megatron)"}, "megatron-core"),
-        ({"framework": "nanotron (Hugging Face)"}, "pytorch"),
+        ({"framework": "nanotron (Hugging Face)"}, "nanotron-2025"),
         ({"framework": "MaxText (JAX)"}, "xla"),
         ({"framework": "JAX / PaxML"}, "xla"),
         ({}, "xla"),

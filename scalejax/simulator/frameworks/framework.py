@@ -27,6 +27,7 @@ from scalejax.simulator.frameworks.megatron import (
     with_half_gradients,
     with_unpadded_heads,
 )
+from scalejax.simulator.frameworks.memory import MEGATRON_CORE, NANOTRON, EagerMemory, memory_use
 from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.simulator.program import Program
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
@@ -75,6 +76,9 @@ class Framework:
     schedule: TrainedSchedule = "gpipe"
     """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe. A schedule
     that nobody trains is asked for in a run, whose blocks and microbatches are checked for it."""
+    memory: EagerMemory | None = None
+    """What it holds in memory, and its allocator reserves; None where that is what the compiled
+    step holds, or not known."""
 
     def __post_init__(self) -> None:
         accepted = get_args(TrainedSchedule)
@@ -117,6 +121,15 @@ class Framework:
         note = f"the step of {self.title}: "
         note += "; ".join(differences) or "no difference from XLA's is known for this run"
         return replace(program, framework=self.name, notes=(*program.notes, note))
+
+    def with_memory(self, program: Program, run: ResolvedRun) -> Program:
+        """`program` of `run` with the memory that this framework holds, where it is known; after
+        all else, as it is that of a whole step."""
+        held = None if self.memory is None else memory_use(self.memory, run)
+        if held is None:
+            return program
+        note = f"memory is that of {self.title}, whose blocks are not compiled"
+        return replace(program, memory=held, notes=(*program.notes, note))
 
 
 def framework_named(name: str) -> Framework:
@@ -298,6 +311,7 @@ FRAMEWORKS = {
     for each in (
         XLA,
         _of_pytorch(name="pytorch", title="PyTorch", year=2023),
+        _of_pytorch(name="nanotron-2025", title="nanotron", year=2025, memory=NANOTRON),
         _of_pytorch(
             name="megatron-lm",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",
@@ -315,6 +329,7 @@ FRAMEWORKS = {
             title="Megatron-Core, all communication overlapped",
             year=2024,
             properties=(*_MEGATRON, _TENSOR_OVERLAP, _STATE_OVERLAP),
+            memory=MEGATRON_CORE,
         ),
         _of_pytorch(
             name="torchtitan-2024",

@@ -2,14 +2,14 @@
 
 python experiments/framework_memory/compare.py [--fit]
 
-Reads the ledger of 2026 beside the repository (../shared/ledger/2026); nothing is compiled. --fit
-fits nanotron's four constants anew and leaves out sizes and layouts in turn, in half a minute.
+Reads the ledgers that come with scalejax; nothing is compiled. --fit fits nanotron's four constants
+anew and leaves out sizes and layouts in turn, in half a minute.
 """
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from scalejax.simulator.memory import memory_verdict
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
 
-LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "2026"
+LEDGERS = files("scalejax") / "validation" / "ledgers"
 H100 = load_chip("h100")
 """The chip of the sweep of nanotron."""
 CONSTANTS = "reserve, GB; fragmentation; spare gathers within a node; over nodes"
@@ -50,15 +50,11 @@ class Measured:
 def measured(name: str, every: int = 1) -> list[Measured]:
     """The runs of a ledger, or one of so many; those marked as stalled, too, as their time alone is
     unexplained."""
-    path = LEDGER / f"{name}.csv"
-    with path.open(newline="") as file:
-        peaks = [row["peak_memory_gib"] for row in csv.DictReader(file)]
     found = []
-    for row, peak in list(zip(read_ledger(path), peaks, strict=True))[::every]:
+    for row in read_ledger(Path(str(LEDGERS / f"{name}.csv.xz")))[::every]:
         case = case_of(replace(row, stalled=None))
         if isinstance(case, Case):
-            gib = float(peak) if peak else None
-            found.append(Measured(row=row, run=case.runs[0], peak_gib=gib))
+            found.append(Measured(row=row, run=case.runs[0], peak_gib=row.peak_memory_gib))
     return found
 
 

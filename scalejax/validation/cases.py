@@ -37,7 +37,10 @@ full recompute."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
-    """`row` corrected to its source, by the names of networks and the devices of JAX."""
+    """`row` corrected to its source, by the names of networks and the devices of JAX; of a run that
+    stalled its memory alone."""
+    if row.stalled and row.peak_memory_gib is not None:
+        row = replace(row, step_seconds=None, stalled=None)
     if row.machine.hardware in _TWO_DEVICES:
         # Axes count devices of JAX, two in a chip; the batch of one follows from the whole.
         work = replace(row.work, per_device_batch=None)

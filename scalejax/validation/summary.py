@@ -79,7 +79,12 @@ class RowResult:
     measured_memory_bytes: float | None = None
     """Published peak memory of a device; None where it is not stated."""
     predicted_memory_bytes: float | None = None
-    """Predicted peak memory of a device, the runtime's own reserve included."""
+    """Predicted peak memory of a device: what the framework's allocator reserves, which is what
+    its runs print, where that is known; else the program's, the runtime's own reserve included."""
+    p10_memory_bytes: float | None = None
+    """10th percentile of the predicted peak memory; None if unknown."""
+    p90_memory_bytes: float | None = None
+    """90th percentile of the predicted peak memory; None if unknown."""
     has_died: bool = False
     """Whether the source says that the run crashed or was out of memory."""
     fits: bool | None = None

@@ -22,7 +22,6 @@ from scalejax.validation.programs import program_in_closed_form
 from scalejax.xla import ProfileJob
 
 COMPARE = Path(__file__).parents[2] / "experiments" / "framework_memory" / "compare.py"
-LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "2026"
 LLAMA = {
     "name": "llama", "layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn_hidden": 4096,
     "compute_dtype": "bfloat16",
@@ -117,9 +116,6 @@ def test_what_is_not_counted_is_left_as_compiled():
     assert memory_use(NANOTRON, run_of(model={"remat": "selective_op"})) is None
 
 
-@pytest.mark.skipif(
-    not LEDGER.is_dir(), reason="../shared/ledger/2026, beside the repository, is not here"
-)
 def test_published_peaks_are_met():
     """Builds 1,200 runs in 3 s. Of 899 runs of nanotron on H100 and 22 of Megatron-Core on
     B200, in the mean; every one that ran fits, and none whose state exceeds the chip."""

@@ -310,6 +310,9 @@ def test_rows_of_2026_become_runs(row):
     assert isinstance(stalled, Skipped)
     assert "stalled" in stalled.reason
 
+    held = case(row(RACK | {"stalled": "1", "peak_memory_gib": "40"}))
+    assert (held.row.step_seconds, held.row.peak_memory_gib) == (None, 40)
+
 
 MIXTURE = GPT | {"model": "qwen3_moe", "hidden": "256", "kv_heads": "4", "ffn_hidden": "96"}
 MIXTURE |= {"framework": "Megatron-Core MoE", "data": "8", "fsdp": "1", "device_count": "8"}

@@ -13,14 +13,21 @@ CLUSTERS = {
     "b200_sxm": "dgx-b200",
     "gb200": "gb200-nvl72",
     "gb300": "gb200-nvl72",
-    "vtrain_ar_a100": "dgx-a100-80gb",
+    "vtrain_ar_a100": "vtrain-a100",
     "vtrain_ar_v100": "dgx1-v100",
-    "cw_gb200": "gb200-nvl72",
+    "cw_gb200": "coreweave-gb200",
     "aws_p4de": "aws-p4de",
     "aws_p5": "aws-p5",
     "dgxh100": "dgx-h100",
     "issue232": "dgx-h100",
     "a800": "dgx-a100-80gb",
+    "nccl_a100_sxm": "dgx-a100-80gb",
+    "nccl_h100_sxm": "dgx-h100",
+    "nccl_h200_sxm": "dgx-h200",
+    "nccl_b200_sxm": "dgx-b200",
+    "nccl_b300_sxm": "dgx-b300",
+    "nccl_gb200": "gb200-nvl72",
+    "nccl_gb300": "gb300-nvl72",
 }
 """Catalogue names by the beginning of the ledger's."""
 

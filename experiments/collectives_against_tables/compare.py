@@ -1,8 +1,11 @@
-"""Collectives as predicted beside published measurements, sizes and device counts held out.
+"""Collectives as predicted beside published measurements: sizes, device counts, systems held out.
 
-Two comparisons. "Sizes": every other payload of each series is left out of the tables and of
+Three comparisons. "Sizes": every other payload of each series is left out of the tables and of
 the fit, and predicted; then the others. "Devices": all rows of a group size are left out, 16
-together with 18, 32 with 36, 64 with 72 and so on, and predicted from the other sizes. The
+together with 18, 32 with 36, 64 with 72 and so on, and predicted from the other sizes. "Systems":
+all rows of a machine of `all_reduce_times.csv` are left out, and predicted from its data sheet and
+the other machines: a V100 has the constants of A100's links, and one of AWS's networks those of the
+other. The
 constants fitted without them are kept in `held_out_constants.json`; `--refit` fits them again,
 which takes some minutes.
 
@@ -16,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median, pstdev
+from statistics import fmean, median, pstdev
 
 from cases import CLUSTERS, adapted, family_of, gradient_sync_of
 from fit import (
@@ -29,17 +32,54 @@ from fit import (
     fit_all,
     with_constants,
 )
-from ledger import Point, all_reduce_points, nvlink_points
+from ledger import Point, all_reduce_points, nccl_points, nvlink_points
 
 from scalejax.core.units import MIB
-from scalejax.hardware import MeasuredTimes
+from scalejax.hardware import Cluster, MeasuredTimes
 from scalejax.simulator.collectives import MODELS
-from scalejax.simulator.collectives.measured import Curve, curve_of, model_on
+from scalejax.simulator.collectives.measured import (
+    Curve,
+    Factors,
+    curve_of,
+    factor_over_nodes,
+    model_on,
+    over_nodes,
+)
 from scalejax.simulator.collectives.placement import group_route
 
 HELD_OUT = Path(__file__).parent / "held_out_constants.json"
-TABLED = ("h100_sxm_80gb", "b200_sxm", "gb200", "gb300", "vtrain_ar_a100", "cw_gb200")
-"""Families whose links have a table of measured times."""
+TABLE_OF = {
+    "cw_gb200": ("gb200",),
+    "vtrain_ar_a100": ("vtrain_ar_a100", "nccl_a100_sxm"),
+    "aws_p4de": ("nccl_a100_sxm",),
+    "aws_p5": ("nccl_h100_sxm",),
+    "dgxh100": ("nccl_h100_sxm",),
+    "issue232": (),
+    "a800": (),
+}
+"""Families of whose points within a node the table of a family's links is made, the first that has
+any; of others, their own."""
+OVER_NODES = ("aws_p4de", "aws_p5_16gpu", "cw_gb200")
+"""Cases of which the catalogue has a table over nodes."""
+XLA = ("h100_sxm_80gb", "b200_sxm", "gb200", "gb300")
+"""Families of `nvlink_collective_rates.csv`."""
+SYSTEMS = (
+    "vtrain_ar_a100",
+    "vtrain_ar_v100",
+    "cw_gb200",
+    "aws_p4de",
+    "aws_p5",
+    "dgxh100",
+    "issue232",
+    "a800",
+)
+"""Machines of `all_reduce_times.csv`."""
+ALIKE = {
+    "vtrain_ar_v100": ("link", "dgx1-v100", "dgx-a100-80gb"),
+    "aws_p4de": ("network", "aws-p4de", "aws-p5"),
+    "aws_p5": ("network", "aws-p5", "aws-p4de"),
+}
+"""(link or network, of a cluster that is left out, of the one whose constants it gets)."""
 DEVICE_FOLDS = ((2,), (3, 5, 7), (4,), (8,), (16, 18), (32, 36), (64, 72), (24, 144, 1440))
 UNFITTED = {"attainable_fraction": 0.85, "message_seconds": 1e-7, "ramp_seconds": 1e-8}
 """A network's constants before anything was measured on it."""
@@ -95,6 +135,13 @@ def folds(points: list[Point]) -> dict[str, list[Fold]]:
             )
             for counts in DEVICE_FOLDS
         ],
+        "systems": [
+            Fold(
+                name=f"system {system}",
+                held_out=frozenset(p for p in points if family_of(p.hardware) == system),
+            )
+            for system in SYSTEMS
+        ],
     }  # fmt: skip
 
 
@@ -105,7 +152,10 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
     for family, name in CLUSTERS.items():
         cluster = adapted(with_constants(catalogued(name), constants), family)
         model = model_on(with_constants(catalogued(name), constants))
-        times = table_of(kept, "gb200" if family == "cw_gb200" else family)
+        sources = TABLE_OF.get(family, (family,))
+        tables = [table_of(kept, source) for source in sources]
+        times = next((each for each in tables if each.curves), table_of((), family))
+        factors = factors_of(kept, family, cluster)
         curves: dict[tuple[str, int], Curve | None] = {}
         for point in fold.held_out:
             if family_of(point.hardware) != family:
@@ -118,6 +168,8 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
             curve = curves[key]
             inside = 0.0 if curve is None else curve.at(point.payload_bytes)
             predicted = inside if way.nodes == 1 and inside else max(inside, modelled)
+            if factors and way.nodes > 1 and point.hardware.startswith(OVER_NODES):
+                predicted = modelled * factor_over_nodes(factors, point.payload_bytes, way.nodes)
             found.append(
                 Outcome(
                     point=point,
@@ -128,13 +180,31 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
     return found
 
 
+def factors_of(points: Iterable[Point], family: str, cluster: Cluster) -> Factors:
+    """Measured over modelled times over nodes of the family's all-reduces."""
+    chosen = [
+        point
+        for point in points
+        if family_of(point.hardware) == family
+        and point.hardware.startswith(OVER_NODES)
+        and not point.hardware.endswith("_eks")
+    ]
+    return over_nodes(_table(chosen, family), cluster, "all_reduce")[1]
+
+
 def table_of(points: Iterable[Point], family: str) -> MeasuredTimes:
-    """The table that the points of a family make; of a family without one, an empty table."""
+    """The table that the points of a family within a node make."""
+    per_node = catalogued(CLUSTERS[family]).devices_per_node
+    return _table(
+        [p for p in points if family_of(p.hardware) == family and p.devices <= per_node], family
+    )
+
+
+def _table(points: Iterable[Point], family: str) -> MeasuredTimes:
     curves: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for point in points:
-        if family in TABLED and family_of(point.hardware) == family:
-            sizes = curves.setdefault(point.operation, {})
-            sizes.setdefault(point.devices, []).append((point.payload_bytes, point.seconds))
+        sizes = curves.setdefault(point.operation, {})
+        sizes.setdefault(point.devices, []).append((point.payload_bytes, point.seconds))
     return MeasuredTimes(
         name=family,
         cluster=CLUSTERS[family],
@@ -150,7 +220,14 @@ def refit(points: list[Point], all_folds: dict[str, list[Fold]]) -> dict[str, Co
     found = {}
     for fold in (fold for some in all_folds.values() for fold in some):
         kept = [point for point in points if point not in fold.held_out]
-        found[fold.name] = fit_all(kept, start, rounds=12)
+        constants = fit_all(kept, start, rounds=12)
+        kind, owner, other = ALIKE.get(fold.name.removeprefix("system "), ("", "", ""))
+        constants |= {
+            (kind, owner, field): constants[kind, other, field]
+            for k, o, field in constants
+            if (k, o) == (kind, owner)
+        }
+        found[fold.name] = constants
         print(f"fitted without {fold.name}", file=sys.stderr)
     rounded = {
         fold: {"/".join(name): float(f"{value:.3g}") for name, value in constants.items()}
@@ -178,6 +255,7 @@ def report(found: dict[str, list[Outcome]]) -> None:
     """Print both comparisons by hardware, operation and group size, then over each file."""
     print("| measured | operation | devices | rows | sizes | devices | model alone |")
     print("|---|---|---|---|---|---|---|")
+    systems = found.pop("systems")
     keys = {
         (family_of(o.point.hardware), o.point.operation, o.point.devices)
         for o in found["sizes"]
@@ -201,12 +279,12 @@ def report(found: dict[str, list[Outcome]]) -> None:
             f"| {sizes} | {devices} | {alone} |"
         )
     print()
-    for file, is_tabled in (("nvlink_collective_rates.csv", True), ("all_reduce_times.csv", False)):
+    for file in ("nvlink_collective_rates.csv", "nccl_times.csv", "all_reduce_times.csv"):
         for name, some in found.items():
             chosen = [
                 o
                 for o in some
-                if (family_of(o.point.hardware) in TABLED[:4]) == is_tabled
+                if file_of(o.point) == file
                 and not (name == "devices" and o.point.operation == "collective_permute")
             ]
             large = [o.predicted for o in chosen if o.point.payload_bytes >= MIB]
@@ -217,10 +295,31 @@ def report(found: dict[str, list[Outcome]]) -> None:
                 f"the logarithm {pstdev(large):.2f}"
             )
 
+    print()
+    print("| system held out | rows | median | mean |")
+    print("|---|---|---|---|")
+    means = []
+    for system in SYSTEMS:
+        errors = [
+            abs(math.expm1(o.predicted)) for o in systems if family_of(o.point.hardware) == system
+        ]
+        means.append(fmean(errors))
+        print(f"| {system} | {len(errors)} | {median(errors):.1%} | {means[-1]:.1%} |")
+    every = fmean(abs(math.expm1(o.predicted)) for o in systems)
+    print(f"mean over systems {fmean(means):.1%}, over rows {every:.1%}")
+
+
+def file_of(point: Point) -> str:
+    """The file of the ledger that a point is from."""
+    if point.hardware.startswith("nccl_"):
+        return "nccl_times.csv"
+    is_of_xla = family_of(point.hardware) in XLA
+    return "nvlink_collective_rates.csv" if is_of_xla else "all_reduce_times.csv"
+
 
 def main() -> None:
     """Print the comparisons."""
-    points = nvlink_points() + all_reduce_points()
+    points = nvlink_points() + all_reduce_points() + nccl_points()
     points = [replace(point) for point in dict.fromkeys(points)]
     all_folds = folds(points)
     constants = refit(points, all_folds) if "--refit" in sys.argv else held_out_constants()

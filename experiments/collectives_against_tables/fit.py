@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 from cases import CLUSTERS, adapted, family_of
-from ledger import Point, all_reduce_points, nvlink_points
+from ledger import Point, all_reduce_points, nccl_points, nvlink_points
 from scipy.optimize import least_squares
 
 from scalejax.hardware import Cluster, CommunicationLibrary, load_cluster, load_library
@@ -30,10 +30,11 @@ BOUNDS = {
     "own_share": (1e-3, 2.0),
     "ramp_seconds": (1e-8, 3e-4),
     "in_switch_ramp_seconds": (1e-8, 6e-5),
-    "bandwidth_fraction": (0.4, 0.96),
+    "bandwidth_fraction": (0.1, 0.96),
     "base_seconds": (1e-6, 1e-4),
     "link_hop_seconds": (1e-7, 6e-5),
     "message_seconds": (1e-7, 2e-4),
+    "latency_fraction": (0.4, 2.0),
 }
 catalogued = cache(load_cluster)
 """A cluster of the catalogue, read once."""
@@ -45,8 +46,6 @@ LIBRARY: tuple[Name, ...] = (
     ("ring", "simple", "link_hop_seconds"),
     ("tree", "ll128", "base_seconds"),
     ("tree", "ll128", "link_hop_seconds"),
-    ("tree", "simple", "base_seconds"),
-    ("tree", "simple", "link_hop_seconds"),
     ("nvls", "simple", "base_seconds"),
     ("pairwise", "simple", "base_seconds"),
     ("pairwise", "simple", "link_hop_seconds"),
@@ -57,7 +56,7 @@ LINKS: tuple[Name, ...] = (
     *(
         ("link", name, field)
         for name in ("dgx-h100", "dgx-b200", "gb200-nvl72")
-        for field in SWITCH + NVLS
+        for field in (*SWITCH, *NVLS, "latency_fraction")
     ),
     *(("link", "dgx-a100-80gb", field) for field in SWITCH),
     ("link", "dgx1-v100", "attainable_fraction"),
@@ -72,6 +71,16 @@ NETWORKS: tuple[Name, ...] = (
     ("network", "aws-p4de", "ramp_seconds"),
     ("network", "dgx-h100", "ramp_seconds"),
 )
+
+
+SAME_LINK = {
+    "aws-p5": "dgx-h100",
+    "dgx-h200": "dgx-h100",
+    "aws-p4de": "dgx-a100-80gb",
+    "dgx-b300": "dgx-b200",
+    "gb300-nvl72": "gb200-nvl72",
+}
+"""The cluster whose link's constants another shares."""
 
 
 def catalogue_constants(names: Iterable[Name]) -> Constants:
@@ -99,7 +108,7 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
     def of(kind: str, owner: str) -> dict[str, float]:
         return {f: value for (k, o, f), value in constants.items() if (k, o) == (kind, owner)}
 
-    link_owner = {"aws-p5": "dgx-h100", "aws-p4de": "dgx-a100-80gb"}.get(cluster.name, cluster.name)
+    link_owner = SAME_LINK.get(cluster.name, cluster.name)
     network = cluster.network
     if network is not None:
         network = replace(network, **of("network", cluster.name))
@@ -171,10 +180,15 @@ def fit(points: list[Point], start: Constants, names: Iterable[Name], rounds: in
 
 def is_within_node(point: Point) -> bool:
     """Whether the latencies and the links alone explain it: a model's point, no network's."""
-    return family_of(point.hardware) in (
-        "h100_sxm_80gb",
-        "b200_sxm",
-        "gb200",
+    family = family_of(point.hardware)
+    if family == "gb200":  # what NCCL's own log has not: groups of more than 8
+        return point.devices > 8
+    return family in (
+        "nccl_a100_sxm",
+        "nccl_h100_sxm",
+        "nccl_h200_sxm",
+        "nccl_b200_sxm",
+        "nccl_gb200",
         "vtrain_ar_a100",
         "vtrain_ar_v100",
     )
@@ -194,7 +208,7 @@ def fit_all(points: list[Point], start: Constants, rounds: int) -> Constants:
 
 def main() -> None:
     """Print the constants that fit the whole ledger best."""
-    points = nvlink_points() + all_reduce_points()
+    points = nvlink_points() + all_reduce_points() + nccl_points()
     found = fit_all(points, catalogue_constants(LIBRARY + LINKS + NETWORKS), rounds=60)
     for name, value in found.items():
         print(f"{'.'.join(name):45} {value:.3g}")

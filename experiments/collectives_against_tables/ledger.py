@@ -5,8 +5,10 @@ Where the ledger is not there, the package's tables stand in for its NVLink rate
 """
 
 import csv
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from scalejax.hardware import load_measured_times
 
@@ -27,7 +29,12 @@ OPERATIONS = {
     "collective-permute": "collective_permute",
 }
 ELEMENT_BYTES = 4
-"""All rows are of F32."""
+"""All rows of XLA's tables are of F32."""
+NCCL_TYPES = {"half": 2, "int8": 1}
+"""Bytes of an element of `nccl_times.csv`, whose column `message_bytes` counts elements: rows of
+half and int8 agree within 0.5 % in gathers where half has half as many."""
+NCCL_SYSTEMS = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200", "gb300")
+"""Its systems whose devices a switch joins, all measured by NCCL."""
 PERMUTE_DEVICES = 2
 """Rows of collective-permute state no number of devices; it does not matter to them."""
 
@@ -86,6 +93,45 @@ def all_reduce_points() -> list[Point]:
             )
             for row in csv.DictReader(file)
         ]
+
+
+def nccl_points(systems: tuple[str, ...] = NCCL_SYSTEMS) -> list[Point]:
+    """Rows of `2026/nccl_times.csv`, hardware `nccl_SYSTEM`: of each series those of the newest
+    release that measured it, of equal payloads the geometric mean.
+
+    Switches add up no int8, so an all-reduce of int8 counts only where there is none of half.
+    """
+    path = LEDGER / "2026" / "nccl_times.csv"
+    if not path.exists():
+        return []
+    series: dict[tuple[str, str, int, str], dict[str, dict[int, list[float]]]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["system"] not in systems:
+                continue
+            operation = "all_to_all" if row["operation"] == "alltoall" else row["operation"]
+            key = (row["system"], operation, int(row["devices"]), row["dtype"])
+            payload = int(row["message_bytes"]) * NCCL_TYPES[row["dtype"]]
+            sizes = series.setdefault(key, {}).setdefault(row["nccl_version"], {})
+            sizes.setdefault(payload, []).append(float(row["microseconds"]) * 1e-6)
+    found: dict[tuple[str, str, int, int], list[float]] = {}
+    for (system, operation, devices, kind), releases in sorted(series.items()):
+        other = (system, operation, devices, "half")
+        if operation == "all_reduce" and kind == "int8" and other in series:
+            continue
+        newest = max(releases, key=lambda name: tuple(map(int, re.findall(r"\d+", name))))
+        for payload, seconds in releases[newest].items():
+            found.setdefault((system, operation, devices, payload), []).extend(seconds)
+    return [
+        Point(
+            hardware=f"nccl_{system}",
+            operation=operation,
+            devices=devices,
+            payload_bytes=payload,
+            seconds=geometric_mean(seconds),
+        )
+        for (system, operation, devices, payload), seconds in sorted(found.items())
+    ]
 
 
 def _tabled_points() -> list[Point]:

@@ -10,15 +10,32 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
-from ledger import COPY, LEDGER, TABLES, Point, all_reduce_points, nvlink_points
+from cases import CLUSTERS
+from ledger import COPY, LEDGER, TABLES, Point, all_reduce_points, nccl_points, nvlink_points
 
 FOLDER = Path(__file__).parents[2] / "scalejax" / "hardware" / "collective_times"
 XLA = "openxla/xla, tables of measured collectives (Apache-2.0)"
-VTRAIN = (
-    "VIA-Research/vTrain at f8dda8473a, trace/a100/AR_GPU*_LUT: nccl-tests, out of place (facts)"
-)
-CLUSTERS = {"h100_sxm_80gb": "dgx-h100", "b200_sxm": "dgx-b200"}
-"""Clusters that were measured; of the others, gb200-nvl72."""
+NCCL = "NVIDIA AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0), systems/data, {}/comm/nccl"
+VTRAIN = "VIA-Research/vTrain at f8dda8473a, trace/*/AR_GPU*_LUT: nccl-tests, out of place (facts)"
+AWS = "README of AWS's nccl-tests example, out of place (facts)"
+COREWEAVE = "coreweave/nccl-tests at cb86553328: NCCL 2.26.2, out of place (facts)"
+OF_NCCL = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm")
+"""Systems of `nccl_times.csv` of which tables are made: those of GB200 and GB300 are XLA's, which
+has groups of up to 72."""
+OF_ALL_REDUCES = {
+    "vtrain_ar_a100": ("vtrain-a100", "vtrain-a100", VTRAIN),
+    "vtrain_ar_v100": ("v100-mesh", "dgx1-v100", VTRAIN),
+    "aws_p5_16gpu": ("aws-p5-2-nodes", "aws-p5", AWS),
+    "aws_p4de_16gpu": ("aws-p4de-2-nodes", "aws-p4de", AWS),
+    "cw_gb200": ("coreweave-gb200", "coreweave-gb200", COREWEAVE),
+}
+"""(table, cluster, source) of cases of `all_reduce_times.csv`."""
+BUS_OPERATIONS = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+}
+BUS_BANDWIDTHS = LEDGER / "2026" / "hf_cluster_collectives_256MB.csv"
 
 
 def write(name: str, cluster: str, source: str, points: list[Point]) -> None:
@@ -34,6 +51,26 @@ def write(name: str, cluster: str, source: str, points: list[Point]) -> None:
     (FOLDER / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_bus_bandwidths() -> None:
+    """Times of the 256 MB that a cluster sent over its nodes, from bus bandwidths: the bytes that
+    each device sends in a ring over the time. Assumed of 2^20 bytes each, as that benchmark's."""
+    source = (
+        "vinjn/nanotron-ultrascale-playbook at 924e4d0, assets/data/benchmarks/"
+        "pp_comm_bandwidth.html (Hugging Face, 2025; facts): median and 5th to 95th percentile"
+    )
+    lines = ["# cluster: hf-ultrascale", f"# source: {source}"]
+    lines.append("operation,device_count,payload_bytes,seconds,p5_seconds,p95_seconds")
+    with BUS_BANDWIDTHS.open() as file:
+        for row in csv.DictReader(file):
+            operation = BUS_OPERATIONS[row["operation"]]
+            devices, payload = 8 * int(row["nodes_of_8_h100"]), 256 * 2**20
+            sent = (1 + (operation == "all_reduce")) * (devices - 1) / devices * payload / 1e9
+            rates = (row["bus_bandwidth_gbytes_per_s"], row["band_high"], row["band_low"])
+            seconds = ",".join(f"{sent / float(rate):.4g}" for rate in rates)
+            lines.append(f"{operation},{devices},{payload},{seconds}")
+    (FOLDER / "hf-ultrascale.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def copy_all_reduces() -> None:
     """What the experiment needs of `all_reduce_times.csv`, each row with its source."""
     columns: list[str] = ["case_id", "device_count", "payload_bytes", "seconds", "source"]
@@ -47,11 +84,18 @@ def copy_all_reduces() -> None:
 def main() -> None:
     """Write all tables."""
     points = nvlink_points()
-    for hardware, name in TABLES.items():
+    for hardware in ("gb200", "gb300"):
         chosen = [point for point in points if point.hardware == hardware]
-        write(name, CLUSTERS.get(hardware, "gb200-nvl72"), XLA, chosen)
-    a100 = [p for p in all_reduce_points() if p.hardware.startswith("vtrain_ar_a100")]
-    write("a100-nvswitch", "dgx-a100-80gb", VTRAIN, a100)
+        write(TABLES[hardware], "gb200-nvl72", XLA, chosen)
+    for system in OF_NCCL:
+        chosen = [p for p in nccl_points() if p.hardware == f"nccl_{system}"]
+        name = f"{system.removesuffix('_sxm')}-nvswitch"
+        write(name, CLUSTERS[f"nccl_{system}"], NCCL.format(system), chosen)
+    for case, (name, cluster, source) in OF_ALL_REDUCES.items():
+        chosen = [p for p in all_reduce_points() if p.hardware.startswith(case)]
+        chosen = [point for point in chosen if not point.hardware.endswith("_eks")]
+        write(name, cluster, source, chosen)
+    write_bus_bandwidths()
     copy_all_reduces()
 
 

@@ -58,6 +58,9 @@ class Link:
     time) longer."""
     in_switch_ramp_seconds: float = 0.0
     """Time constant of the pipeline with in-switch reduction."""
+    latency_fraction: float = 1.0
+    """Latency of collectives within a node over that of the library's constants: the start of a
+    kernel and each of its messages take as long as the chip's clock has it."""
     measured: str | None = None
     """Table of measured times of collectives over this link, in `collective_times/`; None if
     there is none."""
@@ -66,6 +69,7 @@ class Link:
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         require_fraction("link.attainable_fraction", self.attainable_fraction)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
+        require_above("link.latency_fraction", self.latency_fraction, 0)
         for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
             require_at_least(f"link.{name}", getattr(self, name), 0)
         if self.wires is not None:
@@ -89,6 +93,9 @@ class Network:
     ramp_seconds: float = 0.0
     """Time constant of the pipeline through the network: medium payloads take 2 sqrt(ramp x
     transfer time) longer."""
+    measured: str | None = None
+    """Table of measured times of collectives over all devices of several nodes, in
+    `collective_times/`; None if there is none."""
     nodes_per_switch: int | None = None
     """Nodes that communicate at full rate; None if all do."""
     oversubscription: float = 1.0

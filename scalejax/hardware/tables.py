@@ -7,7 +7,7 @@ what was measured.
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -212,7 +212,7 @@ def load_attention_rates(name: str) -> AttentionRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """Measured times of collectives over one kind of link."""
+    """Measured times of collectives over one kind of link, or over the nodes of one cluster."""
 
     name: str
     """Name of the table: "h100-nvswitch"."""
@@ -222,6 +222,9 @@ class MeasuredTimes:
     """Authors, publication and licence."""
     curves: Mapping[str, Mapping[int, tuple[tuple[int, float], ...]]]
     """(payload bytes, seconds) in ascending bytes, by operation ("all_reduce") and group size."""
+    ranges: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    """5th and 95th percentile of the seconds, by operation and group size, where it was measured on
+    many choices of nodes."""
 
 
 @cache
@@ -233,16 +236,20 @@ def load_measured_times(name: str) -> MeasuredTimes:
         ConfigError: if its head lacks the cluster or the source.
     """
     if name not in (names := names_in(_COLLECTIVES, "csv")):
-        raise UnknownHardware(unknown_name("link.measured", name, names))
+        raise UnknownHardware(unknown_name("measured", name, names))
     lines = (CATALOGUE / _COLLECTIVES / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     comments = [line.removeprefix("# ") for line in lines if line.startswith("#")]
     head = dict(comment.split(": ", 1) for comment in comments)
     if not {"cluster", "source"} <= set(head):
         accepted = "the head of the file must name the cluster and the source"
-        raise ConfigError(refusal("link.measured", name, accepted))
+        raise ConfigError(refusal("measured", name, accepted))
     rows = csv.DictReader(line for line in lines if not line.startswith("#"))
     curves: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    ranges: dict[str, dict[int, tuple[float, float]]] = {}
     for row in rows:
+        if "p5_seconds" in row:
+            within = (float(row["p5_seconds"]), float(row["p95_seconds"]))
+            ranges.setdefault(row["operation"], {})[int(row["device_count"])] = within
         sizes = curves.setdefault(row["operation"], {})
         point = (int(row["payload_bytes"]), float(row["seconds"]))
         sizes.setdefault(int(row["device_count"]), []).append(point)
@@ -254,4 +261,5 @@ def load_measured_times(name: str) -> MeasuredTimes:
             operation: {devices: tuple(sorted(points)) for devices, points in sizes.items()}
             for operation, sizes in curves.items()
         },
+        ranges=ranges,
     )

@@ -17,6 +17,7 @@ from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP, format_bytes
 from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site
 from scalejax.hardware.site import FARTHEST
+from scalejax.simulator.collectives import measured_deviation
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.input_notes import input_notes
@@ -341,6 +342,9 @@ def _band(
     deviations = residuals(cluster, communicates=communicates)
     if deviations is None or cluster.chip.residuals is None:
         return None
+    nodes = math.ceil(program.device_count / cluster.devices_per_node)
+    spread = measured_deviation(nodes, cluster)
+    deviations["communication"] = math.hypot(deviations["communication"], spread)
     return band(step_seconds, deviations, cluster.chip.residuals.step)
 
 

@@ -15,11 +15,24 @@ from hypothesis import strategies as st
 from scalejax.core.errors import UnknownHardware
 from scalejax.core.units import MIB
 from scalejax.hardware import Cluster, Link, MeasuredTimes, load_cluster, load_measured_times
-from scalejax.simulator.collectives.measured import curve_of
+from scalejax.simulator.collectives.measured import (
+    curve_of,
+    factor_over_nodes,
+    measured_deviation,
+)
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup
 
-TABLES = ("h100-nvswitch", "b200-nvswitch", "gb200-nvl72", "gb300-nvl72", "a100-nvswitch")
+TABLES = (
+    "a100-nvswitch",
+    "b200-nvswitch",
+    "b300-nvswitch",
+    "gb200-nvl72",
+    "gb300-nvl72",
+    "h100-nvswitch",
+    "h200-nvswitch",
+    "vtrain-a100",
+)
 COMPARE = Path(__file__).parents[2] / "experiments" / "collectives_against_tables" / "compare.py"
 
 
@@ -55,19 +68,30 @@ def test_every_table_names_its_source_and_a_cluster_of_the_catalogue(name: str):
 
 
 def test_a_measured_payload_takes_its_measured_time():
-    """XLA's table: 64 MiB over 8 H100 take 379.6 us."""
+    """NCCL's log: what 64 MiB over 8 H100 took."""
     measured = dict(load_measured_times("h100-nvswitch").curves["all_reduce"][8])[64 * MIB]
 
     assert _seconds("all_reduce", 64 * MIB, 8, load_cluster("dgx-h100")) == pytest.approx(measured)
 
 
 def test_between_payloads_logarithms_run_straight():
-    """From 1 us at 1 kB and 100 us at 100 kB, 10 us at 10 kB; 1 ms at 1 MB; 1 us below."""
-    curve = curve_of(_times(n2=((1000, 1e-6), (100_000, 1e-4))), _linear, "all_reduce", 2)
+    """From 3 us at 1 kB and 102 us at 100 kB, the root of 3 times 102 at 10 kB."""
+    curve = curve_of(_times(n2=((1000, 3e-6), (100_000, 1.02e-4))), _linear, "all_reduce", 2)
 
     assert curve is not None
-    seconds = [curve.at(payload) for payload in (10, 1000, 10_000, 1_000_000)]
-    assert seconds == pytest.approx([1e-6, 1e-6, 1e-5, 1e-3])
+    seconds = [curve.at(payload) for payload in (1000, 10_000, 100_000)]
+    assert seconds == pytest.approx([3e-6, (3 * 102) ** 0.5 * 1e-6, 1.02e-4])
+
+
+def test_beyond_a_table_the_model_goes_on_where_it_ends():
+    """Twice the model at both ends of the table, so twice the model's 2 us + 1 s per GB beyond."""
+    curve = curve_of(_times(n2=((1024, 6.048e-6), (2**20, 2.101152e-3))), _linear, "all_reduce", 2)
+
+    assert curve is not None
+    for payload in (1, 16, 256, 1024, 2**20, 2**24, 2**30):
+        assert curve.at(payload) == pytest.approx(2 * _linear("all_reduce", 2, payload))
+    # Above what is modelled, in proportion.
+    assert curve.at(2**40) == pytest.approx(4 * curve.at(2**38))
 
 
 def test_noise_is_pooled_until_time_never_falls():
@@ -130,7 +154,7 @@ def test_a_group_over_nodes_takes_no_less_than_its_members_of_one():
 
 def test_an_operation_that_was_not_measured_is_modelled():
     """vTrain measured all-reduces alone."""
-    cluster = load_cluster("dgx-a100-80gb")
+    cluster = load_cluster("vtrain-a100")
     modelled = _linked(cluster, measured=None)
 
     assert _seconds("all_gather", MIB, 8, cluster) == _seconds("all_gather", MIB, 8, modelled)
@@ -142,6 +166,75 @@ def test_an_unknown_table_is_refused_with_the_nearest():
 
     with pytest.raises(UnknownHardware, match="did you mean 'h100-nvswitch'"):
         _seconds("all_reduce", MIB, 8, cluster_of(link=link))
+
+
+BUS_BANDWIDTHS = (
+    ("all_reduce", 16, 361.749),
+    ("all_reduce", 512, 32.938),
+    ("all_gather", 64, 68.998),
+)
+"""GB/s of 256 MiB over so many H100 of the Ultra-Scale Playbook, as it prints them."""
+
+
+@pytest.mark.parametrize(("name", "devices", "bus_bandwidth"), BUS_BANDWIDTHS)
+def test_a_cluster_sends_at_its_measured_bus_bandwidth(
+    name: CollectiveName, devices: int, bus_bandwidth: float
+):
+    """Its network gives 362 GB/s to two nodes, and 33 to 64, where its cards have 400."""
+    sent = (2 if name == "all_reduce" else 1) * (devices - 1) / devices * 256 * MIB
+
+    seconds = _seconds(name, 256 * MIB, devices, load_cluster("hf-ultrascale"))
+
+    assert sent / seconds / 1e9 == pytest.approx(bus_bandwidth, rel=0.005)  # four digits are kept
+
+
+def test_what_one_payload_took_longer_is_latency():
+    """So a GiB takes as much longer than modelled as 256 MiB, and a kilobyte next to nothing."""
+    cluster = load_cluster("hf-ultrascale")
+    assert cluster.network is not None
+    network = dataclasses.replace(cluster.network, measured=None)
+    modelled = dataclasses.replace(cluster, network=network)
+
+    beyond = [
+        _seconds("all_gather", payload, 512, cluster)
+        - _seconds("all_gather", payload, 512, modelled)
+        for payload in (1024, MIB, 256 * MIB, 1024 * MIB)
+    ]
+
+    assert beyond[1:] == pytest.approx([beyond[2]] * 3)
+    assert beyond[0] == pytest.approx(beyond[2] / 1024)
+    assert 0.01 < beyond[2] < 0.0243  # of the 24.3 ms that were measured
+
+
+def test_between_node_counts_logarithms_run_straight():
+    """Factors of 2 over 2 nodes and 8 over 8 are 4 over 4; both hold beyond."""
+    factors = {2: ((0.0, math.log(2)),), 8: ((0.0, math.log(8)),)}
+
+    found = [factor_over_nodes(factors, MIB, nodes) for nodes in (2, 4, 8, 64)]
+
+    assert found == pytest.approx([2, 4, 8, 8])
+
+
+def test_payloads_over_nodes_take_their_measured_time():
+    """AWS's log of two p5: 1 GiB takes 4.6076 ms, and between 1 and 4 GiB nothing falls."""
+    cluster = load_cluster("aws-p5")
+
+    seconds = [_seconds("all_reduce", size * MIB, 16, cluster) for size in (1024, 2048, 3000, 4096)]
+
+    assert seconds[0] == pytest.approx(4.6076e-3, rel=1e-3)  # four digits are kept
+    assert seconds == sorted(seconds)
+
+
+def test_steps_over_more_nodes_of_that_cluster_are_less_certain():
+    """From one choice of two nodes to another 10 to 20 %, of 64 more than 50."""
+    cluster = load_cluster("hf-ultrascale")
+
+    deviations = [measured_deviation(nodes, cluster) for nodes in (1, 2, 64)]
+
+    assert deviations[0] == 0
+    assert 0.1 < deviations[1] < 0.2
+    assert deviations[2] > 0.5
+    assert measured_deviation(64, load_cluster("dgx-h100")) == 0
 
 
 @given(
@@ -173,6 +266,6 @@ def test_sizes_and_device_counts_held_out_are_predicted_within_10_percent():
         (file, kind)
         for file in ("nvlink_collective_rates.csv", "all_reduce_times.csv")
         for kind in ("sizes", "devices")
-    }
+    } | {("nccl_times.csv", "sizes"), ("nccl_times.csv", "devices")}
     assert all(int(rows) > 200 for _, _, rows, _ in medians)
     assert all(float(error) <= 10 for _, _, _, error in medians)

@@ -113,6 +113,15 @@ def test_network_is_the_rows_own(row):
     assert slow.devices_per_node == 8
 
 
+def test_rows_of_the_playbook_ran_on_its_cluster(row):
+    """Whose network was measured; rows of others on as many H100 have another."""
+    playbook = {"source": "github:vinjn/nanotron-ultrascale-playbook@924e4d0"}
+    h100 = {"hardware": "h100_sxm_80gb", "intra_node_link": "", "node_network_gbit_per_second": ""}
+
+    assert case(row(GPT | h100 | playbook)).cluster.name == "hf-ultrascale"
+    assert case(row(GPT | h100)).cluster.name != "hf-ultrascale"
+
+
 def test_fp32_is_computed_without_tf32(row):
     """On chips that would round f32 operands, unless the row says tf32."""
     ampere = {"hardware": "a100_sxm_80gb", "intra_node_link": "nvlink3_nvswitch"}

@@ -18,7 +18,12 @@ from scalejax.simulator.collectives.all_reduce import (
     ring_all_reduce_seconds,
     tree_all_reduce_seconds,
 )
-from scalejax.simulator.collectives.measured import MODELS, measured_seconds
+from scalejax.simulator.collectives.measured import (
+    MODELS,
+    measured_deviation,
+    measured_seconds,
+    seconds_over_nodes,
+)
 from scalejax.simulator.collectives.nvlink_mesh import mesh_rings
 from scalejax.simulator.collectives.point_to_point import (
     all_to_all_seconds,
@@ -37,10 +42,12 @@ __all__ = [
     "halving_doubling_all_reduce_seconds",
     "hierarchical_all_reduce_seconds",
     "in_switch_all_reduce_seconds",
+    "measured_deviation",
     "measured_seconds",
     "mesh_rings",
     "parameter_server_all_reduce_seconds",
     "permute_seconds",
     "ring_all_reduce_seconds",
+    "seconds_over_nodes",
     "tree_all_reduce_seconds",
 ]

@@ -11,9 +11,9 @@ def latency_seconds(
 ) -> float:
     """Latency of a collective: its start, then one empty message per hop."""
     return (
-        method.base_seconds
-        + link_hops * method.link_hop_seconds
-        + network_hops * (method.network_hop_seconds + route.network_message_seconds)
+        method.base_seconds + link_hops * method.link_hop_seconds
+    ) * route.latency_fraction + network_hops * (
+        method.network_hop_seconds + route.network_message_seconds
     )
 
 

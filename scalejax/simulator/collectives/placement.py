@@ -64,7 +64,11 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
         inside = collectives.measured_seconds(name, payload, route, cluster)
     if route.nodes == 1 and inside is not None:
         return inside
-    return max(inside or 0.0, MODELS[name](payload, route, cluster.library.methods))
+    seconds = MODELS[name](payload, route, cluster.library.methods)
+    measured = collectives.seconds_over_nodes(name, payload, seconds, route.nodes, cluster)
+    if measured is not None:  # with all that happens within nodes
+        return measured
+    return max(inside or 0.0, seconds)
 
 
 def _host_rate(cluster: Cluster) -> float:

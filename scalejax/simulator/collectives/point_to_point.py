@@ -49,7 +49,8 @@ def all_to_all_seconds(
         return 0.0
 
     def seconds(method: CollectiveMethod) -> float:
-        hops = (g - 1) * method.link_hop_seconds
+        hops = method.base_seconds + (g - 1) * method.link_hop_seconds
+        hops *= route.latency_fraction
         hops += (n - g) * method.network_hop_seconds
         inside = (g - 1 + route.own_share) / n * payload_bytes / route.link_bytes_per_second
         between = 0.0
@@ -57,7 +58,7 @@ def all_to_all_seconds(
             hops += route.network_message_seconds
             between = g * (n - g) / n * payload_bytes / route.network_bytes_per_second
         transfer = max(inside, between) / method.bandwidth_fraction
-        return method.base_seconds + hops + pipelined_seconds(transfer, route.ramp_seconds)
+        return hops + pipelined_seconds(transfer, route.ramp_seconds)
 
     return min(seconds(method) for method in _of(methods, "pairwise"))
 
@@ -73,11 +74,12 @@ def permute_seconds(
         return 0.0
 
     def seconds(method: CollectiveMethod) -> float:
-        hop = method.link_hop_seconds
+        hop = (method.base_seconds + method.link_hop_seconds) * route.latency_fraction
         if route.nodes > 1:
-            hop = method.network_hop_seconds + route.network_message_seconds
+            hop = method.base_seconds * route.latency_fraction
+            hop += method.network_hop_seconds + route.network_message_seconds
         transfer = payload_bytes / (route.narrowest_bytes_per_second * method.bandwidth_fraction)
-        return method.base_seconds + hop + pipelined_seconds(transfer, route.ramp_seconds)
+        return hop + pipelined_seconds(transfer, route.ramp_seconds)
 
     return min(seconds(method) for method in _of(methods, "pairwise"))
 

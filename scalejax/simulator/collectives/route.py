@@ -37,6 +37,8 @@ class Route:
     """Time constant of the pipeline when the switch sums."""
     own_share: float = 0.0
     """Time to copy a member's own part in memory, over the time to send it on a link."""
+    latency_fraction: float = 1.0
+    """Latency within a node over that of the library's constants."""
     ramp_seconds: float = 0.0
     """Time constant of the pipeline through the links and networks of the route."""
     network_message_seconds: float = 0.0
@@ -104,6 +106,7 @@ def find_route(
         in_switch_fraction=link.in_switch_fraction,
         in_switch_ramp_seconds=link.in_switch_ramp_seconds,
         own_share=link.own_share,
+        latency_fraction=link.latency_fraction,
         ramp_seconds=ramp_seconds,
         network_message_seconds=message_seconds,
     )

@@ -10,7 +10,6 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
-from cases import CLUSTERS
 from ledger import COPY, LEDGER, TABLES, Point, all_reduce_points, nccl_points, nvlink_points
 
 FOLDER = Path(__file__).parents[2] / "scalejax" / "hardware" / "collective_times"
@@ -19,9 +18,17 @@ NCCL = "NVIDIA AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0), systems/da
 VTRAIN = "VIA-Research/vTrain at f8dda8473a, trace/*/AR_GPU*_LUT: nccl-tests, out of place (facts)"
 AWS = "README of AWS's nccl-tests example, out of place (facts)"
 COREWEAVE = "coreweave/nccl-tests at cb86553328: NCCL 2.26.2, out of place (facts)"
-OF_NCCL = ("a100_sxm", "h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm")
-"""Systems of `nccl_times.csv` of which tables are made: those of GB200 and GB300 are XLA's, which
-has groups of up to 72."""
+OF_NCCL = {
+    "a100_sxm": ("a100-nvswitch", "dgx-a100-80gb"),
+    "h100_sxm": ("h100-nvswitch", "dgx-h100"),
+    "h200_sxm": ("h200-nvswitch", "dgx-h200"),
+    "b200_sxm": ("b200-nvswitch", "dgx-b200"),
+    "b300_sxm": ("b300-nvswitch", "dgx-b300"),
+    "l40s": ("l40s-pcie", "l40s"),
+    "rtx_pro_6000_server": ("rtx-pro-6000-pcie", "rtx-pro-6000"),
+}
+"""(table, cluster) of systems of `nccl_times.csv`; the tables of GB200 and GB300 are XLA's, which
+has groups of 8 to 72, with those of 2 and 4 from here."""
 OF_ALL_REDUCES = {
     "vtrain_ar_a100": ("vtrain-a100", "vtrain-a100", VTRAIN),
     "vtrain_ar_v100": ("v100-mesh", "dgx1-v100", VTRAIN),
@@ -85,12 +92,15 @@ def main() -> None:
     """Write all tables."""
     points = nvlink_points()
     for hardware in ("gb200", "gb300"):
-        chosen = [point for point in points if point.hardware == hardware]
-        write(TABLES[hardware], "gb200-nvl72", XLA, chosen)
-    for system in OF_NCCL:
-        chosen = [p for p in nccl_points() if p.hardware == f"nccl_{system}"]
-        name = f"{system.removesuffix('_sxm')}-nvswitch"
-        write(name, CLUSTERS[f"nccl_{system}"], NCCL.format(system), chosen)
+        small = nccl_points((hardware,))
+        measured = {(point.operation, point.devices) for point in small}
+        large = [
+            p for p in points if p.hardware == hardware and (p.operation, p.devices) not in measured
+        ]
+        source = f"{XLA}; of 2 and 4 devices {NCCL.format(hardware)}"
+        write(TABLES[hardware], "gb200-nvl72", source, large + small)
+    for system, (name, cluster) in OF_NCCL.items():
+        write(name, cluster, NCCL.format(system), nccl_points((system,)))
     for case, (name, cluster, source) in OF_ALL_REDUCES.items():
         chosen = [p for p in all_reduce_points() if p.hardware.startswith(case)]
         chosen = [point for point in chosen if not point.hardware.endswith("_eks")]

@@ -186,8 +186,12 @@ def _for_precision(cluster: Cluster, precision: str | None) -> Cluster:
 
 def _distance(
     cluster: Cluster, machine: LedgerMachine, named: frozenset[str]
-) -> tuple[bool, bool, float, float, str]:
-    """Distance of a cluster from the row's machine: size of node, then name, then network."""
+) -> tuple[bool, bool, int, float, float, str]:
+    """Distance of a cluster from the row's machine: size of node, then name, then network.
+
+    A cluster whose network was measured is one machine: nearest where a word of its name, other
+    than its chip's, is the row's, else last.
+    """
     wanted = machine.node_network_gbit_per_second
     rate = 0.0 if cluster.network is None else cluster.network.bytes_per_second
     gap = 0.0
@@ -195,7 +199,11 @@ def _distance(
         gap = round(abs(math.log(rate * 8 / (wanted * 1e9))), 6) if rate else math.inf
     is_elsewhere = cluster.devices_per_node != machine.devices_per_node
     is_unnamed = not _words(f"{cluster.name} {cluster.title}") & named
-    return is_elsewhere, is_unnamed, gap, -rate, cluster.name
+    machines = 0
+    if cluster.network is not None and cluster.network.measured is not None:
+        is_own = (_words(cluster.name) - _words(cluster.chip.name)) & named
+        machines = -1 if is_own else 1
+    return is_elsewhere, is_unnamed, machines, gap, -rate, cluster.name
 
 
 def _words(text: str) -> frozenset[str]:

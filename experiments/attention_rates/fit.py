@@ -35,7 +35,7 @@ from scalejax.hardware.catalogue import CATALOGUE
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "2026" / "attention_forward_times.csv.gz"
 SYSTEMS = {
-    "a100": ("a100_sxm", "a100-80gb"),
+    "a100-80gb": ("a100_sxm", "a100-80gb"),
     "h100": ("h100_sxm", "h100"),
     "h200": ("h200_sxm", "h200"),
     "b200": ("b200_sxm", "b200"),
@@ -231,7 +231,9 @@ def write(name: str, system: str, made: Fit, chip: str) -> None:
     )
     fitted = "fitted by experiments/attention_rates/fit.py"
     lines = [f'name = "{name}"', f'source = "{source}"']
-    lines += ["both_over_forward = 1.0", "", "by_head_size = [  # head size, share, tokens"]
+    lines += ["both_over_forward = 1.0", f"layer_seconds = {made.fixed_seconds:.3g}"]
+    lines += [f"layer_passes = {made.io:.3g}"]
+    lines += ["", "by_head_size = [  # head size, share, tokens"]
     lines += [
         f"  [{size}, {share:.3f}, {half:.0f}],"
         for size, share, half in zip(made.sizes, made.share, made.half_tokens, strict=True)
@@ -241,6 +243,7 @@ def write(name: str, system: str, made: Fit, chip: str) -> None:
         'both_over_forward = "cuDNN forward and backward on an H200 over TensorRT-LLM forward by '
         'these rates: 1.00 in the mean of 12 shapes, experiments/attention_rates/fit.py"'
     ]
+    lines += [f'{each} = "{fitted}"' for each in ("layer_seconds", "layer_passes")]
     path = CATALOGUE / "attention_rates" / f"{name}.toml"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

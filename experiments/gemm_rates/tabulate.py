@@ -40,6 +40,7 @@ from scalejax.simulator.operations.matmul import (
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "2026" / "gemm_times.csv.gz"
 TYPES: dict[str, RateType] = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "fp4"}
+BLOCKS = "fp8_block"
 LARGEST_CAST_SHARE = 1 / 3
 SHAPES_OF_A_TYPE = 220
 LARGEST_SHARE_OF_ROWS = 0.75
@@ -59,7 +60,7 @@ class Target:
 
 
 TARGETS = {
-    "a100": Target(system="a100_sxm", chip="a100-80gb"),
+    "a100-80gb": Target(system="a100_sxm", chip="a100-80gb"),
     "h100-2026": Target(system="h100_sxm", chip="h100", base="h100"),
     "h200": Target(system="h200_sxm", chip="h200"),
     "b200-2026": Target(system="b200_sxm", chip="b200", base="b200"),
@@ -84,15 +85,17 @@ class Measured:
     cast_fixed: float
 
 
-def measurements(system: str) -> dict[RateType, tuple[tuple[Shape, ...], NDArray[np.float64]]]:
+def measurements(
+    system: str, types: dict[str, RateType] = TYPES
+) -> dict[RateType, tuple[tuple[Shape, ...], NDArray[np.float64]]]:
     """(shapes, seconds) by type, of sides that are multiples of 8."""
     found: dict[RateType, list[tuple[Shape, float]]] = {}
     with gzip.open(LEDGER, "rt", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             shape = (1, int(row["m"]), int(row["n"]), int(row["k"]))
-            if row["system"] == system and row["dtype"] in TYPES and shape[1] % 8 == 0:
+            if row["system"] == system and row["dtype"] in types and shape[1] % 8 == 0:
                 seconds = float(row["microseconds"]) * 1e-6
-                found.setdefault(TYPES[row["dtype"]], []).append((shape, seconds))
+                found.setdefault(types[row["dtype"]], []).append((shape, seconds))
     return {
         kind: (tuple(shape for shape, _ in rows), np.array([seconds for _, seconds in rows]))
         for kind, rows in found.items()
@@ -224,7 +227,51 @@ SOURCE = (
 VERSION = {"a100_sxm": "1.0.0"}
 
 
-def write(name: str, target: Target, table: MatmulTable) -> None:
+Layer = tuple[float, float, float]
+"""Seconds, seconds for each element of the input, and the time of the product over the table's."""
+
+
+def layers_of(
+    target: Target, table: MatmulTable, measured: dict[RateType, Measured]
+) -> dict[str, Layer]:
+    """What layers of each type took besides the table's products: of fp8 and fp4 the cast that was
+    taken off, of fp8 in blocks a cast and a slower product, by the least mean error."""
+    found: dict[str, Layer] = {}
+    for name, kind in TYPES.items():
+        if kind != "bf16" and kind in measured:
+            of_type = measured[kind]
+            found[name] = (of_type.cast_fixed, of_type.cast_per_element, 1.0)
+    blocks = measurements(target.system, {BLOCKS: "fp8"}).get("fp8")
+    if blocks is None:
+        return found
+    shapes, seconds = blocks
+    product = predicted(table, "fp8", shapes) - table.form.aside_seconds
+    elements = np.array([shape[1] * shape[3] for shape in shapes], float)
+
+    def error(x: NDArray[np.float64]) -> float:
+        fixed, of_element, slower = np.exp(x)
+        times = fixed * 1e-6 + of_element * 1e-12 * elements + slower * product
+        return float(np.abs(np.log(seconds / times)).mean())
+
+    options = {"maxiter": 4000, "maxfev": 4000}
+    best = minimize(error, np.log([3.0, 1.0, 1.0]), method="Nelder-Mead", options=options)
+    fixed, of_element, slower = np.exp(best.x)
+    # Less than a nanosecond, or a femtosecond for each element, is none.
+    cast = float(fixed * 1e-6) if fixed > 1e-3 else 0.0
+    of_each = float(of_element * 1e-12) if of_element > 1e-3 else 0.0
+    found[BLOCKS] = (cast, of_each, float(slower))
+    return found
+
+
+def predicted(table: MatmulTable, kind: RateType, shapes: tuple[Shape, ...]) -> NDArray[np.float64]:
+    """Seconds of products by form and surface, what is aside included."""
+    surface = fit_surface(table.shapes[kind], log_ratios(table, kind))
+    return np.array(
+        [form_seconds(table.form, kind, shape) * math.exp(surface.at(shape)) for shape in shapes]
+    )
+
+
+def write(name: str, target: Target, table: MatmulTable, layers: dict[str, Layer]) -> None:
     """Files of the catalogue."""
     form, folder = table.form, CATALOGUE / "matmul_rates"
     source = SOURCE.format(version=VERSION.get(target.system, "1.3.0rc20"))
@@ -238,7 +285,17 @@ def write(name: str, target: Target, table: MatmulTable) -> None:
     lines += [f"aside_seconds = {form.aside_seconds:.2g}"]
     lines += ["", "[peak_flop_per_second]  # dense, as in the chip's own file"]
     lines += [f"{kind} = {peak / 1e12:g}e12" for kind, peak in form.peak_flop_per_second.items()]
+    if layers:
+        lines += ["", "[layers]  # seconds, seconds for each element, time over the table's"]
+        lines += [
+            f"{kind} = [{cast:.3g}, {of_element:.3g}, {slower:.3g}]"
+            for kind, (cast, of_element, slower) in layers.items()
+        ]
     lines += ["", "[sources]"]
+    lines += [
+        f'"layers.{kind}" = "fitted by experiments/gemm_rates/tabulate.py: TensorRT-LLM\'s kernels"'
+        for kind in layers
+    ]
     own = f"as in chips/{target.chip}.toml"
     lines += [f'"peak_flop_per_second.{kind}" = "{own}"' for kind in form.peak_flop_per_second]
     lines += [f'memory_bytes_per_second = "{own}"']
@@ -308,7 +365,7 @@ def main() -> None:
             continue
         table, measured = table_of(name, target)
         if arguments.write:
-            write(name, target, table)
+            write(name, target, table, layers_of(target, table, measured))
         for kind, of_type in measured.items():
             errors = left_out(table, of_type, kind)
             absolute = np.abs(errors["table"])

@@ -325,6 +325,9 @@ _SOURCE = (
 def _write(name: str, found: dict[str, object]) -> None:
     fractions, fit = found["matmul_fraction"], "fitted by experiments/grouped_products/fit.py"
     assert isinstance(fractions, dict)  # noqa: S101  # for the type checker
+    fixed, rest = found["fixed_seconds"], found["rest_fraction"]
+    assert isinstance(fixed, dict)  # noqa: S101  # for the type checker
+    assert isinstance(rest, dict)  # noqa: S101  # for the type checker
     text = f'''name = "{name}"
 source = "{_SOURCE}"
 tile_rows = {found["tile_rows"]}
@@ -335,12 +338,18 @@ group_seconds = {found["group_seconds"]}
 bf16 = {fractions["bf16"]}
 fp8 = {fractions["fp8"]}
 
+[layers]  # seconds, share of the peak bandwidth, beside the products
+bf16 = [{fixed["bf16"]}, {rest["bf16"]}]
+fp8 = [{fixed["fp8"]}, {rest["fp8"]}]
+
 [sources]
 tile_rows = "{fit}: the better of 64 and 128"
 memory_fraction = "{fit}"
 group_seconds = "{fit}"
 "matmul_fraction.bf16" = "{fit}; bounded by 0.95"
 "matmul_fraction.fp8" = "{fit}; bounded by 0.95"
+"layers.bf16" = "{fit}: TensorRT-LLM's kernels"
+"layers.fp8" = "{fit}: TensorRT-LLM's kernels"
 '''
     folder = REPOSITORY / "scalejax" / "hardware" / "grouped_matmul_rates"
     (folder / f"{name}.toml").write_text(text, encoding="utf-8")

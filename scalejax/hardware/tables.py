@@ -51,10 +51,17 @@ class MatmulForm:
     """Least measured time of a product."""
     aside_seconds: float
     """Part of `fixed_seconds` that is overhead of the measurement, absent in running programs."""
+    layers: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """What measured linear layers took besides their product, by AIConfigurator's name of their
+    type ("fp8"): seconds, and seconds for each element of the input, of its cast from bf16; then
+    the time of the product over the table's. None of it is in the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
     def __post_init__(self) -> None:
+        for name, (cast, of_element, slower) in self.layers.items():
+            require_at_least(f"layers.{name}", min(cast, of_element), 0)
+            require_above(f"layers.{name}", slower, 0)
         for name in ("memory_bytes_per_second", "fixed_seconds"):
             require_above(name, getattr(self, name), 0)
         for name in ("matmul_fraction", "memory_fraction"):
@@ -124,6 +131,10 @@ class GroupedMatmulRates:
     """Share of peak memory bandwidth that products of few rows reach."""
     group_seconds: float
     """Time of a product for each of its groups, beyond arithmetic and memory traffic."""
+    layers: dict[RateType, tuple[float, float]] = field(default_factory=dict)
+    """What measured layers of experts took besides their products, by type of operands: seconds,
+    and the share of the peak memory bandwidth at which rows were gathered, activated and added up;
+    not in the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
@@ -133,6 +144,9 @@ class GroupedMatmulRates:
         require_fraction("memory_fraction", self.memory_fraction)
         for kind, fraction in self.matmul_fraction.items():
             require_fraction(f"matmul_fraction.{kind}", fraction)
+        for kind, (seconds, share) in self.layers.items():
+            require_at_least(f"layers.{kind}", seconds, 0)
+            require_fraction(f"layers.{kind}", share)
 
 
 def grouped_matmul_names() -> tuple[str, ...]:
@@ -167,11 +181,19 @@ class AttentionRates:
     long sequences reach, and the tokens at which half of it is reached."""
     both_over_forward: float
     """Rate of forward and backward together over that of forward, which was measured."""
+    layer_seconds: float
+    """Time of a measured layer that does not grow, beside its kernel; not in the rates."""
+    layer_passes: float
+    """Passes over the bytes of a measured layer (positions embedded in queries, keys and values,
+    and these written; then read by the kernel) at the peak bandwidth, beside its kernel; not in
+    the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
     def __post_init__(self) -> None:
         require_above("both_over_forward", self.both_over_forward, 0)
+        for name in ("layer_seconds", "layer_passes"):
+            require_at_least(name, getattr(self, name), 0)
         sizes = [size for size, _, _ in self.by_head_size]
         if not sizes or sizes != sorted(set(sizes)):
             raise ConfigError(refusal("by_head_size", sizes, "it must hold ascending head sizes"))

@@ -16,10 +16,23 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
 
 from scalejax.core.errors import ConfigError, ScalejaxError
-from scalejax.hardware import Chip, Cluster, load_chip, load_dispatch, load_matmul_table
+from scalejax.hardware import (
+    Chip,
+    Cluster,
+    attention_rates_names,
+    load_attention_rates,
+    load_chip,
+    load_dispatch,
+    load_matmul_table,
+    matmul_table_names,
+)
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.expert_load import device_load_factor
-from scalejax.simulator.operations.grouped_matmul import GroupedProduct, grouped_product_time
+from scalejax.simulator.operations.grouped_matmul import (
+    GroupedProduct,
+    grouped_product_time,
+    rates_of,
+)
 from scalejax.simulator.operations.matmul import Shape, compulsory_bytes, product_flop
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import (
@@ -559,10 +572,24 @@ class ProductTimeRow(AiConfiguratorRow):
         return self._said(name, self.microseconds, self.dtype, nearest=nearest)
 
     def predicted(self) -> Estimate:
-        """The time of the product."""
+        """The time of the layer: of the product, and of the cast of its input to fp8 or fp4, as
+        fitted to other rows of the chip."""
         chip = self._chip()
         shape = (1, self.m, self.n, self.k)
-        return _product_seconds(shape, _type(self.dtype, chip), chip), None
+        product = _product_seconds(shape, _type(self.dtype, chip), chip)
+        cast, of_element, slower = _layers(chip).get(self.dtype, (0.0, 0.0, 1.0))
+        return slower * product + cast + of_element * self.m * self.k, None
+
+
+def _layers(chip: Chip) -> dict[str, tuple[float, float, float]]:
+    """What linear layers measured on a chip took besides their products, by type: of the table
+    that was made of such layers, whether the chip is costed by it or not."""
+    for name in (chip.attainable.matmul_table, f"{chip.name}-2026", chip.name):
+        if name in matmul_table_names():
+            layers = load_matmul_table(name).form.layers
+            if layers:
+                return layers
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,8 +598,8 @@ class ExpertLayerRow(AiConfiguratorRow):
     expert_gemm_forward_times.csv): two grouped products, and what moves their rows.
 
     The rows are gathered by expert, the activation reads and writes them between the products, and
-    they are added up by token: element-wise operations here. The fixed time of these kernels, and
-    their rates of what is no product, are not XLA's and left out (`experiments/grouped_products`).
+    they are added up by token, at the rate and with the fixed time that were fitted to other layers
+    of the chip (`experiments/grouped_products`); element-wise operations where none were.
     """
 
     quantity: ClassVar[Quantity] = "grouped products"
@@ -630,19 +657,20 @@ class ExpertLayerRow(AiConfiguratorRow):
             )
             for outer, inner in ((up, self.hidden), (self.hidden, width))
         )
+        multiplied = math.fsum(grouped_product_time(each, chip).busy_seconds for each in products)
+        fitted = rates_of(chip).layers.get(chip.rate_type(dtype))
+        if fitted is not None:
+            fixed, share = fitted
+            moved = rows * (2 * self.hidden + up + width) * 2 + self.tokens * 2 * self.hidden * 2
+            return multiplied + fixed + moved / (share * chip.memory_bytes_per_second), None
         element = _BYTES[self.dtype]
         moved_bytes = (
             self.tokens * self.hidden * 2 + rows * self.hidden * element,  # gather, and cast
             rows * (up * 2 + width * element),  # activation
             rows * self.hidden * 2 + self.tokens * self.hidden * 2,  # sum
         )
-        seconds = math.fsum(
-            (
-                *(grouped_product_time(each, chip).busy_seconds for each in products),
-                *(_elementwise_seconds(each, chip) for each in moved_bytes),
-            )
-        )
-        return seconds, None
+        beside = math.fsum(_elementwise_seconds(each, chip) for each in moved_bytes)
+        return multiplied + beside, None
 
     def _load(self) -> float:
         """Rows of the fullest device over the mean."""
@@ -667,8 +695,10 @@ def _elementwise_seconds(moved_bytes: float, chip: Chip) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRow(AiConfiguratorRow):
-    """Microseconds of causal attention in one kernel, forward (columns of
-    attention_forward_times.csv)."""
+    """Microseconds of a layer of causal attention, forward (columns of
+    attention_forward_times.csv): positions are embedded and keys and values written before its
+    kernel. Where the cache of keys and values is fp8 the kernel of Hopper and Blackwell multiplies
+    in fp8; rows do not tell, and are taken for bf16 (`experiments/attention_rates`)."""
 
     quantity: ClassVar[Quantity] = "attention"
 
@@ -697,7 +727,8 @@ class AttentionRow(AiConfiguratorRow):
         return self._said(name, self.microseconds, self.dtype)
 
     def predicted(self) -> Estimate:
-        """The time of the kernel."""
+        """The time of the kernel at its rate for forward alone, where there is one, and of what is
+        before it."""
         if self.dtype != "bfloat16":
             raise ConfigError(f"no attention in {self.dtype!r}")
         queries, tokens = self.batch * self.heads, self.sequence
@@ -714,7 +745,15 @@ class AttentionRow(AiConfiguratorRow):
             write_bytes=row_bytes * self.heads,
             shape=(queries, tokens, tokens, self.head_dim),
         )
-        return operation_time(operation, self._chip()).busy_seconds, None
+        chip = self._chip()
+        if chip.name not in attention_rates_names():
+            return operation_time(operation, chip).busy_seconds, None
+        rates = load_attention_rates(chip.name)
+        attainable = replace(chip.attainable, attention_rates=rates.name)
+        kernel = operation_time(operation, replace(chip, attainable=attainable)).busy_seconds
+        passed = row_bytes * (3 * self.heads + 4 * self.kv_heads)
+        passes = rates.layer_passes * passed / chip.memory_bytes_per_second
+        return kernel * rates.both_over_forward + rates.layer_seconds + passes, None
 
 
 # Dispatch of tokens to experts.

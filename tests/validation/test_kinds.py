@@ -11,7 +11,13 @@ from ledger_cases import GPT, RESNET, archive_for, ledger, program
 from scalejax.cli.main import main
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import GIB
-from scalejax.hardware import load_cluster
+from scalejax.hardware import (
+    load_attention_rates,
+    load_chip,
+    load_cluster,
+    load_grouped_matmul_rates,
+    load_matmul_table,
+)
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.program import Collective, DeviceGroup
 from scalejax.validation import (
@@ -176,6 +182,40 @@ def test_bus_bandwidth_and_shards_become_seconds_of_the_full_buffer(tmp_path: Pa
     assert shard.p10_seconds is not None
     assert shard.p90_seconds is not None
     assert shard.p10_seconds < collective_seconds(collective, cluster) < shard.p90_seconds
+
+
+def test_measured_layers_hold_more_than_their_operator(tmp_path: Path):
+    """By hand: an fp8 layer casts its input besides the product, in blocks by a cast of its own and
+    a slower product; attention has a fixed time and a pass over its bytes; a layer of experts moves
+    its rows."""
+
+    def seconds(name: str, **cells: object) -> float:
+        (found,) = validate(written(tmp_path, ROWS[name][1] | cells)).rows
+        assert found.predicted_seconds is not None
+        return found.predicted_seconds
+
+    sizes: dict[str, object] = {"m": 8192, "n": 8192, "k": 4096, "system": "gb300"}
+    layers = load_matmul_table("gb300").form.layers
+    (cast, each, slower), (own, of_own, ratio) = layers["fp8"], layers["fp8_block"]
+    product = seconds("gemm_times", dtype="fp8", **sizes) - cast - each * 8192 * 4096
+    assert slower == 1
+    assert 0.4 < 2 * 8192**2 * 4096 / product / 5e15 < 0.8
+    assert seconds("gemm_times", dtype="fp8_block", **sizes) == pytest.approx(
+        ratio * product + own + of_own * 8192 * 4096
+    )
+
+    rates = load_attention_rates("b200")
+    passed = 2 * 12 * 64 * 1024 * 128 * (3 + 4 / 3)
+    assert seconds("attention_forward_times", system="b200", batch=64) == pytest.approx(
+        2 * 64 * 12 * 1024**2 * 128 / (2250e12 * rates.share(1024, 128))
+        + rates.layer_passes * passed / 7.672e12
+        + rates.layer_seconds
+        + load_chip("b200").attainable.matmul_ramp_seconds
+    )
+
+    (fixed, _) = load_grouped_matmul_rates("h100").layers["bf16"]
+    small = {"system": "h100_sxm", "tokens": 1, "hidden": 64, "expert_hidden": 64}
+    assert fixed < seconds("expert_gemm_forward_times", **small) < 2 * fixed
 
 
 def test_samples_to_target_are_predicted_from_other_batches(tmp_path: Path):

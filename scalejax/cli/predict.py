@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from scalejax import __version__
 from scalejax.cli.command import CostCommand, Overrides, PlainCommand, flag
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
@@ -331,6 +332,12 @@ class Validate(PlainCommand):
     """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
     """Plot predicted against measured times of steps here: png, svg or pdf."""
+    html: Annotated[Path | None, flag("FILE.html")] = None
+    """Write a page here: errors by family, framework and chip, each with its rows."""
+    accuracy: Annotated[Path | None, flag("OUT.json")] = None
+    """Write the errors by family, framework and chip here, to keep with a release."""
+    compare: Annotated[Path | None, flag("OLD.json")] = None
+    """Compare with the errors of an earlier release, a file that --accuracy wrote."""
     compile: bool = False
     """Compile steps that are neither kept nor known in closed form, 10 s to minutes each; by
     default they are skipped."""
@@ -346,15 +353,18 @@ class Validate(PlainCommand):
             SystemExit: with code 1, if every row was skipped.
         """
         from scalejax.report.figures import scatter
+        from scalejax.report.html.accuracy import write_accuracy
         from scalejax.report.html.charts import require_picture, save_picture
         from scalejax.validation import find_ledger, read_any, shipped_ledgers, validated
+        from scalejax.validation.accuracy import Accuracy, accuracy_of
         from scalejax.validation.archive import Archive
 
-        serialization.require_writable("json", self.json)
-        serialization.require_writable("plot", self.plot)
+        for name in ("json", "plot", "html", "accuracy"):
+            serialization.require_writable(name, getattr(self, name))
         if self.plot is not None:
             require_picture("plot", self.plot)
         framework = None if self.framework is None else framework_named(self.framework)
+        before = None if self.compare is None else serialization.load(Accuracy, self.compare)
         paths = [find_ledger(path) for path in self.ledgers] or list(shipped_ledgers().values())
         with progress.compiling_programs() as on_progress:
             found = validated(
@@ -367,9 +377,18 @@ class Validate(PlainCommand):
                 is_dry=self.dry_run,
             )
         tables.show(tables.validation(found))
+        accuracy = accuracy_of(found.rows, __version__)
+        if before is not None:
+            tables.show(tables.accuracy_changes(before, accuracy))
         if self.json is not None:
             serialization.save(found, self.json)
             print(f"wrote {self.json}")
+        if self.accuracy is not None:
+            serialization.save(accuracy, self.accuracy)
+            print(f"wrote {self.accuracy}")
+        if self.html is not None:
+            write_accuracy(found, self.html, release=__version__, before=before)
+            print(f"wrote {self.html}")
         if self.plot is not None:
             steps = [row for row in found.rows if row.quantity == "step times"]
             save_picture(scatter(steps, title=found.ledger), self.plot)

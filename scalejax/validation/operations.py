@@ -635,7 +635,7 @@ class ExpertLayerRow(AiConfiguratorRow):
         return self._said(
             _words(self.kernel, self.dtype, layer, spread, self.distribution),
             self.microseconds,
-            _words(self.dtype, self.distribution),
+            self.dtype,
             library=self.kernel,
             nearest=_NEAREST_TYPES.get(self.dtype, ()),
         )

@@ -31,6 +31,7 @@ from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.measure.fit import WIDE_ERROR, Fit
 from scalejax.simulator.frameworks import Framework
 from scalejax.validation import NOT_COMPILED, Summary, Validation
+from scalejax.validation.accuracy import Accuracy, changes, common, quantity_summaries
 from scalejax.validation.summary import STEP_TIMES
 
 SUDDEN = 0.9
@@ -189,6 +190,58 @@ def _operations(found: Validation) -> Iterator[RenderableType]:
             _percent(each.coverage),
         )
     yield table
+
+
+_LEAST_POINTS = 0.0005
+"""Change of a mean error that is listed, as a share; a smaller one is counted."""
+_MOST_CHANGES = 20
+"""Cells that are listed of those that got worse, and of those that got better."""
+
+
+def accuracy_changes(before: Accuracy, after: Accuracy) -> Iterator[RenderableType]:
+    """How errors changed since an earlier release: in all, then cell by cell."""
+    yield Text.assemble(
+        (f"Since {before.release}", "bold"),
+        "\nOf the cells that both have. A family counts once in each line.",
+    )
+    totals = figures("measured", "families", "rows", "mean error before", "now", "in band", "now")
+    for was, now in zip(*map(quantity_summaries, common(before, after)), strict=True):
+        totals.add_row(
+            now.quantity,
+            str(now.families),
+            str(now.rows),
+            _percent(was.mean_error),
+            _percent(now.mean_error),
+            _percent(was.coverage),
+            _percent(now.coverage),
+        )
+    yield totals
+    found = changes(before, after)
+    moved = [each for each in found if each.points and abs(each.points) >= _LEAST_POINTS]
+    listed = moved if len(moved) <= 2 * _MOST_CHANGES else moved[:_MOST_CHANGES]
+    if len(moved) > len(listed):
+        listed = [*listed, *moved[-_MOST_CHANGES:]]
+    if moved:
+        table = figures("family, framework, chip", "rows", "before", "now", "bias", "now")
+        for each in listed:
+            cell, was = each.cell, each.before
+            name = " ".join(filter(None, (cell.family, cell.framework, cell.chip)))
+            table.add_row(
+                name if cell.quantity == STEP_TIMES else f"{name} ({cell.quantity})",
+                str(cell.rows),
+                _percent(was and was.mean_error),
+                _percent(cell.mean_error),
+                _percent(was and was.bias, sign="+"),
+                _percent(cell.bias, sign="+"),
+            )
+        some = f"; of {len(moved)} the first and last {_MOST_CHANGES}"
+        few = "" if listed == moved else some
+        yield f"Cells whose mean error changed, those that got worse first{few}."
+        yield table
+    new = sum(each.before is None for each in found)
+    gone = sum(each.after is None for each in found)
+    same = len(after.cells) - len(moved) - new
+    yield f"{counted(same, 'cell')} as before, {new} new, {gone} gone."
 
 
 def _percent(share: float | None, *, sign: str = "") -> str:

@@ -119,6 +119,8 @@ class Attainable:
     attention_rates: str | None = None
     """Rates of the catalogue that were fitted to measured attention by head size and tokens, in
     place of `attention_fraction`; None for none."""
+    attention_rates_scale: float = 1.0
+    """Factor on these rates, as fitted to whole steps."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
@@ -144,6 +146,7 @@ class Attainable:
                 require_at_least(name, getattr(self, name), 0)
             elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
                 require_fraction(name, getattr(self, name))
+        require_above("attention_rates_scale", self.attention_rates_scale, 0)
         for tokens, head_size, fraction in self.attention_by_shape:
             require_above("attention_by_shape", min(tokens, head_size), 0)
             require_fraction("attention_by_shape", fraction)

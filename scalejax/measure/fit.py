@@ -330,7 +330,12 @@ def _adjusted_attainable(
             (tokens, size, min(1.0, fraction / factors.compute))
             for tokens, size, fraction in attainable.attention_by_shape
         )
-        attainable = replace(attainable, **changed, attention_by_shape=by_shape)
+        attainable = replace(
+            attainable,
+            **changed,
+            attention_by_shape=by_shape,
+            attention_rates_scale=attainable.attention_rates_scale / factors.compute,
+        )
     if factors.contention is not None:
         attainable = replace(attainable, contention_fraction=factors.contention)
     launches = ("launch_seconds", "dispatch_seconds", "step_overhead_seconds")

@@ -136,6 +136,7 @@ def test_a_share_of_a_peak_stays_within_it():
 
     assert faster.matmul_fraction == faster.attention_fraction == 1.0
     assert faster.attention_by_shape == ((4096, 128, 1.0), (4096, 64, 0.5))
+    assert faster.attention_rates_scale == 2.0
 
 
 def test_rates_of_other_frameworks_are_adjusted_too():

@@ -113,6 +113,11 @@ def test_fused_attention_reaches_more_of_the_peak_in_longer_rows():
     assert share_of(8, 4096, 4096, 32) == share_of(8, 4096, 4096, small)
     assert share_of(8, 4096, 4096, 512) == share_of(8, 4096, 4096, rates.by_head_size[-1][0])
     assert share_of() == pytest.approx(0.1)
+    slower = share_of(8, 4096, 4096, 64)
+    chip = replace(chip, attainable=replace(attainable, attention_rates_scale=0.5))
+    assert share_of(8, 4096, 4096, 64) == pytest.approx(slower / 2)
+    chip = replace(chip, attainable=replace(attainable, attention_rates_scale=9.0))
+    assert share_of(8, 4096, 4096, 64) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", attention_rates_names())

@@ -64,7 +64,8 @@ def attention_share(shape: Sequence[int], attainable: Attainable) -> float:
     of what was measured of its keys and head size, where it was."""
     if attainable.attention_rates is None or len(shape) != 4 or 0 in shape:
         return attainable.attention_share(shape)
-    return load_attention_rates(attainable.attention_rates).share(shape[2], shape[3])
+    share = load_attention_rates(attainable.attention_rates).share(shape[2], shape[3])
+    return min(1.0, share * attainable.attention_rates_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,9 @@ class Link:
     time) longer."""
     in_switch_ramp_seconds: float = 0.0
     """Time constant of the pipeline with in-switch reduction."""
+    ring_multiple: int | None = None
+    """Of an ici: an axis of a slice closes to a ring where its length is a multiple of this; None
+    for one ring of all devices."""
     latency_fraction: float = 1.0
     """Latency of collectives within a node over that of the library's constants: the start of a
     kernel and each of its messages take as long as the chip's clock has it."""
@@ -70,6 +73,7 @@ class Link:
         require_fraction("link.attainable_fraction", self.attainable_fraction)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         require_above("link.latency_fraction", self.latency_fraction, 0)
+        require_at_least("link.ring_multiple", self.ring_multiple, 1)
         for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
             require_at_least(f"link.{name}", getattr(self, name), 0)
         if self.wires is not None:

@@ -4,15 +4,13 @@ Knows chips and clusters, and XLA's text for them (GpuTargetConfigProto); compil
 """
 
 import importlib.util
-import itertools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from scalejax.core.errors import ProfileError
 from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, load_chip
+from scalejax.simulator.collectives.torus import slices
 from scalejax.xla.cuda_toolkit import libdevice
 
 Backend = Literal["cuda", "tpu", "cpu"]
@@ -111,7 +109,7 @@ def _torus(tpu: TpuArchitecture, device_count: int) -> tuple[int, ...]:
     As cubic as possible. From four chips on, two sides are even: hosts hold squares of 2 x 2.
     """
     chips, odd_core = divmod(device_count, tpu.devices_per_chip)
-    tori = [] if odd_core else list(_tori(chips, tpu.torus_dimensions))
+    tori = [] if odd_core else list(slices(chips, tpu.torus_dimensions))
     if not tori:
         per_chip = tpu.devices_per_chip
         fours = 4 * per_chip
@@ -122,18 +120,6 @@ def _torus(tpu: TpuArchitecture, device_count: int) -> tuple[int, ...]:
             f"(nearest: {below} or {(device_count // fours + 1) * fours})."
         )
     return min(tori, key=lambda sides: (max(sides), sum(sides)))
-
-
-def _tori(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sides of every slice of so many chips that hosts of 2 x 2 fill."""
-    if chips in (1, 2):
-        yield (1,) * (dimensions - 1) + (chips,)
-        return
-    divisors = [size for size in range(1, chips + 1) if chips % size == 0]
-    for sides in itertools.product(divisors, repeat=dimensions):
-        is_filled = sides[0] % 2 == 0 and sides[1] % 2 == 0
-        if math.prod(sides) == chips and is_filled:
-            yield sides
 
 
 def has_tpu_compiler() -> bool:

@@ -10,6 +10,7 @@ from scalejax.hardware import Cluster
 from scalejax.simulator import collectives
 from scalejax.simulator.collectives import MODELS, Route
 from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds
+from scalejax.simulator.collectives.torus import Extents, TorusGroup, torus_group, torus_seconds
 from scalejax.simulator.program import HOST_MEMORY, Collective
 
 _COPIES = ("copy_to_host", "copy_from_host")
@@ -50,7 +51,7 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     Within a node measured times are used where the cluster's link has a table of them, modelled
     ones elsewhere. Across nodes the modelled time is used, but at least the time of that
     collective within one node; except for an all-to-all, which sends less within the node. Tokens
-    of experts go by the cluster's library for them, if it has one.
+    of experts go by the cluster's library for them, if it has one. TPUs are on a torus.
     """
     if collective.group == HOST_MEMORY:
         return payload / _host_rate(cluster)
@@ -59,6 +60,10 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     tokens = collective.tokens
     if cluster.dispatch is not None and tokens is not None and name == "all_to_all" and payload:
         return dispatch_seconds(payload, tokens, route, cluster.dispatch, chip=cluster.chip.name)
+    tpu, multiple = cluster.chip.tpu, cluster.link.ring_multiple
+    if tpu is not None and multiple is not None:
+        extents = _within(collective.group.extents, cluster.devices_per_node)
+        return _torus_seconds(name, payload, torus_group(extents, tpu, multiple), route, cluster)
     inside = None
     if route.members > 1 and (route.nodes == 1 or name != "all_to_all"):
         inside = collectives.measured_seconds(name, payload, route, cluster)
@@ -69,6 +74,28 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     if measured is not None:  # with all that happens within nodes
         return measured
     return max(inside or 0.0, seconds)
+
+
+def _torus_seconds(
+    name: str, payload: int, group: TorusGroup, route: Route, cluster: Cluster
+) -> float:
+    """Time on a torus of chips; over several slices that of the members of one, besides what their
+    network sends: of sums a device's share alone, which all of a slice send at once."""
+    methods = cluster.library.methods
+    inside = min(torus_seconds(name, payload, group, cluster.link, method) for method in methods)
+    if route.nodes == 1 or route.network_bytes_per_second is None:
+        return inside
+    if name in ("all_to_all", "collective_permute"):
+        return max(inside, MODELS[name](payload, route, methods))
+    passes, k = (2 if name == "all_reduce" else 1), route.nodes
+    hop = methods[0].network_hop_seconds + route.network_message_seconds
+    sent = (k - 1) / k * payload / route.network_bytes_per_second
+    return inside + passes * (sent + (k - 1) * hop)
+
+
+def _within(extents: Extents, devices: int) -> Extents:
+    """The part of a group of such extents that is on the first `devices`."""
+    return tuple((min(size, max(1, devices // stride)), stride) for size, stride in extents)
 
 
 def _host_rate(cluster: Cluster) -> float:

@@ -241,7 +241,7 @@ def write(name: str, system: str, made: Fit, chip: str) -> None:
     lines += ["]", "", "[sources]", f'by_head_size = "{fitted}, of the peak in chips/{chip}.toml"']
     lines += [
         'both_over_forward = "cuDNN forward and backward on an H200 over TensorRT-LLM forward by '
-        'these rates: 1.00 in the mean of 12 shapes, experiments/attention_rates/fit.py"'
+        'these rates: 1.00 in the mean of 10 shapes, experiments/attention_rates/fit.py"'
     ]
     lines += [f'{each} = "{fitted}"' for each in ("layer_seconds", "layer_passes")]
     path = CATALOGUE / "attention_rates" / f"{name}.toml"

@@ -3,6 +3,8 @@
 Compiles programs that are in neither the archive nor the user's cache, and writes the programs of
 the ledger's rows into the archive beside this file. It can be interrupted: compiled programs stay
 in the cache, and the next run resumes from there. With --anew nothing is read from the archive.
+With --add the archive keeps what it holds, and gets the programs of those rows that the closed form
+does not know.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.core.progress import OnProgress, Progress
 from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
+from scalejax.validation.kinds import find_ledger
 from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.programs import archived_programs, find_programs
 
@@ -34,17 +37,38 @@ def rebuild(
     return len(found), write_archive(found, path)
 
 
+def add(
+    rows: list[LedgerRow], archive: Archive, path: Path, on_progress: OnProgress
+) -> tuple[int, int]:
+    """Write `archive`, and the programs of those of `rows` that the closed form does not know, into
+    the archive at `path`; returns (programs, bytes).
+
+    Args:
+        rows: rows of a ledger.
+        archive: programs that stay.
+        path: the file to write.
+        on_progress: called with the number of programs compiled, and of all that must be.
+    """
+    programs = archived_programs(archive, on_progress, closed_form=True)
+    find_programs([case for case in map(case_of, rows) if isinstance(case, Case)], programs)
+    kept = {key: program for key in archive.lines if (program := archive.program(key)) is not None}
+    found = kept | programs.compiled.known
+    return len(found), write_archive(found, path)
+
+
 def main() -> int:
     """Rebuild the archive as the flags say; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scalejax.validation.rebuild")
     parser.add_argument("ledger", type=Path, metavar="LEDGER.csv")
+    parser.add_argument("--add", action="store_true", help="keep what is there")
     parser.add_argument("--anew", action="store_true", help="take nothing from the archive")
     parser.add_argument("--output", type=Path, default=ARCHIVE, metavar="FILE")
     flags = parser.parse_args()
     try:
-        rows = read_ledger(flags.ledger)
+        rows = read_ledger(find_ledger(flags.ledger))
         archive = Archive({}) if flags.anew else read_archive(flags.output)
-        count, size = rebuild(rows, archive, flags.output, _print_progress)
+        written = add if flags.add else rebuild
+        count, size = written(rows, archive, flags.output, _print_progress)
     except ScalejaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

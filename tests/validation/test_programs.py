@@ -22,7 +22,7 @@ from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.validation.archive import Archive, read_archive, write_archive
 from scalejax.validation.programs import archived_programs, find_programs
-from scalejax.validation.rebuild import main, rebuild
+from scalejax.validation.rebuild import add, main, rebuild
 from scalejax.xla.cache import case_key
 from scalejax.xla.worker_pool import run_jobs
 
@@ -206,6 +206,19 @@ def test_rebuilt_archive_holds_what_the_rows_need(row, tmp_path: Path):
 
     assert (count, size) == (1, path.stat().st_size)
     assert list(read_archive(path).lines) == list(archive.lines)
+
+
+def test_added_programs_are_those_that_the_closed_form_does_not_know(row, tmp_path: Path):
+    """The archive keeps what it holds, and gets none of a decoder, whose step has a closed form."""
+    path = tmp_path / "programs.xz"
+    known, decoder = row(RESNET), row(GPT | {"hardware": "h100_sxm_80gb", "intra_node_link": ""})
+    archive = archive_for(known, program(2))
+    lines = dict(archive.lines) | {"another": next(iter(archive.lines.values()))}
+
+    count, _ = add([known, decoder], Archive(lines), path, lambda *counts: pytest.fail("compiled"))
+
+    assert count == 2
+    assert set(read_archive(path).lines) == set(lines)
 
 
 def test_first_run_that_fits_is_taken(row):

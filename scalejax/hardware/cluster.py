@@ -21,7 +21,14 @@ from scalejax.hardware.site import CalibratedRange
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
 Algorithm = Literal[
-    "ring", "tree", "hierarchical", "halving_doubling", "nvls", "parameter_server", "pairwise"
+    "ring",
+    "tree",
+    "hierarchical",
+    "halving_doubling",
+    "nvls",
+    "sharp",
+    "parameter_server",
+    "pairwise",
 ]
 
 LaunchMode = Literal["asynchronous", "blocking", "graph"]
@@ -101,9 +108,15 @@ class Network:
     """Table of measured times of collectives over all devices of several nodes, in
     `collective_times/`; None if there is none."""
     nodes_per_switch: int | None = None
-    """Nodes that communicate at full rate; None if all do."""
+    """Nodes that communicate at full rate; None if all do. Of a fat tree those of a leaf switch;
+    where a leaf joins cards of one number (rails), as many as it has ports; of a dragonfly those of
+    a group."""
     oversubscription: float = 1.0
-    """Factor by which groups over more nodes than `nodes_per_switch` are slower."""
+    """Factor by which groups over more nodes than `nodes_per_switch` are slower: the rate of the
+    cards below a leaf over that of its links to the spine; of a dragonfly, that of a group's cards
+    over that of its global links."""
+    sums_in_switches: bool = False
+    """Whether the switches add up what nodes send (SHARP)."""
 
     def __post_init__(self) -> None:
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
@@ -181,7 +194,7 @@ class CommunicationLibrary:
 
     def __post_init__(self) -> None:
         algorithms = [method.algorithm for method in self.methods]
-        if not set(algorithms) - {"pairwise", "nvls"}:
+        if not set(algorithms) - {"pairwise", "nvls", "sharp"}:
             accepted = "one must be able to reduce, such as a ring"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
 

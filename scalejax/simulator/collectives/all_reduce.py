@@ -30,11 +30,14 @@ def all_reduce_seconds(
         if not methods:
             return 0.0
     # A switch has nothing to add up for a group with one member in the node.
-    has_switch = route.in_switch_fraction is not None and route.members_per_node > 1
+    is_possible = {
+        "nvls": route.in_switch_fraction is not None and route.members_per_node > 1,
+        "sharp": route.sums_in_network,
+    }
     return min(
         _ALGORITHMS[method.algorithm](payload_bytes, route, method)
         for method in methods
-        if method.algorithm in _ALGORITHMS and (method.algorithm != "nvls" or has_switch)
+        if method.algorithm in _ALGORITHMS and is_possible.get(method.algorithm, True)
     )
 
 
@@ -126,6 +129,35 @@ def in_switch_all_reduce_seconds(
     return start + pipelined_seconds(transfer, max(ramp, route.in_switch_ramp_seconds))
 
 
+def in_network_all_reduce_seconds(
+    payload_bytes: int, route: Route, method: CollectiveMethod
+) -> float:
+    """Time of an all-reduce summed by the switches between the nodes (SHARP), however many.
+
+    Each node sends the sum of its members once, and receives the total once:
+    seconds = base + link hops + 2 network hops + max(inside, payload / network),
+    where inside is (1 + 1/g) payload at the in-switch rate where the node's switch sums too, else a
+    reduce-scatter and an all-gather. Left out: more levels of switches, under a microsecond each.
+
+    Source: Graham et al. 2016, "Scalable hierarchical aggregation protocol (SHArP)", COMHPC; sizes
+    as of NVLS with CollNet in NCCL's tuner.
+    """
+    g = route.members_per_node
+    inside, link_hops = 0.0, 0
+    if g > 1 and route.in_switch_fraction is not None:
+        inside = (1 + 1 / g) * payload_bytes
+        inside /= route.link_bytes_per_second * route.in_switch_fraction
+        link_hops = 1
+    elif g > 1:
+        inside, link_hops = 2 * (g - 1) / g * payload_bytes / route.link_bytes_per_second, 2
+    between = payload_bytes / (route.network_bytes_per_second or math.inf)
+    transfer = max(inside, between) / method.bandwidth_fraction
+    start = latency_seconds(method, route, link_hops=link_hops, network_hops=2)
+    return start + pipelined_seconds(
+        transfer, max(route.ramp_seconds, route.in_switch_ramp_seconds)
+    )
+
+
 def parameter_server_all_reduce_seconds(
     payload_bytes: int, route: Route, method: CollectiveMethod
 ) -> float:
@@ -160,6 +192,7 @@ _ALGORITHMS: dict[str, Callable[[int, Route, CollectiveMethod], float]] = {
     "hierarchical": hierarchical_all_reduce_seconds,
     "halving_doubling": halving_doubling_all_reduce_seconds,
     "nvls": in_switch_all_reduce_seconds,
+    "sharp": in_network_all_reduce_seconds,
     "parameter_server": parameter_server_all_reduce_seconds,
 }
 

@@ -35,6 +35,8 @@ class Route:
     """Fraction of the link's rate that is reached when the switch sums; None if it cannot."""
     in_switch_ramp_seconds: float = 0.0
     """Time constant of the pipeline when the switch sums."""
+    sums_in_network: bool = False
+    """Whether the switches between the nodes add up what they send."""
     own_share: float = 0.0
     """Time to copy a member's own part in memory, over the time to send it on a link."""
     latency_fraction: float = 1.0
@@ -105,6 +107,9 @@ def find_route(
         host_bytes_per_second=host_rate,
         in_switch_fraction=link.in_switch_fraction,
         in_switch_ramp_seconds=link.in_switch_ramp_seconds,
+        sums_in_network=nodes > 1
+        and cluster.network is not None
+        and cluster.network.sums_in_switches,
         own_share=link.own_share,
         latency_fraction=link.latency_fraction,
         ramp_seconds=ramp_seconds,

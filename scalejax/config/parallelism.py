@@ -118,6 +118,21 @@ def stage_layers(layers: int, stages: int, before: int = 0) -> tuple[int, ...]:
     return (first - before, *others)
 
 
+def balanced_layers(
+    layers: int, stages: int, layer_weights: int, output_weights: int
+) -> tuple[int, ...]:
+    """Layers of each pipeline stage as nanotron deals them (PipelineBlock, and
+    get_block_compute_costs of its models): by weights, those of the output layer among them, in
+    order; a stage takes layers until all so far exceed its share."""
+    total = layers * layer_weights + output_weights
+    counts, stage = [0] * stages, 0
+    for index in range(layers):
+        counts[stage] += 1
+        is_full = (index + 1) * layer_weights * stages > total * (stage + 1)
+        stage += is_full and stage + 1 < stages
+    return tuple(counts)
+
+
 ContextStrategy = Literal["all_gather", "ring", "all_to_all"]
 """How attention sees keys and values of tokens on other devices of the context axis."""
 

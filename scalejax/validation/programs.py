@@ -72,8 +72,9 @@ def program_in_closed_form(job: ProfileJob) -> Program:
     if job.run.layout.pipeline > 1 and "gpipe" == schedule == job.framework.schedule:
         accepted = "the closed form knows pipelines in 1F1B"
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
+    shape = shape_of(config, chip, job.run.dataset)
     program = transformer_program(
-        shape_of(config, chip, job.run.dataset),
+        job.framework.shape(shape),
         strategy_of(job.run),
         workspace_bytes=workspace_bytes(chip),
     )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scalejax.config.parallelism import (
     BatchSplit,
     Layout,
+    balanced_layers,
     bn_group_count,
     fill_data_axis,
     stage_layers,
@@ -92,6 +93,14 @@ def test_the_first_stage_has_fewer_layers_after_those_it_computes_besides():
     """DeepSeek-V3's 58 after 3 dense ones; with more than its share it has none."""
     assert stage_layers(58, 16, before=3) == (1, *(4,) * 12, *(3,) * 3)
     assert stage_layers(4, 3, before=5) == (0, 2, 2)
+
+
+def test_layers_are_balanced_with_the_output_layer():
+    """nanotron's 1B: 16 layers of 67.1 million and an output layer of 268.4 on two stages: 11 are
+    the first to exceed half of all. One of its 3B on eight: the last stage has no layer left."""
+    assert balanced_layers(16, 2, 67_108_864, 268_435_456) == (11, 5)
+    assert balanced_layers(28, 8, 113_246_208, 402_653_184) == (4, 4, 4, 4, 4, 4, 4, 0)
+    assert balanced_layers(5, 1, 1, 10) == (5,)
 
 
 def test_local_statistics_are_those_of_one_device():

@@ -5,7 +5,11 @@ from dataclasses import replace
 import pytest
 from program_cases import PAPER, fusion, gather, matmul, program_of, wait
 
-from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
+from scalejax.simulator.frameworks.overlap import (
+    with_overlapped_state,
+    with_overlapped_tensor,
+    with_sums_in_last_pass,
+)
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
 
@@ -98,3 +102,28 @@ def test_state_of_one_loop_over_microbatches_is_beside_all_of_them():
 
     middle = ["gradients", "both", "parameters-done"]
     assert names(beside) == ["parameters", *middle, "gradients-done"]
+
+
+def test_gradients_are_summed_beside_the_last_backward_pass():
+    """3 microbatches of 2 + 4 ms, and a sum over data of 3, twice what a gather takes: the last
+    backward pass hides it."""
+    forward = Loop(name="forward", trip_count=2, body=(matmul("up", 1),))
+    backward = Loop(name="backward", trip_count=2, body=(matmul("up.gradient", 2),))
+    likewise = gather("sum", 1.5, axis="data")
+    assert likewise.collective is not None
+    summed = replace(likewise, collective=replace(likewise.collective, name="all_reduce"))
+
+    for count in (1, 3):
+        passes = (Loop(name="microbatches", trip_count=count, body=(forward, backward)),)
+        step = program_of(*(passes if count > 1 else (forward, backward)), summed, wait("sum"))
+        step = replace(step, backend="closed_form")
+        beside = with_sums_in_last_pass(step)
+
+        own = timeline(step, PAPER).step_seconds - count * 6e-3
+        assert own > 2e-3
+        assert timeline(beside, PAPER).step_seconds == pytest.approx(count * 6e-3, rel=1e-3)
+        assert collective_bytes(beside) == collective_bytes(step)
+        assert len(set(names(beside))) == len(names(beside))
+        assert with_sums_in_last_pass(replace(step, backend="cuda")).backend == "cuda"
+    staged = replace(step, mesh_axes=(("pipeline", 2), *step.mesh_axes))
+    assert with_sums_in_last_pass(staged) == staged

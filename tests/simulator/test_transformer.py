@@ -18,7 +18,7 @@ from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Operation, Program
+from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transformer import (
     Recompute,
     StepParts,
@@ -27,6 +27,7 @@ from scalejax.simulator.transformer import (
     step_parts,
     transformer_program,
 )
+from scalejax.simulator.transformer.shape import parameters_of_device, stage_counts
 from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.xla import has_cuda_compiler, profile
 
@@ -405,6 +406,53 @@ def test_slowest_of_unequal_stages_sets_the_pace():
         runs.append((found["forward.up"], found["logits.product"]))
 
     assert runs == [(8 * 2 + 1, 1), (8 * 1 + 2, 8)]
+
+
+def test_stages_apart_hold_and_sum_only_what_they_compute():
+    """4 blocks of 0.79 million elements and an output layer of 2.1: two blocks exceed a quarter of
+    all, and four a half. The longest of 4 stages has two, and one table of two; no gradient of a
+    table is summed over stages."""
+    shape = dataclasses.replace(SMALL, vocabulary=8192, has_tied_embeddings=False)
+    apart = dataclasses.replace(shape, stages_apart=True)
+    spread = strategy(microbatches=4, pipeline=4, data=2)
+
+    assert stage_counts(apart, spread.layout) == (2, 2, 0, 0)
+    ours, theirs = (transformer_program(each, spread) for each in (shape, apart))
+    over_stages = [
+        each.collective
+        for program in (ours, theirs)
+        for each, _ in program.walk()
+        if each.collective is not None
+        and each.collective.name == "all_reduce"
+        and "pipeline" in each.collective.group.axes
+    ]
+    assert len(over_stages) == 1  # ours
+    held = parameters_of_device(apart, spread.layout)
+    blocks = 2 * sum(shape.matrices.values())
+    assert held == pytest.approx(blocks + 8192 * 256 + 128 * 256, rel=0.02)  # vectors besides
+
+
+def test_gradients_are_summed_once_with_a_single_microbatch():
+    """Over data in float32, all parameters; XLA sums them block by block in 16 bits."""
+    once = dataclasses.replace(SMALL, sums_gradients_once=True)
+    ours, theirs = (transformer_program(each, strategy(data=4)) for each in (SMALL, once))
+
+    parameters = SMALL.parameters
+    sent = [each.collective_bytes("all_reduce") for each in (ours, theirs)]
+    assert sent[0] == pytest.approx(2 * parameters, rel=0.02)
+    assert sent[1] == pytest.approx(4 * parameters, rel=0.02)
+    assert max(loop_sums(theirs), default=0) < 100  # none in a block
+
+
+def loop_sums(program: Program) -> list[int]:
+    """Payloads of what is summed in loops."""
+    return [
+        each.collective.payload_bytes
+        for loop in program.operations
+        if isinstance(loop, Loop)
+        for each in loop.body
+        if isinstance(each, Operation) and each.collective is not None
+    ]
 
 
 def test_stages_share_first_dense_blocks_as_the_trainer_does():

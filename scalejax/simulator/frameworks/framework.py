@@ -7,7 +7,7 @@ program to a program. `scalejax.xla` applies them to the compiled step. Knows no
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, DecoderRemat, GptConfig
 from scalejax.config.pipeline_schedule import PipelineSchedule, TrainedSchedule
@@ -28,8 +28,13 @@ from scalejax.simulator.frameworks.megatron import (
     with_unpadded_heads,
 )
 from scalejax.simulator.frameworks.memory import MEGATRON_CORE, NANOTRON, EagerMemory, memory_use
-from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
+from scalejax.simulator.frameworks.overlap import (
+    with_overlapped_state,
+    with_overlapped_tensor,
+    with_sums_in_last_pass,
+)
 from scalejax.simulator.program import Program
+from scalejax.simulator.transformer.shape import TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
 Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
@@ -76,6 +81,9 @@ class Framework:
     schedule: TrainedSchedule = "gpipe"
     """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe. A schedule
     that nobody trains is asked for in a run, whose blocks and microbatches are checked for it."""
+    closed_form: tuple[Literal["stages_apart", "sums_gradients_once"], ...] = ()
+    """What the closed form of its step does otherwise than XLA's, by fields of `TransformerShape`;
+    of compiled steps, of which it is not known, these are left out."""
     memory: EagerMemory | None = None
     """What it holds in memory, and its allocator reserves; None where that is what the compiled
     step holds, or not known."""
@@ -121,6 +129,10 @@ class Framework:
         note = f"the step of {self.title}: "
         note += "; ".join(differences) or "no difference from XLA's is known for this run"
         return replace(program, framework=self.name, notes=(*program.notes, note))
+
+    def shape(self, shape: TransformerShape) -> TransformerShape:
+        """The network of `shape`, whose step is in closed form as this framework's."""
+        return replace(shape, **dict.fromkeys(self.closed_form, True))
 
     def with_memory(self, program: Program, run: ResolvedRun) -> Program:
         """`program` of `run` with the memory that this framework holds, where it is known; after
@@ -273,6 +285,11 @@ _STATE_OVERLAP = Property(
     source="NVIDIA/Megatron-LM: --overlap-param-gather, --overlap-grad-reduce",
     transform=lambda program, *_: with_overlapped_state(program),
 )
+_SUMS_OVERLAP = Property(
+    title="gradients are summed while the last microbatch's backward pass runs",
+    source="torch/nn/parallel/distributed.py: DistributedDataParallel, no_sync before the last",
+    transform=lambda program, *_: with_sums_in_last_pass(program),
+)
 _EAGER_LOSS = Property(
     title="the loss is not compiled, and holds three or four float32 copies of the logits",
     source=(
@@ -311,7 +328,14 @@ FRAMEWORKS = {
     for each in (
         XLA,
         _of_pytorch(name="pytorch", title="PyTorch", year=2023),
-        _of_pytorch(name="nanotron-2025", title="nanotron", year=2025, memory=NANOTRON),
+        _of_pytorch(
+            name="nanotron-2025",
+            title="nanotron",
+            year=2025,
+            properties=(_SUMS_OVERLAP,),
+            closed_form=("stages_apart", "sums_gradients_once"),
+            memory=NANOTRON,
+        ),
         _of_pytorch(
             name="megatron-lm",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.moe import MoeConfig
-from scalejax.config.parallelism import stage_layers
+from scalejax.config.parallelism import balanced_layers, stage_layers
 from scalejax.config.run import ResolvedRun
 from scalejax.simulator.program import MemoryUse, ReservedBytes
 
@@ -235,19 +235,10 @@ def _in_flight(run: ResolvedRun, stage: int) -> float:
 def _layers_of_stages(
     held: EagerMemory, model: DecoderConfig, vocabulary: int, stages: int
 ) -> tuple[int, ...]:
-    """Layers of each stage. By FLOP (nanotron, PipelineBlock and get_block_compute_costs), a stage
-    takes layers until those so far exceed its share of all, of which the output layer is a part."""
     if not held.balances_output or stages == 1:
         return stage_layers(model.layers, stages)
     layer = sum(_dense_matrices(model).values())
-    total = model.layers * layer + vocabulary * model.hidden
-    counts = [0] * stages
-    stage = 0
-    for index in range(model.layers):
-        counts[stage] += 1
-        if stage + 1 < stages and (index + 1) * layer > total * (stage + 1) / stages:
-            stage += 1
-    return tuple(counts)
+    return balanced_layers(model.layers, stages, layer, vocabulary * model.hidden)
 
 
 NANOTRON = EagerMemory(

@@ -13,8 +13,9 @@ before it compute, and sums its gradients while earlier layers still run backwar
 
 from dataclasses import replace
 
-from scalejax.config.parallelism import DATA, TENSOR
+from scalejax.config.parallelism import DATA, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.transforms.pipeline import renamed
 
 _Items = tuple[Operation | Loop, ...]
 
@@ -56,6 +57,38 @@ def with_overlapped_state(program: Program) -> Program:
     after = (begin if begin != end else end + len(sums)) + 1
     rest[after:after] = waits
     return replace(program, operations=tuple(rest))
+
+
+def with_sums_in_last_pass(program: Program) -> Program:
+    """`program`, in closed form, with all-reduces of gradients over data beside the backward pass
+    of the last microbatch, as by PyTorch's DistributedDataParallel; without stages.
+
+    Buckets are all-reduced as they are filled; here all start with the pass, which is as long
+    unless they take longer than it.
+    """
+    items = list(program.operations)
+    loops = [index for index, item in enumerate(items) if isinstance(item, Loop)]
+    has_stages = dict(program.mesh_axes).get(PIPELINE, 1) > 1
+    if not loops or has_stages or program.backend != "closed_form":
+        return program
+    sums = [item for item in items[loops[-1] :] if _sums_gradients(item)]
+    rest = [item for item in items if item not in sums]
+    last = rest[loops[-1]]
+    if isinstance(last, Loop) and any(isinstance(each, Loop) for each in last.body):
+        before = [replace(last, trip_count=last.trip_count - 1)] if last.trip_count > 1 else []
+        rest[loops[-1] : loops[-1] + 1] = [*before, *(renamed(each, ".last") for each in last.body)]
+    backward = (
+        index
+        for index, item in enumerate(rest)
+        if isinstance(item, Loop) and item.name.removesuffix(".last").endswith("backward")
+    )
+    place = next(backward, loops[-1])
+    rest[place:place] = sums
+    return replace(program, operations=tuple(rest))
+
+
+def _sums_gradients(item: Operation | Loop) -> bool:
+    return isinstance(item, Operation) and _is_of_state(item, "all_reduce")
 
 
 def _sums_first(item: Operation | Loop) -> Operation | Loop:

@@ -13,9 +13,10 @@ from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import (
     BlockShard,
     TransformerShape,
+    deals_layers,
     devices_of_matrix,
     is_of_experts,
-    is_uneven,
+    layers_of_device,
     stage_counts,
     stage_layout,
     trained_of_device,
@@ -363,7 +364,7 @@ def start_of_stage(
     write = Writer("stage", shape.operand_type, layout)
     write.fusion("kept.zero", 0, int(sum(_kept_bytes(blocks)) * in_flight))
     _cast_matrices(write, blocks, is_gathered=is_gathered)
-    return (*write.operations, *zeros(shape, own, layout if is_uneven(shape, layout) else None))
+    return (*write.operations, *zeros(shape, own, layout if deals_layers(shape, layout) else None))
 
 
 def exchanged_chunks(
@@ -392,7 +393,7 @@ def _matrix_counts(shape: TransformerShape, whole: Layout, *, is_trained: bool) 
     for kind, layers in shape.kinds:
         for name, size in (kind.trained if is_trained else kind.matrices).items():
             parts = devices_of_matrix(name, layout) * layout.fsdp
-            count = size // parts * layers // whole.pipeline
+            count = int(size // parts * layers_of_device(shape, layers, whole))
             counts[name] = counts.get(name, 0) + count
     return counts
 
@@ -413,8 +414,9 @@ def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout)
 
 
 def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:
-    """Gradients that a device accumulates over microbatches; 0 with a single microbatch."""
-    if microbatches == 1 and layout.pipeline == 1:
+    """Gradients that a device accumulates over microbatches; 0 with a single one, unless they are
+    summed in float32 all the same."""
+    if microbatches == 1 and layout.pipeline == 1 and not shape.sums_gradients_once:
         return 0
     return trained_of_device(shape, layout)
 
@@ -449,7 +451,7 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     counts = _matrix_counts(shape, whole, is_trained=True)
     counts["tables"] = max(0, own - sum(counts.values()))
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
-    if is_uneven(shape, whole):
+    if deals_layers(shape, whole):
         back = Writer("update", _F32, whole)
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
@@ -504,8 +506,10 @@ def _sum_stages(write: Writer, end: Update, counts: dict[str, int]) -> None:
     besides."""
     layout = end.layout
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}
+    shared = () if end.shape.stages_apart else (PIPELINE,)
+    ends = (*shared, EXPERT, CONTEXT)
     for axes, wanted in (
-        ((PIPELINE, EXPERT, CONTEXT), lambda name: name == "tables"),
+        (ends, lambda name: name == "tables"),
         ((EXPERT, CONTEXT), lambda name: name != "tables" and not is_of_experts(name)),
         ((CONTEXT,), is_of_experts),
     ):

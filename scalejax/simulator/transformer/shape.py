@@ -4,6 +4,7 @@ Knows the elements of each matrix and the shard that one device holds; no operat
 """
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
@@ -16,6 +17,7 @@ from scalejax.config.parallelism import (
     BatchSplit,
     ContextStrategy,
     Layout,
+    balanced_layers,
     stage_layers,
 )
 from scalejax.config.pipeline_schedule import PipelineSchedule
@@ -107,6 +109,13 @@ class TransformerShape:
     """Adapters, which alone are trained; None where all of the network is."""
     compiler: Compiler = "0.10"
     """The XLA that schedules and fuses the step."""
+    sums_gradients_once: bool = False
+    """Whether gradients are summed over data once a step in float32 with a single microbatch as
+    well, which XLA sums block by block."""
+    stages_apart: bool = False
+    """Whether the first pipeline stage alone holds the token embedding and the last the output
+    layer, and layers are balanced with that (`balanced_layers`), as in nanotron; else all stages
+    hold both, and layers in equal shares, as the trainer does."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocabulary", "tokens"):
@@ -664,6 +673,9 @@ def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
 @lru_cache(maxsize=_CACHE_SIZE)
 def stage_counts(shape: TransformerShape, layout: Layout) -> tuple[int, ...]:
     """Blocks of each pipeline stage, of the last kind."""
+    if shape.stages_apart and layout.pipeline > 1:
+        output = shape.vocabulary * shape.hidden
+        return balanced_layers(shape.layers, layout.pipeline, sum(shape.matrices.values()), output)
     if shape.experts is None:
         return stage_layers(shape.layers, layout.pipeline)
     return shape.experts.layers_of_stages(shape.layers, layout.pipeline, chunks=1, period=1)
@@ -681,8 +693,8 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     in its backward pass, in the compute type. With ZeRO 2 those of every microbatch are summed
     after it, in float32. A pipeline sums once.
     """
-    is_explicit = strategy.layout.data > 1 and strategy.split.microbatches > 1
-    return strategy.layout.pipeline > 1 or is_explicit
+    is_explicit = strategy.split.microbatches > 1 or shape.sums_gradients_once
+    return strategy.layout.pipeline > 1 or (strategy.layout.data > 1 and is_explicit)
 
 
 def scatters_in_blocks(shape: TransformerShape, strategy: Strategy) -> bool:
@@ -729,6 +741,19 @@ def sum_axes(layout: Layout, *, of_experts: bool = False) -> tuple[str, ...]:
     return tuple(axis for axis in axes if getattr(layout, axis) > 1)
 
 
+def deals_layers(shape: TransformerShape, layout: Layout) -> bool:
+    """Whether stages that hold equal shares of the layers compute unequal ones, which they are
+    dealt in every step."""
+    return is_uneven(shape, layout) and not shape.stages_apart
+
+
+def layers_of_device(shape: TransformerShape, layers: int, layout: Layout) -> Fraction:
+    """Layers that a device holds of so many: an equal share, or those of the longest stage."""
+    if not shape.stages_apart:
+        return Fraction(layers, layout.pipeline)
+    return Fraction(max(stage_counts(shape, layout)))
+
+
 def stage_kinds(
     shape: TransformerShape, layers: int, stages: int
 ) -> tuple[tuple[TransformerShape, int], ...]:
@@ -765,7 +790,7 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
     """Any shard of a block, where the gradients of the embeddings are summed once, with a single
     microbatch; else None."""
     layout = strategy.layout
-    if layout.pipeline > 1 or strategy.split.microbatches > 1:
+    if layout.pipeline > 1 or strategy.split.microbatches > 1 or shape.sums_gradients_once:
         return None
     is_scattered = scatters_in_blocks(shape, strategy)
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)
@@ -834,9 +859,9 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
             for name, size in kind.matrices.items()
         )
         block += shard.small_elements + shard.norm_elements + kind.router_elements
-        blocks += count * block // layout.pipeline
+        blocks += int(layers_of_device(shape, count, layout) * block)
     tables = shape.vocabulary * shape.hidden // parts
-    if not shape.has_tied_embeddings:
+    if not shape.has_tied_embeddings and not (shape.stages_apart and layout.pipeline > 1):
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
     return blocks + tables + places + shape.hidden * shape.norm_vectors

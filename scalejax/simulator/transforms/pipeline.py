@@ -162,7 +162,7 @@ def with_bubble(
     def split(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
         if not isinstance(item, Loop) or item.trip_count != ticks.work + ticks.idle:
             return (item,)
-        body = tuple(_with_suffix(each, BUBBLE) for each in item.body)
+        body = tuple(renamed(each, BUBBLE) for each in item.body)
         idle = Loop(name=item.name + BUBBLE, trip_count=ticks.idle, body=body)
         return replace(item, trip_count=ticks.work), idle
 
@@ -226,7 +226,7 @@ def _slowest_stage(
     exchanges = Loop(name=f"{item.name}.exchange", trip_count=slots_at_work, body=between)
     rest = max(1, round((slots - slots_at_work * ticks.work) / max(1, ticks.idle)))
     waiting = Loop(name=f"{item.name}.exchange", trip_count=rest, body=between)
-    bubble = tuple(_with_suffix(each, BUBBLE) for each in (*idle, waiting))
+    bubble = tuple(renamed(each, BUBBLE) for each in (*idle, waiting))
     return (
         Loop(name=item.name, trip_count=ticks.work, body=(*work, exchanges)),
         Loop(name=item.name + BUBBLE, trip_count=ticks.idle, body=bubble),
@@ -259,7 +259,7 @@ def _dualpipe_loops(
 
     forward = [each for each in passes if each.name.startswith("forward_pass")]
     more = [each for each in passes if each.name.startswith("backward_pass")]
-    idle = (*passes, *(_with_suffix(each, "#more") for each in more))
+    idle = (*passes, *(renamed(each, "#more") for each in more))
     left = 1 - 3 * sum(map(weights, forward)) / max(1.0, sum(map(_flop, idle)))
     bubble = with_share((*idle, exchanges), max(0.0, left))
     apart = (*passes, exchanges)
@@ -268,12 +268,12 @@ def _dualpipe_loops(
         Loop(
             name=name,
             trip_count=ticks.work - ticks.paired,
-            body=tuple(_with_suffix(each, "#apart") for each in apart),
+            body=tuple(renamed(each, "#apart") for each in apart),
         ),
         Loop(
             name=name + PAIRED + BUBBLE,
             trip_count=ticks.idle,
-            body=tuple(_with_suffix(each, BUBBLE) for each in bubble),
+            body=tuple(renamed(each, BUBBLE) for each in bubble),
         ),
     )
     return tuple(loop for loop in loops if loop.trip_count)  # two stages have no bubble
@@ -325,11 +325,11 @@ def without_bubble(program: Program) -> Program:
     return program if len(kept) == len(program.operations) else replace(program, operations=kept)
 
 
-def _with_suffix(item: Operation | Loop, suffix: str) -> Operation | Loop:
+def renamed(item: Operation | Loop, suffix: str) -> Operation | Loop:
     """Copy of `item` with `suffix` after every name, as names are unique in a program."""
     name = item.name + suffix
     if isinstance(item, Loop):
-        body = tuple(_with_suffix(each, suffix) for each in item.body)
+        body = tuple(renamed(each, suffix) for each in item.body)
         return replace(item, name=name, body=body)
     return replace(item, name=name, waits_for=item.waits_for and item.waits_for + suffix)
 
@@ -372,11 +372,11 @@ def _bubble(
         suffix = (f".{index}" if index else "") + BUBBLE
         part = Fraction(layers, own * pipeline.chunks)
         held = blocks if layers else ()  # a first stage may have only what is in `last`
-        bubble_body = tuple(_with_suffix(_shortened(item, part), suffix) for item in held)
+        bubble_body = tuple(renamed(_shortened(item, part), suffix) for item in held)
         sends = _numbered(sent, pipeline.chunks + index)
         loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*bubble_body, *sends)))
     if last:
-        ends = tuple(_with_suffix(item, BUBBLE) for item in last)
+        ends = tuple(renamed(item, BUBBLE) for item in last)
         loops.append(Loop(name=f"{work.name}.last{BUBBLE}", trip_count=1, body=ends))
     return loops
 

@@ -1,7 +1,9 @@
 """Rows of ledgers of convergence: samples to a target, and final losses.
 
 Samples to a target are predicted with the hyperbola of `planning.convergence`, through the other
-points of the same benchmark: never a row's own batch, nor a submission of its own submitter.
+points of the same benchmark, those of the ledgers that come with scalejax among them: never a row's
+own batch, nor a submission of its own submitter. From one other batch it is a wide band: as many
+samples, as many steps, or anything between.
 scalejax predicts no loss, so rows that state one are skipped.
 """
 
@@ -14,8 +16,6 @@ from scalejax.planning.convergence import Hyperbola, Point, fit
 from scalejax.validation.summary import Quantity, RowResult
 from scalejax.validation.table import MAY_BE_ZERO
 
-_LEAST_BATCHES = 2
-"""Other batches that a prediction needs: one point says nothing of how samples grow."""
 _NO_LOSS = "skipped: scalejax predicts no loss"
 
 
@@ -79,7 +79,7 @@ class SamplesRow(ABC):
 class ReferenceRow(SamplesRow):
     """A reference convergence point of MLPerf (columns of convergence_rcp.csv)."""
 
-    others: ClassVar[str] = "other batches"
+    others: ClassVar[str] = "other batch"
 
     optimizer: str | None = None
     """Optimizer."""
@@ -107,7 +107,7 @@ class SubmissionRow(SamplesRow):
     """Samples to the target by submission to MLPerf (columns of
     mlperf_submission_convergence.csv)."""
 
-    others: ClassVar[str] = "other batches of other submitters"
+    others: ClassVar[str] = "other batch of another submitter"
 
     org: str
     """Submitter."""
@@ -149,10 +149,19 @@ class LossRow:
     """Name of the run."""
 
 
-def samples_results(rows: Sequence[SamplesRow], ledger: str) -> list[RowResult]:
-    """Prediction and measurement of each row, each from the others of its benchmark."""
+def samples_results(
+    rows: Sequence[SamplesRow], ledger: str, known: Sequence[SamplesRow] = ()
+) -> list[RowResult]:
+    """Prediction and measurement of each row, each from the others of its benchmark.
+
+    Args:
+        rows: the rows.
+        ledger: their name.
+        known: rows of other ledgers, to predict from too.
+    """
     curves: dict[tuple[object, ...], Hyperbola] = {}
-    return [_samples_result(row, rows, ledger, curves) for row in rows]
+    together = list(dict.fromkeys((*rows, *known)))
+    return [_samples_result(row, together, ledger, curves) for row in rows]
 
 
 def _samples_result(
@@ -166,10 +175,9 @@ def _samples_result(
         for other in rows
         if other.points_of == row.points_of and other.unit == row.unit and row.is_apart_from(other)
     ]
-    batches = {point.global_batch for point in others}
     found, status = None, "ok"
-    if len(batches) < _LEAST_BATCHES:
-        status = f"skipped: of its benchmark and round there are no {_LEAST_BATCHES} {row.others}"
+    if not others:
+        status = f"skipped: of its benchmark and round there is no {row.others}"
     else:
         key = (row.points_of, row.unit, tuple(others))
         if key not in curves:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from scalejax.api import predict
@@ -17,7 +18,7 @@ from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of, framework_of, one_line
 from scalejax.validation.clusters import chip_name
 from scalejax.validation.convergence import LossRow, SamplesRow, loss_results, samples_results
-from scalejax.validation.kinds import Ledger, find_ledger, read_any, shipped_ledgers
+from scalejax.validation.kinds import CONVERGENCE, Ledger, find_ledger, read_any, shipped_ledgers
 from scalejax.validation.ledger import LedgerRow
 from scalejax.validation.operations import OperationRow, result_of
 from scalejax.validation.programs import archived_programs, find_programs
@@ -291,12 +292,21 @@ _NAMED = 3
 """Most ledgers that a validation of several is named by."""
 
 
+@cache
+def _known_samples() -> tuple[SamplesRow, ...]:
+    """Rows of convergence that come with scalejax."""
+    shipped = shipped_ledgers()
+    found = (read_any(shipped[name]).rows for name in CONVERGENCE)
+    return tuple(row for rows in found for row in rows if isinstance(row, SamplesRow))
+
+
 def _other_results(ledger: Ledger) -> list[RowResult]:
     """Results of rows that are no step times."""
     rows = ledger.rows
+    samples = [row for row in rows if isinstance(row, SamplesRow)]
     return [
         *(result_of(row, ledger.name) for row in rows if isinstance(row, OperationRow)),
-        *samples_results([row for row in rows if isinstance(row, SamplesRow)], ledger.name),
+        *samples_results(samples, ledger.name, _known_samples() if samples else ()),
         *loss_results([row for row in rows if isinstance(row, LossRow)], ledger.name),
     ]
 

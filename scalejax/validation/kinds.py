@@ -30,6 +30,9 @@ from scalejax.validation.table import Table, read_table, required_columns, rows_
 FOLDER = Path(__file__).parent / "ledgers"
 """The ledgers that come with scalejax; its README.md says where each is from."""
 
+CONVERGENCE = ("convergence_rcp", "mlperf_submission_convergence")
+"""Those of samples to a target."""
+
 Row = LedgerRow | OperationRow | SamplesRow | LossRow
 """A row of any kind of ledger."""
 

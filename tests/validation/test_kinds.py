@@ -29,6 +29,7 @@ from scalejax.validation import (
     shipped_ledgers,
     validate,
 )
+from scalejax.validation.convergence import ReferenceRow
 from scalejax.validation.kinds import FORMATS
 from scalejax.validation.programs import archived_programs
 from scalejax.validation.table import required_columns
@@ -221,9 +222,10 @@ def test_measured_layers_hold_more_than_their_operator(tmp_path: Path):
 def test_samples_to_target_are_predicted_from_other_batches(tmp_path: Path):
     """Never from the row itself: changing it changes no prediction of its own, but the others'."""
     needed = {1024: 40.0, 4096: 42.0, 16384: 52.0}
+    unknown = REFERENCE | {"round": "of nobody"}
 
     def predictions(needed: dict[int, float]) -> list[RowResult]:
-        rows = [REFERENCE | {"global_batch": b, "mean": mean} for b, mean in needed.items()]
+        rows = [unknown | {"global_batch": b, "mean": mean} for b, mean in needed.items()]
         return list(validate(written(tmp_path, *rows)).rows)
 
     before, after = predictions(needed), predictions(needed | {4096: 90.0})
@@ -235,12 +237,20 @@ def test_samples_to_target_are_predicted_from_other_batches(tmp_path: Path):
     assert 40 < (before[1].predicted_samples or 0) < 52
     assert before[1].p10_samples is not None
     (alone,) = predictions({1024: 40.0})
-    assert alone.skip_reason == "of its benchmark and round there are no 2 other batches"
+    assert alone.skip_reason == "of its benchmark and round there is no other batch"
+    rows = read_any(find_ledger("convergence_rcp")).rows
+    known = next(row for row in rows if getattr(row, "benchmark", "") == "bert")
+    assert isinstance(known, ReferenceRow)
+    other = REFERENCE | {"round": known.round, "benchmark": "bert", "unit": known.unit}
+    cells = other | {"global_batch": known.global_batch, "mean": known.mean}
+    (single,) = validate(written(tmp_path, cells)).rows
+    assert single.status == "ok"  # from the points that come with scalejax, without this one
+    assert single.predicted_samples != known.mean
 
 
 def test_a_submission_is_predicted_from_other_submitters(tmp_path: Path):
     """Not from its own, who tuned the same recipe on several systems."""
-    cells = REFERENCE | {"system": "s", "min": 1, "max": 9}
+    cells = REFERENCE | {"round": "of nobody", "system": "s", "min": 1, "max": 9}
     rows = [
         cells | {"org": org, "global_batch": batch, "mean": mean}
         for org, batch, mean in [("A", 8, 30.0), ("A", 16, 31.0), ("B", 32, 33.0), ("B", 64, 35.0)]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 from scalejax.config.parallelism import balanced_layers
 from scalejax.hardware import load_chip
@@ -69,7 +69,7 @@ class Ranked:
     @property
     def correlation(self) -> float:
         """Spearman's rank correlation of predicted and measured times."""
-        return float(spearmanr(self.rank, self.measured)[0])
+        return float(np.corrcoef(rankdata(self.rank), rankdata(self.measured))[0, 1])
 
     @property
     def regret(self) -> float:

@@ -36,7 +36,7 @@ from scalejax.report.terminal import scaling as ramp_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
 from scalejax.simulator.expert_load import of_fullest_device
-from scalejax.simulator.frameworks import FRAMEWORKS, framework_named
+from scalejax.simulator.frameworks import FRAMEWORKS, framework_named, known_framework
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import RampPrediction
 from scalejax.training.record import facts_of
@@ -212,8 +212,8 @@ class Hardware(PlainCommand):
             chips = [load_chip(name) for name in chip_names()]
             tables.show(tables.catalogue(clusters, chips, tuple(FRAMEWORKS.values())))
             return
-        if self.name in FRAMEWORKS:
-            tables.show(tables.framework(FRAMEWORKS[self.name]))
+        if known_framework(self.name) is not None:
+            tables.show(tables.framework(framework_named(self.name)))
             return
         is_chip = self.name in chip_names()
         if is_chip:

@@ -22,6 +22,7 @@ from scalejax.planning.scaling_study import study
 from scalejax.report.html.report import write_report
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import XLA, Framework, framework_named
 from scalejax.simulator.predict import ScalingPrediction
 from scalejax.training.record import RunRecord
 
@@ -55,6 +56,8 @@ class Forecast:
     """Name of the cluster in the catalogue."""
     device_counts: tuple[int, ...]
     """Numbers of devices; few, because the compiler takes 10 to 20 s for each."""
+    framework: Framework = XLA
+    """The framework that trains it."""
 
 
 ARMS = (
@@ -80,6 +83,7 @@ GOYAL = Forecast(
     file="resnet50_goyal2017.toml",
     cluster="big-basin-goyal2017",
     device_counts=(8, 64, 256),
+    framework=framework_named("tensorflow-2017"),  # what that year's software made of a P100
 )
 MODERN = Forecast(
     name="resnet50-h100",
@@ -179,6 +183,7 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
             forecast.device_counts,
             "weak",
             site=site,
+            framework=forecast.framework,
             title=forecast.title,
             on_progress=on_progress,
         )

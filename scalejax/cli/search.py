@@ -72,9 +72,9 @@ class Search(CostCommand):
             left_out_notes,
             report_search,
             search_run,
-            shape_of,
         )
         from scalejax.report.terminal import search as search_tables
+        from scalejax.xla.closed_form import shape_of
 
         serialization.require_writable("json", self.json)
         serialization.require_writable_folder("output", self.output)

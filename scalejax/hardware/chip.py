@@ -119,11 +119,20 @@ class Attainable:
     attention_rates: str | None = None
     """Rates of the catalogue that were fitted to measured attention by head size and tokens, in
     place of `attention_fraction`; None for none."""
-    attention_rates_scale: float = 1.0
-    """Factor on these rates, as fitted to whole steps."""
+    attention_scale: float = 1.0
+    """Rate of fused attention over that of these: of other software's kernels over those that were
+    measured."""
+    grouped_scale: float = 1.0
+    """Rate of grouped products of experts over that of these, likewise."""
+    token_exchange_scale: float = 1.0
+    """Rate of the all-to-alls that send tokens to experts over that of the cluster's library,
+    likewise; above 1 where they are beside other work."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
+    collective_seconds: float = 0.0
+    """Time that each collective takes besides, of a host and of streams that wait for each other;
+    those of a graph have none."""
     step_cv: float | None = None
     """Coefficient of variation of one device's step time (standard deviation over mean), as
     measured on such chips; the conditions of a cluster override it. None if unknown."""
@@ -146,7 +155,7 @@ class Attainable:
                 require_at_least(name, getattr(self, name), 0)
             elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
                 require_fraction(name, getattr(self, name))
-        require_above("attention_rates_scale", self.attention_rates_scale, 0)
+        require_above("attention_scale", self.attention_scale, 0)
         for tokens, head_size, fraction in self.attention_by_shape:
             require_above("attention_by_shape", min(tokens, head_size), 0)
             require_fraction("attention_by_shape", fraction)
@@ -224,9 +233,9 @@ class Chip:
     """Compiler target; None if programs are not compiled for a GPU."""
     tpu: TpuArchitecture | None = None
     """Compiler target; None if it is no TPU."""
-    attainable_by_others: Attainable | None = None
-    """Attainable fractions of other frameworks, whose kernels and launches are not XLA's; None if
-    they are `attainable`."""
+    rates_of: str = "xla-2026"
+    """Framework whose kernels and launches `attainable` is of: another's are told from XLA's by
+    what is known of its software (`simulator.frameworks`)."""
     residuals: Residuals | None = None
     """Residuals of the attainable rates; None if they were not fitted."""
     measured: MeasuredRates | None = None

@@ -298,7 +298,7 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
 
 
 def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
-    measured, others = chip.measured, chip.attainable_by_others
+    measured = chip.measured
     adjusted_rates = partial(
         _adjusted_attainable, factors=factors, is_measured=measured is not None
     )
@@ -309,7 +309,6 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
         chip,
         measured=measured,
         attainable=adjusted_rates(chip.attainable),
-        attainable_by_others=None if others is None else adjusted_rates(others),
     )
 
 
@@ -330,12 +329,9 @@ def _adjusted_attainable(
             (tokens, size, min(1.0, fraction / factors.compute))
             for tokens, size, fraction in attainable.attention_by_shape
         )
-        attainable = replace(
-            attainable,
-            **changed,
-            attention_by_shape=by_shape,
-            attention_rates_scale=attainable.attention_rates_scale / factors.compute,
-        )
+        if attainable.attention_rates is not None:  # they take the place of the fractions
+            changed["attention_scale"] = attainable.attention_scale / factors.compute
+        attainable = replace(attainable, **changed, attention_by_shape=by_shape)
     if factors.contention is not None:
         attainable = replace(attainable, contention_fraction=factors.contention)
     launches = ("launch_seconds", "dispatch_seconds", "step_overhead_seconds")

@@ -48,7 +48,7 @@ from scalejax.xla import profile
 caller = Connection(int(sys.argv[1]))
 wanted = caller.recv()
 chosen = {}
-if wanted["framework"] != "xla":
+if wanted["framework"] is not None:
     from scalejax.simulator.frameworks import framework_named
     chosen["framework"] = framework_named(wanted["framework"])
 try:
@@ -199,7 +199,7 @@ class _Compiling:
             "overrides": request.overrides,
             "devices": request.device_count,
             "cluster": request.cluster_name,
-            "framework": request.framework.name,
+            "framework": None if request.framework == XLA else request.framework.name,
         }
         self.worker = Worker(wanted, program=_COMPILE, search_path=self._places)
         self.worker.begin()

@@ -8,6 +8,7 @@ Knows a program's size and backend; nothing of its operations.
 from dataclasses import replace
 
 from scalejax.hardware import Chip, Cluster
+from scalejax.simulator.frameworks import XLA, known_framework
 from scalejax.simulator.program import Program
 
 GRAPH_LAUNCH_SECONDS = 1.3e-6
@@ -21,10 +22,8 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
 
     Idempotent: effects that are applied are removed from the returned cluster's description.
     """
+    cluster = with_software(cluster, program.framework)
     chip = cluster.chip
-    if program.framework != "xla" and chip.attainable_by_others is not None:
-        chip = replace(chip, attainable=chip.attainable_by_others, attainable_by_others=None)
-        cluster = replace(cluster, chip=chip)
     chip = _shared_chip(cluster, program.device_count)
     if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
         chip = _aligned(chip)
@@ -41,6 +40,17 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
     if chip is cluster.chip and not cluster.shared:
         return cluster
     return replace(cluster, chip=chip, shared=())
+
+
+def with_software(cluster: Cluster, framework: str) -> Cluster:
+    """`cluster` with what the software of a framework makes of its chip, if that has the rates of
+    XLA's programs; those that were measured here are of the framework that ran."""
+    chip, known = cluster.chip, known_framework(framework)
+    if chip.rates_of != XLA.name or chip.measured is not None or known in (None, XLA):
+        return cluster
+    assert known is not None  # noqa: S101
+    chip = replace(known.software.applied(chip), rates_of=known.name)
+    return replace(cluster, chip=chip)
 
 
 def in_graph(cluster: Cluster) -> Cluster:

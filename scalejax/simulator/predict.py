@@ -15,11 +15,12 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP, format_bytes
-from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site
+from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site, chip_names
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.collectives import measured_deviation
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.expert_load import of_fullest_device
+from scalejax.simulator.frameworks import known_framework
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import MemoryVerdict, memory_verdict
 from scalejax.simulator.program import Program, ReservedBytes
@@ -108,7 +109,7 @@ class Prediction(Tabular):
     """Compiler backend of the costed schedule: "cuda", "cpu", "tpu", "closed_form"."""
     notes: tuple[str, ...]
     """Caveats of the figures."""
-    framework: str = "xla"
+    framework: str = "xla-2026"
     """Name of the framework whose step is predicted."""
     p10_step_seconds: float | None = None
     """Lower end of the error band: for one prediction in ten, the measured step time should be
@@ -339,13 +340,35 @@ def _band(
 ) -> Band | None:
     """80 % range of the step time from the residuals of the fits; None if they are unknown."""
     communicates = bool(what_if(program).schedule.collectives)
+    own = _software_deviation(program, cluster.chip)
+    nodes = math.ceil(program.device_count / cluster.devices_per_node)
+    spread = measured_deviation(nodes, cluster)
+    if own is not None:
+        communication = math.hypot(cluster.library.residual or 0.0, spread)
+        return band(step_seconds, {"communication": communication}, own)
     deviations = residuals(cluster, communicates=communicates)
     if deviations is None or cluster.chip.residuals is None:
         return None
-    nodes = math.ceil(program.device_count / cluster.devices_per_node)
-    spread = measured_deviation(nodes, cluster)
     deviations["communication"] = math.hypot(deviations["communication"], spread)
     return band(step_seconds, deviations, cluster.chip.residuals.step)
+
+
+def _software_deviation(program: Program, chip: Chip) -> float | None:
+    """How far steps of a program's framework were off on a chip of the catalogue; None if that is
+    not known, if the chip was measured here, or if no step and no operator of it ever was. Other
+    chips have their own residuals, or none."""
+    framework = known_framework(program.framework)
+    if framework is None or chip.measured is not None:
+        return None
+    is_measured = chip.residuals is not None or chip.attainable.matmul_table is not None
+    is_left_out = is_measured and chip.name in chip_names()
+    if chip.name not in framework.software.rows and not is_left_out:
+        return None
+    has_experts = any(
+        item.grouped_pass is not None or (item.collective and item.collective.tokens)
+        for item, _ in program.walk()
+    )
+    return framework.software.deviation_on(chip.name, has_experts=has_experts)
 
 
 def _run_seconds(
@@ -437,12 +460,17 @@ def _notes(
             f"extrapolated: {program.device_count} devices are more than {FARTHEST:g} times the "
             f"{max(calibrated.device_counts)} of the largest run that {cluster.name} was fitted to"
         )
-    if chip.residuals is None and chip.measured is not None:
+    framework = known_framework(program.framework)
+    if framework is not None and _software_deviation(program, chip) is not None:
+        if chip.name not in framework.software.rows:
+            notes.append(
+                f"no step of {framework.title} on {chip.name} was at hand to fit: p10 and p90 are "
+                "as far apart as on chips that were left out of a fit"
+            )
+    elif chip.residuals is None and chip.measured is not None:
         notes.append(f"{chip.name}: measured here; no residuals, so no p10 and p90")
     elif chip.residuals is None:
-        # Of a chip with rates of others, those here are XLA's, as measured.
-        known = "uncalibrated" if chip.attainable_by_others is None else "measured on one device"
-        notes.append(f"{chip.name}: attainable rates are {known}, so no p10 and p90")
+        notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)

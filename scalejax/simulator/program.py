@@ -273,7 +273,7 @@ class Program:
     three times the forward pass. The numerator of MFU; None if unknown."""
     state_bytes: int | None = None
     """Parameters and optimizer state of one replica, over all devices; None if unknown."""
-    framework: str = "xla"
+    framework: str = "xla-2026"
     """Name of the framework whose step it is."""
     notes: tuple[str, ...] = ()
     """Caveats on how it was compiled."""

@@ -209,7 +209,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
             framework=framework_of(row),
-            nearest=nearest(row, expert_axes(row, _fsdp(row))),
+            nearest=(*_nearest_layers(row), *nearest(row, expert_axes(row, _fsdp(row)))),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=one_line(error))
@@ -227,20 +227,43 @@ def _chunks(row: LedgerRow) -> int:
     interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
     2021, arXiv 2104.04473, section 5.1), which takes microbatches in groups, one for each stage.
     The number of chunks is not stated: the fewest that divide the layers evenly are assumed. Where
-    those that a row states do not divide them, as embedding and loss count as layers, there are
-    none: the bubble is too long by as much.
+    those that a row states divide the layers neither alone nor with embedding and loss counted as
+    layers, or microbatches make no such groups, there are none: the bubble is too long by as much.
     """
     spread = row.spread
     stages = spread.pipeline or 1
-    if stages == 1 or (row.model.layers or stages) % (stages * (spread.pipeline_chunks or 1)):
+    if stages == 1 or (_layers(row) or stages) % (stages * (spread.pipeline_chunks or 1)):
+        return 1
+    if not _has_groups(row):
         return 1
     is_open = "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES
     if not is_open:
         return spread.pipeline_chunks or 1
-    if all(count % stages for count in _microbatch_counts(row, _per_device_batch(row))):
-        return 1
     layers = -(-(row.model.layers or stages) // stages)
     return next((count for count in range(2, layers + 1) if layers % count == 0), 1)
+
+
+def _has_groups(row: LedgerRow) -> bool:
+    """Whether microbatches may be taken in groups, one for each stage."""
+    counts = _microbatch_counts(row, _per_device_batch(row))
+    return any(count % (row.spread.pipeline or 1) == 0 for count in counts)
+
+
+def _layers(row: LedgerRow) -> int | None:
+    """Layers of the run: two more than the network's where it is dealt to chunks with embedding and
+    loss as layers (Megatron-LM's account_for_embedding_in_pipeline_split), which is as near as
+    equal chunks come."""
+    layers, spread = row.model.layers, row.spread
+    parts = (spread.pipeline or 1) * (spread.pipeline_chunks or 1)
+    if layers is None or (spread.pipeline_chunks or 1) == 1 or layers % parts == 0:
+        return layers
+    return layers + 2 if (layers + 2) % parts == 0 and _has_groups(row) else layers
+
+
+def _nearest_layers(row: LedgerRow) -> tuple[str, ...]:
+    if (layers := _layers(row)) == row.model.layers:
+        return ()
+    return (f"{row.model.layers} layers, embedding and loss in equal chunks by {layers} layers",)
 
 
 def _is_megatron(row: LedgerRow) -> bool:
@@ -251,32 +274,63 @@ def _is_megatron(row: LedgerRow) -> bool:
 def framework_of(row: LedgerRow) -> Framework:
     """The framework that trained a row, as `predict --framework` has it.
 
-    Megatron-Core's published runs of 2024 overlap all communication with compute (README of
-    NVIDIA/Megatron-LM, "Training Speed and Scalability"). It stands for what is built on it: NeMo,
-    Megatron-Bridge, AMD's Primus, and Megatron-LM from its releases 0.x on; PyTorch for
-    Colossal-AI; XLA for MaxText. NeMo AutoModel groups products of experts and sends tokens to
-    them, as torchtitan does.
+    NVIDIA's and its partners' submissions to MLPerf, which name a container of PyTorch for all of
+    their benchmarks, train decoders with NeMo, and images with MXNet. NeMo AutoModel groups
+    products of experts and sends tokens to them, as torchtitan does.
+
+    Raises:
+        ConfigError: if none is known by that name.
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
-    name = "xla"
-    if _ON_MEGATRON_CORE.search(named):
-        name = "megatron-core"
-    elif _is_megatron(row):
-        name = "megatron-lm-fp16" if row.work.precision == "fp16" else "megatron-lm"
-    elif _is_titan(row):
-        name = "torchtitan" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
+    if _is_titan(row):
+        name = "torchtitan-2025" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
         name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""
-    elif "AutoModel" in named and row.kind == "expert":
-        name = "torchtitan"
-    elif "nanotron" in named:
-        name = "nanotron-2025"
-    elif _ON_PYTORCH.search(named) or (row.spread.pipeline or 1) > 1:
-        name = "pytorch"
+        return framework_named(name)
+    is_benchmark = "training_results" in row.source and "rocm" not in named.lower()
+    if is_benchmark and row.model.model in _CAUSAL:
+        return framework_named("nemo-2025")
+    found_names = (
+        name for pattern, name in _TRAINED_BY if re.search(pattern, named, re.IGNORECASE)
+    )
+    name = next(found_names, "xla-2026")
+    if name == "xla-2026" and (row.spread.pipeline or 1) > 1:
+        name = "pytorch-fsdp-2023"
+    if name == "megatron-lm-2022" and row.work.precision == "fp16":
+        name = "megatron-lm-2021"
+    if name == "nemo-2025" and (found := _NEMO_RELEASE.search(named)) and found[0] >= _NEMO_2026:
+        name = "nemo-2026"
+    if name == "mxnet-2020" and (row.year or 0) >= _MXNET_2023:
+        name = "mxnet-2023"
     return framework_named(name)
 
 
+_TRAINED_BY = (
+    ("MaxText|MaxDiffusion", "maxtext-2025"),
+    ("PaxML", "pax-2023"),
+    (r"TensorFlow 1\.x \(May 2017\)", "tensorflow-2017"),
+    ("TensorFlow", "tensorflow-2020"),
+    ("MXNet", "mxnet-2020"),
+    ("OneFlow", "oneflow-2020"),
+    ("MindSpore", "mindspore-2020"),
+    ("PaddlePaddle", "paddlepaddle-2020"),
+    ("DeepSpeed ZeRO-3", "deepspeed-2021"),
+    ("AutoModel", "torchtitan-2025"),
+    ("Primus|ROCm", "primus-2025"),
+    ("Megatron-Core r0", "megatron-core-2024"),
+    (r"Megatron-LM 0\.", "megatron-core-2025"),
+    (r"NeMo|Megatron-Bridge|Megatron-Core", "nemo-2025"),
+    ("Megatron", "megatron-lm-2022"),
+    ("nanotron", "nanotron-2025"),
+    ("neuronx", "neuronx-2025"),
+    ("FSDP|Colossal-AI|PyTorch NVIDIA", "pytorch-fsdp-2023"),
+    ("PyTorch", "pytorch-eager-2020"),
+)
+"""Framework by a pattern in the ledger's name of it, the first that is found."""
+_NEMO_RELEASE, _NEMO_2026 = re.compile(r"2\d\.\d\d"), "26.06"
+"""NeMo's release, and the first after which equal settings take up to 1.77 times less (the ledger
+of 2026)."""
+_MXNET_2023 = 2022
 _ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
-_ON_PYTORCH = re.compile("PyTorch|Colossal-AI")
 
 
 def _is_titan(row: LedgerRow) -> bool:
@@ -481,7 +535,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     return {
         **sizes,
         "name": name,
-        "layers": model.layers,
+        "layers": _layers(row),
         "hidden": model.hidden,
         "heads": model.heads,
         "remat": remat,

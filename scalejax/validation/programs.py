@@ -4,18 +4,16 @@ import math
 from collections.abc import Sequence
 
 from scalejax.core.environment import compiler_settings
-from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError, refusal
+from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.progress import OnProgress, no_display
-from scalejax.planning.search.costs import workspace_bytes
-from scalejax.planning.search.run import shape_of, strategy_of
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.simulator.transformer import transformer_program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case, one_line
 from scalejax.xla import ProfileJob
 from scalejax.xla.batch import Programs
+from scalejax.xla.closed_form import program_in_closed_form
 
 
 class ClosedFormPrograms:
@@ -54,31 +52,6 @@ class ClosedFormPrograms:
 
 NEITHER = "its program is not kept, and the closed form does not know it: --compile compiles it"
 """Reason of a row whose step needs the compiler, where nothing is compiled."""
-
-
-def program_in_closed_form(job: ProfileJob) -> Program:
-    """The step of a job in closed form, as its framework runs it.
-
-    Raises:
-        ConfigError: if the closed form does not know the network or the layout, or what the
-            framework differs in needs more than one program.
-    """
-    job.cluster.require_devices(job.run.layout.device_count)
-    if job.framework.vocabulary_factors:
-        accepted = "what it differs in is read off compiled programs of several vocabularies"
-        raise ConfigError(refusal("framework", job.framework.name, accepted))
-    config, chip = job.run.config, job.cluster.chip
-    schedule = config.layout.pipeline_schedule
-    if job.run.layout.pipeline > 1 and "gpipe" == schedule == job.framework.schedule:
-        accepted = "the closed form knows pipelines in 1F1B"
-        raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
-    shape = shape_of(config, chip, job.run.dataset)
-    program = transformer_program(
-        job.framework.shape(shape),
-        strategy_of(job.run),
-        workspace_bytes=workspace_bytes(chip),
-    )
-    return job.framework.with_memory(job.framework.applied(program, job.run), job.run)
 
 
 def archived_programs(

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from scalejax.core.cache import user_folder
-from scalejax.core.errors import ProfileError, ScalejaxError
+from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, case_key, keep
+from scalejax.xla.closed_form import program_in_closed_form
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
 from scalejax.xla.job import Compiled, RunJob
 from scalejax.xla.target import Backend, Target, has_cuda_compiler
@@ -156,6 +157,9 @@ def _profiled(
 
     for position, job in enumerate(jobs):
         try:
+            if (found := _in_closed_form(job)) is not None:
+                programs[position] = found
+                continue
             ways[position] = derivation(job, backend=backend)
         except ScalejaxError as error:
             refuse(position, error)
@@ -209,6 +213,12 @@ class Programs:
     def find(self, jobs: Sequence[ProfileJob]) -> list[Program | ScalejaxError]:
         """Program of each job, or the reason why there is none; one object for equal jobs."""
         answers: dict[int, Program | ScalejaxError] = {}
+        for index, job in enumerate(jobs):
+            try:
+                if (found := _in_closed_form(job)) is not None:
+                    answers[index] = found
+            except ScalejaxError as error:
+                answers[index] = error
         for is_reduced in (True, False):
             requested: dict[int, Derivation] = {}
             for index, job in enumerate(jobs):
@@ -282,6 +292,17 @@ def programs_of(jobs: Sequence[ProfileJob], on_progress: OnProgress = no_display
             raise answer
         programs.append(answer)
     return programs
+
+
+def _in_closed_form(job: ProfileJob) -> Program | None:
+    """The step of a framework with kernels of its own; None of another, and of a network or a
+    layout that has no closed form."""
+    if job.framework.kernels is None:
+        return None
+    try:
+        return program_in_closed_form(job)
+    except ConfigError:
+        return None
 
 
 def _compilable(job: RunJob) -> RunJob:

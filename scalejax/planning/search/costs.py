@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.config.pipeline_schedule import PipelineTicks
-from scalejax.hardware import NO_SITE, Chip, Cluster, Site
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.device_state import in_graph
 from scalejax.simulator.expert_load import with_expert_load
 from scalejax.simulator.program import MemoryUse, Program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import OperationCosts, Timeline, total
 from scalejax.simulator.transformer import (
-    AMPERE_WORKSPACE_BYTES,
     DeviceMemory,
     Part,
     Strategy,
@@ -26,10 +25,8 @@ from scalejax.simulator.transformer import (
     slowest_stage,
     step_parts,
 )
+from scalejax.xla.closed_form import workspace_bytes
 
-HOPPER_WORKSPACE_BYTES = 32 * 1024**2
-"""Workspace that XLA gives to cuBLAS from Hopper on; see `AMPERE_WORKSPACE_BYTES`."""
-_HOPPER = (9, 0)
 _SECONDS_PER_HOUR = 3600.0
 _NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
 
@@ -55,12 +52,6 @@ class Candidate:
         """Device-hours per sample."""
         devices = self.strategy.layout.device_count
         return devices / self.samples_per_second / _SECONDS_PER_HOUR
-
-
-def workspace_bytes(chip: Chip) -> int:
-    """Workspace of the matrix-product library on `chip`."""
-    is_recent = chip.cuda is not None and chip.cuda.compute_capability >= _HOPPER
-    return HOPPER_WORKSPACE_BYTES if is_recent else AMPERE_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,9 @@ steps.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from importlib import metadata
-from typing import get_args
+from dataclasses import dataclass, replace
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import ELEMENT_BYTES, BlockConfig, DecoderConfig, LlamaConfig
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
 from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
@@ -19,8 +16,8 @@ from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.data.facts import fitting_facts, resolve
-from scalejax.hardware import NO_SITE, Chip, Cluster, Site
+from scalejax.data.facts import resolve
+from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.search import (
     Candidate,
     Objective,
@@ -36,15 +33,12 @@ from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
-    Adapters,
-    Compiler,
-    Recompute,
     Strategy,
     TransformerShape,
-    compiler_of,
     transformer_program,
 )
-from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each, require_type
+from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
+from scalejax.xla.closed_form import installed_compiler, program_in_closed_form, shape_of
 
 SEARCHED_FIELDS: dict[str, JsonValue] = {
     **{f"layout.{axis}": 1 for axis in MODEL_AXES},
@@ -140,140 +134,6 @@ class SearchReport(Tabular):
             }
             for each in self.ranked
         ]
-
-
-def installed_compiler() -> Compiler:
-    """The XLA of the jaxlib that is installed, which would compile the steps; the oldest known
-    where there is none."""
-    try:
-        return compiler_of(metadata.version("jaxlib"))
-    except metadata.PackageNotFoundError:
-        return "0.10"
-
-
-def shape_of(
-    config: RunConfig,
-    chip: Chip,
-    facts: DatasetFacts | None = None,
-    *,
-    compiler: Compiler = "0.10",
-) -> TransformerShape:
-    """Dimensions of the network of `config`, as it would run on `chip`.
-
-    Args:
-        config: the run.
-        chip: a device.
-        facts: counts and shapes of its data; if None, they are read.
-        compiler: what would compile its step.
-
-    Raises:
-        ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
-            compression, or the chip lacks its type.
-    """
-    model = config.model
-    if not isinstance(model, DecoderConfig):
-        accepted = "search knows gpt and llama in closed form; use predict"
-        raise ConfigError(refusal("model.name", model.name, accepted))
-    moe = model.moe if isinstance(model, LlamaConfig) else None
-    if moe is not None and moe.capacity_factor is not None:
-        accepted = "the closed form knows experts that drop no tokens; use scalejax predict"
-        raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
-    adapters = _adapters(config)
-    if config.fine_tuning is not None and config.fine_tuning.trainable:
-        accepted = "the closed form costs training in full; use scalejax predict"
-        raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
-    for name in ("mu_dtype", "nu_dtype", "main_params_dtype"):
-        if getattr(config.optimizer, name, "float32") != "float32":
-            accepted = 'the closed form counts state in float32; use "float32", or scalejax predict'
-            raise ConfigError(refusal(f"optimizer.{name}", "bfloat16", accepted))
-    if config.layout.optimizer_memory_host_offload:
-        accepted = "the closed form knows no offload; leave it out, or use scalejax predict"
-        raise ConfigError(refusal("layout.optimizer_memory_host_offload", True, accepted))
-    if config.gradient_sync is not None:
-        accepted = "the closed form sums uncompressed gradients; use scalejax predict"
-        raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
-    if isinstance(model, LlamaConfig):
-        _require_known_block(model.block)
-        accepted = "the closed form knows Llama's own blocks; use scalejax predict"
-        if model.mtp is not None:
-            raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
-        if model.scaled_embeddings:
-            raise ConfigError(refusal("model.scaled_embeddings", True, accepted))
-    require_type(model, chip)
-    dataset = fitting_facts(config, facts)
-    capability = chip.cuda and chip.cuda.compute_capability
-    lacks = model.lacks_for_fused_attention(capability)
-    if isinstance(model, LlamaConfig) and model.mla is not None and lacks is not None:
-        accepted = f"the closed form knows it in one kernel, and {chip.name} has {lacks}"
-        raise ConfigError(refusal("model.mla", "given", accepted))
-    return TransformerShape(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.head_counts.get("kv_heads", model.heads),
-        ffn_hidden=model.inner_width,
-        is_gated=model.is_gated,
-        is_plain=isinstance(model, LlamaConfig) and not model.is_gated,
-        has_tied_embeddings=model.tied_embeddings,
-        has_learned_positions=model.has_learned_positions,
-        vocabulary=dataset.classes,
-        tokens=dataset.input_shape[0],
-        is_fused=model.attention != "unfused" and lacks is None,
-        compute_dtype=model.compute_dtype,
-        head_width=model.head_size,
-        normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
-        latent=model.mla if isinstance(model, LlamaConfig) else None,
-        experts=moe,
-        adapters=adapters,
-        compiler=compiler,
-    )
-
-
-_OF_NEMOTRON = {"activation": "squared_relu", "is_gated": False, "norm": "layer"}
-"""What a block of Nemotron-4 has in place of Llama's, together."""
-
-
-def _require_known_block(block: BlockConfig) -> None:
-    """Refuse blocks that are neither Llama's nor those of Nemotron-4, in any size of heads.
-
-    Raises:
-        ConfigError: naming what they have.
-    """
-    usual = replace(BlockConfig(), head_size=block.head_size, rope_fraction=block.rope_fraction)
-    if block.qk_norm == "head":
-        usual = replace(usual, qk_norm="head")
-    if all(getattr(block, name) == value for name, value in _OF_NEMOTRON.items()):
-        usual = replace(usual, activation="squared_relu", is_gated=False, norm="layer")
-    for field in fields(usual):
-        if (value := getattr(block, field.name)) != getattr(usual, field.name):
-            accepted = "the closed form knows blocks of Llama and Nemotron-4; use scalejax predict"
-            raise ConfigError(refusal(f"model.block.{field.name}", value, accepted))
-
-
-def _adapters(config: RunConfig) -> Adapters | None:
-    """The adapters of a run; None where all of its network is trained.
-
-    Raises:
-        ConfigError: if they are of a network whose adapters the closed form does not know.
-    """
-    tuning, model = config.fine_tuning, config.model
-    if tuning is None or tuning.lora is None:
-        return None
-    if (
-        not isinstance(model, LlamaConfig)
-        or not model.is_gated
-        or model.mla is not None
-        or model.tied_embeddings
-    ):
-        accepted = "the closed form knows adapters of Llama's own blocks; use scalejax predict"
-        raise ConfigError(refusal("fine_tuning.lora", "given", accepted))
-    known = {"qkv": "qkv", "projection": "projection", "gated": "up", "down": "down"}
-    wanted = {layer for layers in tuning.lora.layers.values() for layer in layers or known}
-    return Adapters(
-        rank=tuning.lora.rank,
-        matrices=tuple(name for layer, name in known.items() if layer in wanted),
-        base_bytes=ELEMENT_BYTES[tuning.base_dtype],
-    )
 
 
 def search_run(
@@ -534,7 +394,15 @@ def _ranked(
             transformer_program(one, each.strategy, workspace_bytes=workspace) for one in shapes
         )
         note = None
-        if framework != XLA:
+        if framework.kernels is not None:
+            try:
+                run = run_of(config, each.strategy, facts)
+                program = program_in_closed_form(
+                    ProfileJob(run=run, cluster=cluster, framework=framework)
+                )
+            except ConfigError as error:  # scalejax trains no such run
+                note = f"as XLA runs it: {' '.join(str(error).split())}"
+        elif framework != XLA:
             try:
                 program = framework.applied(program, run_of(config, each.strategy, facts), larger)
             except ConfigError as error:  # scalejax trains no such run
@@ -604,35 +472,6 @@ def run_of(config: RunConfig, strategy: Strategy, facts: DatasetFacts | None = N
         ),
         layout.device_count,
         facts,
-    )
-
-
-def strategy_of(run: ResolvedRun) -> Strategy:
-    """The strategy of a run, which `run_of` puts into one; pipelines are 1F1B.
-
-    Raises:
-        ConfigError: if the closed form has no such strategy.
-    """
-    config = run.config
-    layout, model = config.layout, config.model
-    if not isinstance(model, DecoderConfig):
-        raise ConfigError(refusal("model.name", model.name, "the closed form knows gpt and llama"))
-    if layout.pipeline > 1 and (schedule := layout.pipeline_schedule) in ("zb_h1", "dualpipe"):
-        accepted = "the closed form of a pipeline is that of 1F1B; use scalejax predict"
-        raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
-    recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
-    if recompute is None or layout.optimizer_memory_host_offload:
-        name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"
-        accepted = "the closed form does not know it; use scalejax predict"
-        raise ConfigError(refusal(name, True if recompute else model.remat, accepted))
-    return Strategy(
-        split=run.split,
-        recompute=recompute,
-        zero_stage=layout.zero_stage,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_chunks=layout.pipeline_chunks,
-        context_strategy=layout.context_strategy,
-        moments=config.optimizer.moments,
     )
 
 

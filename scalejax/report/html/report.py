@@ -24,7 +24,7 @@ from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import sweep as sweep_tables
-from scalejax.simulator.frameworks import XLA
+from scalejax.simulator.frameworks import XLA, known_framework
 from scalejax.simulator.predict import ScalingPrediction, merged_notes
 from scalejax.training.input_stalls import WORTH_SAYING
 
@@ -354,7 +354,8 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
 def _add_study(page: Page, study: ScalingPrediction) -> None:
     first = study.predictions[0]
     page.add(f"<h2>{escape(study.title)}</h2>")
-    by = "" if first.framework == XLA.name else f", by the framework {escape(first.framework)}"
+    is_ours = known_framework(first.framework) == XLA
+    by = "" if is_ours else f", by the framework {escape(first.framework)}"
     kept = scaling_tables.kept_samples(study)
     page.add(f"<p>{study.scaling.capitalize()} scaling{by}: {kept} as devices are added.</p>")
     page.add_parts([scaling_tables.figures_of(study), scaling_tables.ranges(study.predictions)])

@@ -6,7 +6,7 @@ Formats figures and computes none. Each function yields the parts to print, in o
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -29,7 +29,8 @@ from scalejax.core.units import (
 )
 from scalejax.hardware import NO_SITE, Chip, Cluster, Site
 from scalejax.measure.fit import WIDE_ERROR, Fit
-from scalejax.simulator.frameworks import Framework
+from scalejax.simulator.frameworks import Framework, Software
+from scalejax.simulator.frameworks.software import Rates
 from scalejax.validation import NOT_COMPILED, Summary, Validation
 from scalejax.validation.accuracy import Accuracy, changes, common, quantity_summaries
 from scalejax.validation.summary import STEP_TIMES
@@ -476,11 +477,6 @@ def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[Renderable
             if source := hardware.sources.get(name):
                 lines.append(Padding(Text(source, style="dim"), (0, 0, 0, 4)))
     yield Group(*lines)
-    if isinstance(hardware, Chip) and hardware.attainable_by_others is not None:
-        yield Text(
-            "Of XLA's programs, as scalejax trains, are attainable and what is measured; of all "
-            "other frameworks attainable_by_others."
-        )
     if isinstance(hardware, Cluster):
         chip, library = hardware.chip, hardware.library
         yield Text(
@@ -490,7 +486,7 @@ def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[Renderable
 
 
 def framework(one: Framework) -> Iterator[RenderableType]:
-    """What sets the step of a framework apart from XLA's, with sources."""
+    """What sets a framework's step apart from XLA's, and its software's rates, with sources."""
     yield Text.assemble((one.name, "bold"), f": {one.title}, {one.year}")
     schedule = {
         "gpipe": "GPipe, or as layout.pipeline_schedule says",
@@ -503,6 +499,40 @@ def framework(one: Framework) -> Iterator[RenderableType]:
         lines.append(Text(each.title, style="bold"))
         lines.append(Padding(Text(each.source, style="dim"), (0, 0, 0, 4)))
     yield Group(*lines)
+    yield Group(*_software(one.software))
+
+
+def _software(software: Software) -> Iterator[RenderableType]:
+    """Rates over those of XLA's programs, on any chip and on those that have their own."""
+    if not software.on_chip and not _own_rates(software):
+        yield "Its operations run at the rates of a chip's file, which are of XLA's programs."
+    else:
+        yield "Over the rates of a chip's file, which are of XLA's programs, it has:"
+        chips_by_rates: dict[Rates, list[str]] = {}
+        for chip, rates in software.on_chip.items():
+            chips_by_rates.setdefault(rates, []).append(chip)
+        on_chips = ((f"on {', '.join(chips)}", rates) for rates, chips in chips_by_rates.items())
+        for place, rates in (("on any chip", software), *on_chips):
+            yield Text(place, style="bold")
+            told = _own_rates(rates)
+            for name in told:
+                yield Padding(Text(f"{name} = {getattr(rates, name):g}"), (0, 0, 0, 4))
+            if not told:
+                yield Padding(Text("nothing else"), (0, 0, 0, 4))
+    if software.residual is not None:
+        known = ", ".join(f"{count} on {chip}" for chip, count in software.rows.items())
+        yield f"held against published steps: {known or 'none'}"
+        besides = f", and {software.chip_residual:g} besides on other chips"
+        besides = besides if software.chip_residual else ""
+        yield f"log standard deviation of measured over predicted: {software.residual:g}{besides}"
+    for name, source in software.sources.items():
+        yield Text(f"{name}: {source}", style="dim")
+
+
+def _own_rates(rates: Rates) -> list[str]:
+    """Names of the rates that are not XLA's."""
+    names = [each.name for each in fields(Rates)]
+    return [name for name in names if getattr(rates, name) != getattr(Rates(), name)]
 
 
 def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -184,7 +184,7 @@ def seconds_over_nodes(
         return None
     name = cluster.network.measured
     times = load_measured_times(name)
-    if load_cluster(times.cluster).library.name != cluster.library.name:
+    if _library_of(name) != cluster.library.name:
         return None
     if operation not in times.curves and operation in ("all_to_all", "reduce_scatter"):
         operation = "all_gather"
@@ -196,6 +196,12 @@ def seconds_over_nodes(
     # Beyond the most nodes that were measured in proportion: a ring has as many more messages.
     excess = _interpolated(excesses, nodes) * max(1.0, nodes / max(excesses))
     return modelled_seconds + excess * min(1.0, payload_bytes / LOW_LATENCY_BYTES)
+
+
+@cache
+def _library_of(name: str) -> str:
+    """Name of the library that a vendored table was measured with."""
+    return load_cluster(load_measured_times(name).cluster).library.name
 
 
 def factor_over_nodes(factors: Factors, payload_bytes: int, nodes: int) -> float:

@@ -33,6 +33,10 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     seconds = _seconds(collective, collective.payload_bytes, cluster)
     if collective.buffer_count > 1 and cluster.library.runs_buffers_one_by_one:
         seconds += (collective.buffer_count - 1) * _seconds(collective, 0, cluster)
+    if collective.tokens is not None and collective.name == "all_to_all":
+        seconds /= cluster.chip.attainable.token_exchange_scale
+    if collective.group != HOST_MEMORY and collective.group.size > 1:
+        seconds += cluster.chip.attainable.collective_seconds
     return seconds * collective.share
 
 

@@ -13,7 +13,7 @@ from scalejax.simulator.explain.unexpected_collectives import (
     unexpected_collectives,
 )
 from scalejax.simulator.explain.what_if import Improvement, improvements
-from scalejax.simulator.frameworks import FRAMEWORKS, XLA
+from scalejax.simulator.frameworks import XLA, known_framework
 from scalejax.simulator.predict import RUN_CONDITIONS, predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.attribution import Attribution, attributions, device_terms
@@ -124,7 +124,7 @@ class Explanation(Tabular):
     @property
     def title(self) -> str:
         """Program, cluster, and the framework unless it is XLA."""
-        step, known = f"{self.program} on {self.cluster_title}", FRAMEWORKS.get(self.framework)
+        step, known = f"{self.program} on {self.cluster_title}", known_framework(self.framework)
         return known.title_of(step) if known else f"{step}, by {self.framework}"
 
     def to_rows(self) -> list[dict[str, JsonValue]]:

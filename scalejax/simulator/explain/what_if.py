@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalejax.hardware import NO_SITE, Attainable, Chip, Cluster, HostInput, Site
+from scalejax.hardware import NO_SITE, Chip, Cluster, HostInput, Site
+from scalejax.simulator.device_state import with_software
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
@@ -81,7 +82,8 @@ def improvements(
         then = predict(program, _host_link(cluster), site=site)
         add("host link", "bandwidth to the memory of the host", then.step_seconds, fits=then.fits)
     if dict(now.waterfall).get(HOST):
-        then = predict(program, _with_chips(cluster, _less_dispatch), site=site)
+        used = with_software(cluster, program.framework)
+        then = predict(program, _with_chips(used, _less_dispatch), site=site)
         add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
     if what_if(program).schedule.collectives:
         seconds = _half_latency_seconds(program, cluster, site)
@@ -113,15 +115,8 @@ def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
 
 
 def _less_dispatch(chip: Chip) -> Chip:
-    def less(attainable: Attainable) -> Attainable:
-        return replace(attainable, dispatch_seconds=attainable.dispatch_seconds / FACTOR)
-
-    others = chip.attainable_by_others
-    return replace(
-        chip,
-        attainable=less(chip.attainable),
-        attainable_by_others=None if others is None else less(others),
-    )
+    dispatch = chip.attainable.dispatch_seconds / FACTOR
+    return replace(chip, attainable=replace(chip.attainable, dispatch_seconds=dispatch))
 
 
 def _arithmetic(chip: Chip) -> Chip:

@@ -6,6 +6,18 @@ from scalejax.simulator.frameworks.framework import (
     Framework,
     Property,
     framework_named,
+    known_framework,
 )
+from scalejax.simulator.frameworks.kernels import Kernels
+from scalejax.simulator.frameworks.software import Software
 
-__all__ = ["FRAMEWORKS", "XLA", "Framework", "Property", "framework_named"]
+__all__ = [
+    "FRAMEWORKS",
+    "XLA",
+    "Framework",
+    "Kernels",
+    "Property",
+    "Software",
+    "framework_named",
+    "known_framework",
+]

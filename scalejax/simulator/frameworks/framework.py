@@ -21,6 +21,7 @@ from scalejax.simulator.frameworks.eager import (
 )
 from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
+from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
 from scalejax.simulator.frameworks.megatron import (
     with_attention_dropout,
     with_full_recompute,
@@ -33,9 +34,16 @@ from scalejax.simulator.frameworks.overlap import (
     with_overlapped_tensor,
     with_sums_in_last_pass,
 )
+from scalejax.simulator.frameworks.software import Software, software_by_name
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer.shape import TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
+
+_KERNELS = "a tensor for each layer: no slices of stacks, buffers to clear or casts of matrices"
+_NO_CLOSED_FORM = (
+    "this run has no closed form: XLA's program stands for it, at rates fitted to others"
+)
+_FUSED = "attention is one kernel on every chip"
 
 Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
 """Program of a framework, from the compiled one, its run, and the programs of the same run with
@@ -63,7 +71,7 @@ class Framework:
     Example:
         >>> from scalejax import Framework
         >>> from scalejax.simulator.frameworks import FRAMEWORKS
-        >>> FRAMEWORKS["megatron-lm"].schedule
+        >>> FRAMEWORKS["megatron-lm-2022"].schedule
         '1f1b'
         >>> ours = Framework(name="ours", title="Our trainer", year=2026, schedule="1f1b")
         >>> ours.title_of("gpt on our cluster")
@@ -81,6 +89,9 @@ class Framework:
     schedule: TrainedSchedule = "gpipe"
     """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe. A schedule
     that nobody trains is asked for in a run, whose blocks and microbatches are checked for it."""
+    kernels: Kernels | None = None
+    """What its kernels do, if not those of XLA's program: the step of a decoder is then its closed
+    form with these, where that knows it."""
     closed_form: tuple[Literal["stages_apart", "sums_gradients_once"], ...] = ()
     """What the closed form of its step does otherwise than XLA's, by fields of `TransformerShape`;
     of compiled steps, of which it is not known, these are left out."""
@@ -103,6 +114,13 @@ class Framework:
         """Multiples of the vocabulary with which the step must be compiled as well."""
         return tuple(factor for each in self.properties for factor in each.vocabulary_factors)
 
+    @property
+    def software(self) -> Software:
+        """What it makes of a chip; if it was not fitted, what is typical of others, with the band
+        of frameworks that were left out as a whole."""
+        known = software_by_name()
+        return known.get(self.name, known["unknown"])
+
     def title_of(self, step: str) -> str:
         """Title of `step` as this framework trains it: it names all frameworks but XLA."""
         return step if self == XLA else f"{step}, by {self.title}"
@@ -118,6 +136,11 @@ class Framework:
             larger_vocabularies: the programs for `vocabulary_factors`, in order.
         """
         rest, differences = list(larger_vocabularies), []
+        if self.kernels is not None and program.backend == "closed_form":
+            program = with_kernels(program, run, self.kernels)
+            differences.append(_FUSED if self.kernels.keeps_stacks else _KERNELS)
+        elif self.kernels is not None:
+            differences.append(_NO_CLOSED_FORM)
         for each in self.properties:
             count = len(each.vocabulary_factors)
             changed = each.transform(program, run, rest[:count])
@@ -142,17 +165,6 @@ class Framework:
             return program
         note = f"memory is that of {self.title}, whose blocks are not compiled"
         return replace(program, memory=held, notes=(*program.notes, note))
-
-
-def framework_named(name: str) -> Framework:
-    """The framework of that name.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    if name not in FRAMEWORKS:
-        raise ConfigError(unknown_name("framework", name, FRAMEWORKS))
-    return FRAMEWORKS[name]
 
 
 def _for_gpt(
@@ -309,7 +321,8 @@ _GROUPED_EXPERTS = Property(
     title="products of experts are grouped, and tokens are sent to them and back",
     source=(
         "NVIDIA/Megatron-LM: --moe-grouped-gemm, --moe-token-dispatcher-type alltoall; "
-        "pytorch/torchtitan, models/moe: torch._grouped_mm, all_to_all_single"
+        "pytorch/torchtitan, models/moe: torch._grouped_mm, all_to_all_single; "
+        "AI-Hypercomputer/maxtext: megablox, sparse_matmul"
     ),
     transform=_grouped_experts,
 )
@@ -317,44 +330,100 @@ _GROUPED_EXPERTS = Property(
 _MEGATRON = (_GROUPED_EXPERTS, _REENTRANT, _DROPOUT, _UNPADDED)
 _MEGATRON_FP16 = (_REENTRANT, _DROPOUT, _HALF_GRADIENTS, _HALF_WEIGHTS, _UNPADDED)
 
-XLA = Framework(name="xla", title="JAX and XLA, as scalejax trains", year=2026)
+XLA = Framework(name="xla-2026", title="JAX and XLA, as scalejax trains", year=2026)
 """The framework of the compiled step itself."""
 
 _of_pytorch = partial(Framework, schedule="1f1b")
 """Makes a framework upon PyTorch, all of which run pipelines in this order."""
+_EAGER = Kernels()
+"""Of PyTorch without a compiler: gradients are added to float32 sums by a kernel."""
+_MEGATRON_CORE = Kernels(accumulates_in_products=True, overlaps_sends=True, casts_once=True)
+"""Of Megatron-Core on Transformer Engine."""
+
+
+_NEMO_MEMORY = replace(MEGATRON_CORE, gradient_bytes=2, band=NANOTRON.band)
+"""Of NeMo's performance recipes, which sum gradients in bfloat16 (NVIDIA-NeMo/NeMo,
+scripts/performance: grad_reduce_in_fp32 = False). No row of it states its memory: the band is
+that of nanotron's."""
+
+
+def _of_megatron_core(
+    name: str, title: str, year: int, memory: EagerMemory = MEGATRON_CORE
+) -> Framework:
+    return _of_pytorch(
+        name=name,
+        title=title,
+        year=year,
+        properties=(_GROUPED_EXPERTS, _TENSOR_OVERLAP, _STATE_OVERLAP),
+        kernels=_MEGATRON_CORE,
+        closed_form=("sums_gradients_once",),
+        memory=memory,
+    )
+
+
+def _of_jax(name: str, title: str, year: int) -> Framework:
+    return Framework(name=name, title=title, year=year)
+
 
 FRAMEWORKS = {
     each.name: each
     for each in (
         XLA,
-        _of_pytorch(name="pytorch", title="PyTorch", year=2023),
-        _of_pytorch(
-            name="nanotron-2025",
-            title="nanotron",
+        _of_jax("pax-2023", "PaxML", 2023),
+        Framework(
+            name="maxtext-2025",
+            title="MaxText",
             year=2025,
-            properties=(_SUMS_OVERLAP,),
-            closed_form=("stages_apart", "sums_gradients_once"),
-            memory=NANOTRON,
+            properties=(_GROUPED_EXPERTS,),
+            kernels=Kernels(keeps_stacks=True, has_fused_attention=True),
         ),
+        _of_jax("tensorflow-2017", "TensorFlow 1, replicated", 2017),
+        _of_jax("tensorflow-2020", "TensorFlow 1 and 2 of NVIDIA's containers", 2020),
+        _of_jax("mxnet-2020", "MXNet", 2020),
+        _of_jax("mxnet-2023", "MXNet of NVIDIA's submissions to MLPerf, CUDA graphs", 2023),
+        _of_jax("oneflow-2020", "OneFlow", 2020),
+        _of_jax("mindspore-2020", "MindSpore", 2020),
+        _of_jax("paddlepaddle-2020", "PaddlePaddle", 2020),
+        _of_jax("horovod-2018", "Horovod with TensorFlow", 2018),
+        _of_pytorch(name="pytorch-eager-2020", title="PyTorch, not compiled", year=2020),
+        _of_pytorch(name="pytorch-fsdp-2023", title="PyTorch FSDP", year=2023),
+        _of_pytorch(name="deepspeed-2021", title="DeepSpeed ZeRO-3, fp16", year=2021),
         _of_pytorch(
-            name="megatron-lm",
+            name="megatron-lm-2022",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",
             year=2022,
             properties=_MEGATRON,
         ),
         _of_pytorch(
-            name="megatron-lm-fp16",
+            name="megatron-lm-2021",
             title="Megatron-LM or Megatron-DeepSpeed, fp16",
             year=2021,
             properties=_MEGATRON_FP16,
         ),
+        _of_megatron_core("megatron-core-2024", "Megatron-Core", 2024),
         _of_pytorch(
-            name="megatron-core",
-            title="Megatron-Core, all communication overlapped",
-            year=2024,
-            properties=(*_MEGATRON, _TENSOR_OVERLAP, _STATE_OVERLAP),
+            name="megatron-core-2025",
+            title="Megatron-LM 0.14 as it comes, nothing overlapped",
+            year=2025,
+            properties=(_GROUPED_EXPERTS,),
+            kernels=replace(_MEGATRON_CORE, overlaps_sends=False),
             memory=MEGATRON_CORE,
         ),
+        _of_megatron_core(
+            "nemo-2025", "NeMo and Megatron-Bridge, 24.11 to 26.04", 2025, _NEMO_MEMORY
+        ),
+        _of_megatron_core("nemo-2026", "Megatron-Bridge, from 26.06", 2026, _NEMO_MEMORY),
+        _of_megatron_core("primus-2025", "AMD Primus on Megatron-LM, ROCm", 2025),
+        _of_pytorch(
+            name="nanotron-2025",
+            title="nanotron",
+            year=2025,
+            properties=(_SUMS_OVERLAP,),
+            kernels=_EAGER,
+            closed_form=("stages_apart", "sums_gradients_once"),
+            memory=NANOTRON,
+        ),
+        _of_pytorch(name="neuronx-2025", title="torch-neuronx", year=2025),
         _of_pytorch(
             name="torchtitan-2024",
             title="torchtitan, its blocks compiled and its loss not",
@@ -374,19 +443,19 @@ FRAMEWORKS = {
             properties=(_EAGER_LOSS, _EAGER_BLOCKS),
         ),
         _of_pytorch(
-            name="torchtitan",
+            name="torchtitan-2025",
             title="torchtitan, compiled",
             year=2025,
             properties=(_GROUPED_EXPERTS,),
         ),
         _of_pytorch(
-            name="torchtitan-async-tp",
+            name="torchtitan-2025-async-tp",
             title="torchtitan, compiled, with asynchronous tensor parallelism",
             year=2025,
             properties=(_GROUPED_EXPERTS, _TENSOR_OVERLAP),
         ),
         _of_pytorch(
-            name="torchtitan-eager",
+            name="torchtitan-2025-eager",
             title="torchtitan, only its loss compiled",
             year=2025,
             properties=(_GROUPED_EXPERTS, _EAGER_BLOCKS),
@@ -394,3 +463,34 @@ FRAMEWORKS = {
     )
 }
 """The frameworks, by name."""
+
+SHORT_NAMES = {
+    "xla": "xla-2026",
+    "pytorch": "pytorch-fsdp-2023",
+    "megatron-lm": "megatron-lm-2022",
+    "megatron-lm-fp16": "megatron-lm-2021",
+    "megatron-core": "megatron-core-2024",
+    "nemo": "nemo-2026",
+    "torchtitan": "torchtitan-2025",
+    "torchtitan-async-tp": "torchtitan-2025-async-tp",
+    "torchtitan-eager": "torchtitan-2025-eager",
+}
+"""Names without a year, which are taken too: those of scalejax 0.2, each of the version that was
+meant there, and "nemo", of the newest."""
+
+
+def known_framework(name: str) -> Framework | None:
+    """The framework of that name, or of that short name; None if there is none."""
+    return FRAMEWORKS.get(SHORT_NAMES.get(name, name))
+
+
+def framework_named(name: str) -> Framework:
+    """The framework of that name, or of that short name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = known_framework(name)
+    if found is None:
+        raise ConfigError(unknown_name("framework", name, FRAMEWORKS))
+    return found

@@ -5,12 +5,13 @@ gradients and optimizer state, of each pipeline stage for the microbatches that 
 the stage that holds most decides. What PyTorch's caching allocator holds free between its blocks is
 apart: it is given back where memory is short, so that a run fits by what is in use.
 
-Left out: what recomputes a part of a block, fully sharded parameters, adapters, types below 16
-bits, what is offloaded. Knows nothing of hardware, but that a node has eight devices.
+Types below 16 bits are counted as 16: operands are kept in 8 bits, a quarter less at most. Left
+out: scores of unfused attention, optimizers other than Adam in float32, fully sharded parameters,
+adapters, what is offloaded. Knows nothing of hardware, but that a node has eight devices.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.moe import MoeConfig
@@ -20,6 +21,7 @@ from scalejax.simulator.program import MemoryUse, ReservedBytes
 
 _STATE_BYTES = 12
 """Bytes of the float32 parameters and the two moments of Adam of a parameter."""
+_MOMENTS = 2
 _WEIGHT_BYTES, _HALF = 2, 2
 _NODE = 8  # devices of a node, of every system whose rows these constants are fitted to
 
@@ -96,13 +98,22 @@ def memory_use(held: EagerMemory, run: ResolvedRun) -> MemoryUse | None:
     )
 
 
+def _has_half_state(run: ResolvedRun) -> bool:
+    names = ("mu_dtype", "nu_dtype", "main_params_dtype")
+    return any(getattr(run.config.optimizer, name, "float32") != "float32" for name in names)
+
+
 def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]:
     """Yield what each pipeline stage holds; nothing of a run that is not counted."""
     model, layout = run.config.model, run.layout
-    if not isinstance(model, DecoderConfig) or model.remat not in ("none", "full"):
+    if not isinstance(model, DecoderConfig) or model.remat not in ("none", "selective", "full"):
         return
-    is_half = model.compute_dtype in ("bfloat16", "float16")
-    if not is_half or layout.fsdp > 1 or run.config.fine_tuning is not None:
+    scores = model.attention == "unfused" and model.remat != "full"
+    if scores or run.config.optimizer.moments != _MOMENTS or _has_half_state(run):
+        return
+    if model.remat == "selective":  # the activation is computed again
+        held = replace(held, inner_arrays=held.inner_arrays - 1)
+    if model.compute_dtype == "float32" or layout.fsdp > 1 or run.config.fine_tuning is not None:
         return
     tensor, stages, moe = layout.tensor, layout.pipeline, _experts(model)
     kinds = _layers_of_stages(held, model, run.dataset.classes, stages)

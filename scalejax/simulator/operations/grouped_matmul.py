@@ -101,8 +101,8 @@ def grouped_product_time(
     tiles = product.groups * math.ceil(product.rows / product.groups / rates.tile_rows)
     flop = 2 * tiles * rates.tile_rows * product.outer * product.inner
     moved = max(moved_bytes, product.compulsory_bytes(kind))
-    compute = flop / (peak * fraction)
-    memory = moved / (bandwidth * rates.memory_fraction)
+    compute = flop / (peak * fraction) / attainable.grouped_scale
+    memory = moved / (bandwidth * rates.memory_fraction) / attainable.grouped_scale
     aside = attainable.matmul_ramp_seconds + product.groups * rates.group_seconds
     return ProductTime(
         compute_seconds=compute,

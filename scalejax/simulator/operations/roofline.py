@@ -63,9 +63,10 @@ def attention_share(shape: Sequence[int], attainable: Attainable) -> float:
     """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head size):
     of what was measured of its keys and head size, where it was."""
     if attainable.attention_rates is None or len(shape) != 4 or 0 in shape:
-        return attainable.attention_share(shape)
-    share = load_attention_rates(attainable.attention_rates).share(shape[2], shape[3])
-    return min(1.0, share * attainable.attention_rates_scale)
+        share = attainable.attention_share(shape)
+    else:
+        share = load_attention_rates(attainable.attention_rates).share(shape[2], shape[3])
+    return min(1.0, share * attainable.attention_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,275 @@
+"""The closed form of a decoder's step as a framework with kernels of its own runs it.
+
+XLA's loops over blocks slice each layer's matrices and kept activations out of stacks, write them
+into stacks, zero buffers, and cast float32 matrices for every microbatch; its pipelines send chunks
+of layers to their stages; its Ulysses attention transposes. PyTorch holds a tensor for each layer,
+in 16 bits, and none of these operations. Where it overlaps what XLA does not is in `Kernels`.
+
+Operations are told by the names that `scalejax.simulator.transformer` gives them, so that only
+programs in closed form are changed. Knows nothing of hardware.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE
+from scalejax.config.run import ResolvedRun
+from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.transforms.pipeline import BUBBLE
+
+_Items = tuple[Operation | Loop, ...]
+
+_OF_STACKS = frozenset(
+    ("counter", "slice", "zero", "kept", "stack", "halves", "copy", "deal", "places")
+)
+"""Parts of the names of what XLA does with stacks of layers."""
+_OF_LAYOUTS = frozenset(("transpose", "transpose_tokens", "concatenate"))
+"""Parts of the names of what it does for the layouts that its collectives and products need."""
+_ADDED_TO_SUMS = ("gradient.accumulate", ".sums.add")
+"""Ends of the names of what adds gradients to float32 sums: those of all microbatches, and of
+every layer of a stage."""
+_CHUNKS = "chunks"
+_WEIGHT_CASTS = re.compile(r"(embedding|stage)\.[\w.]*cast|logits\.output\.cast")
+_NUMBER = re.compile(r"[.#]\w*\d+\w*|#\w+")
+_NARROW = ("f8", "f4")
+_WIDE_BYTES = 2  # of an element of bf16
+_AFTER_NORMS = ("forward.qkv", "forward.up", "forward.q_down", "forward.kv_down")
+_SENDS = re.compile(rf"{PIPELINE}\.send\.(forward|backward)")
+_HEADS = ("queries", "result", "result.again", "home.queries")
+_KEYS = ("keys", "values", "home.keys", "home.values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the kernels of a framework do, as far as a step's closed form shows."""
+
+    keeps_stacks: bool = False
+    """Whether it is XLA with kernels of its own: stacks of layers, casts and sums are XLA's."""
+    has_fused_attention: bool = False
+    """Whether attention is one kernel also where XLA has none (MaxText's splash attention on
+    TPUs)."""
+    accumulates_in_products: bool = False
+    """Whether the product that makes a matrix's gradient adds it to the float32 sum
+    (Megatron-LM's gradient_accumulation_fusion); else a kernel reads both and writes the sum."""
+    overlaps_sends: bool = False
+    """Whether interleaved stages send activations while they compute the next chunk (Megatron-LM's
+    overlap_p2p_communication)."""
+    casts_once: bool = False
+    """Whether matrices are cast to 8 or 4 bits once a step, and an activation once for the product
+    forward and that of the gradient, in the two layouts they need (Transformer Engine)."""
+
+
+def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Program:
+    """`program` without what XLA alone does, and with what `kernels` do.
+
+    Gradients are summed over context with those over data; keys and values go around
+    a ring over context beside attention (Transformer Engine's `cp_comm_type` "p2p"), also in
+    stages of a pipeline.
+
+    Args:
+        program: the step in closed form; others are returned unchanged.
+        run: its run.
+        kernels: the framework's.
+    """
+    if program.backend != "closed_form" or kernels.keeps_stacks:
+        return program
+    items = _without_stacks(program.operations, kernels)
+    items = _summed_once(items)
+    if run.layout.context > 1:
+        items = _in_ring(items, run.layout.context)
+    if kernels.overlaps_sends and run.config.layout.pipeline_chunks > 1:
+        items = tuple(_sending_beside(item) for item in items)
+    return replace(program, operations=items)
+
+
+def _plain(name: str) -> str:
+    """`name` without numbers and the marks of bubbles and parts."""
+    return _NUMBER.sub("", name.replace(BUBBLE, "")).removeprefix("dense.")
+
+
+def _without_stacks(items: _Items, kernels: Kernels) -> _Items:
+    """`items` without the operations of stacks, layouts and casts of matrices."""
+    found: list[Operation | Loop] = []
+    dropped: set[str] = set()
+    products = {item.name: item for item in items if isinstance(item, Operation)}
+    for item in items:
+        if isinstance(item, Loop):
+            body = _without_stacks(item.body, kernels)
+            found.append(replace(item, body=body))
+            continue
+        name = _plain(item.name)
+        is_chunk = name.split(".")[0] == _CHUNKS or "deal" in name.split(".")
+        if item.collective is not None and is_chunk:
+            dropped.add(item.name)
+        elif item.waits_for in dropped or is_chunk:
+            continue
+        elif item.kind != "fusion":
+            found.append(item)
+        elif _is_of_xla(name, kernels):
+            continue
+        elif item.dtype.startswith(_NARROW) and kernels.casts_once:
+            found.extend(_cast_once(item, products))
+        else:
+            found.append(item)
+    return tuple(found)
+
+
+def _is_of_xla(name: str, kernels: Kernels) -> bool:
+    """Whether a fusion of that name is of XLA's program alone."""
+    if set(name.split(".")) & (_OF_STACKS | _OF_LAYOUTS) or _WEIGHT_CASTS.fullmatch(name):
+        return True
+    return name.endswith(_ADDED_TO_SUMS) and kernels.accumulates_in_products
+
+
+def _cast_once(item: Operation, products: Mapping[str, Operation]) -> Iterable[Operation]:
+    """The cast of a product's operands, or the search for their largest value, of activations alone
+    and into two layouts; none for the gradient of a matrix, whose operands are cast by then, nor
+    for what a norm makes, whose kernel casts it if the scale is known."""
+    product_name, _, part = item.name.replace(BUBBLE, "").rpartition(".")
+    suffix = BUBBLE if item.name.endswith(BUBBLE) else ""
+    product = products.get(product_name + suffix)
+    if product is None or part not in ("cast", "amax"):
+        return (item,)
+    plain = _plain(product.name)
+    is_of_matrix = plain.endswith(".gradient") or product.grouped_pass == "weight_gradient"
+    is_known = f"{product_name}.amax{suffix}" not in products
+    if is_of_matrix or (is_known and plain in _AFTER_NORMS):
+        return ()
+    batch, m, n, k = product.shape
+    activations = batch * m * (n if product.grouped_pass == "input_gradient" else k)
+    operands = activations + batch * n * k
+    if part == "amax":
+        return (replace(item, read_bytes=_WIDE_BYTES * activations),)
+    share = activations / operands
+    return (
+        replace(
+            item,
+            read_bytes=_WIDE_BYTES * activations,
+            write_bytes=round(2 * item.write_bytes * share),
+        ),
+    )
+
+
+def _summed_once(items: _Items) -> _Items:
+    """`items` with gradients summed over data and context at once, where they are summed over both.
+
+    Where they are not summed over data, their sums over context stay: once a step in a pipeline,
+    for each microbatch elsewhere.
+    """
+    over_context = [each.collective for each in _gradient_sums(items, CONTEXT) if each.collective]
+    if not over_context or not any(_gradient_sums(items, DATA)):
+        return items
+    return _over_both(items, over_context[0].group.extents, set())
+
+
+def _gradient_sums(items: _Items, axis: str) -> Iterator[Operation]:
+    """Sums of gradients over that axis alone."""
+    for item in items:
+        if isinstance(item, Loop):
+            yield from _gradient_sums(item.body, axis)
+        elif _sums_gradients(item, axis):
+            yield item
+
+
+def _sums_gradients(item: Operation, axis: str) -> bool:
+    collective = item.collective
+    return (
+        collective is not None
+        and collective.group.axes == (axis,)
+        and collective.name in ("all_reduce", "reduce_scatter")
+        and ".attention." not in item.name  # gradients of keys, which are sent home
+    )
+
+
+def _over_both(items: _Items, extents: tuple[tuple[int, int], ...], dropped: set[str]) -> _Items:
+    found: list[Operation | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            found.append(replace(item, body=_over_both(item.body, extents, dropped)))
+        elif _sums_gradients(item, CONTEXT):
+            dropped.add(item.name)
+        elif item.waits_for not in dropped:
+            found.append(_also_over(item, extents))
+    return tuple(found)
+
+
+def _also_over(item: Operation, extents: tuple[tuple[int, int], ...]) -> Operation:
+    collective = item.collective
+    if collective is None or collective.group.axes != (DATA,):
+        return item
+    group = replace(
+        collective.group, axes=(DATA, CONTEXT), extents=(*collective.group.extents, *extents)
+    )
+    return replace(item, collective=replace(collective, group=group))
+
+
+def _in_ring(items: _Items, devices: int) -> _Items:
+    """`items` with exchanges of heads over context replaced by keys and values that are sent on
+    while attention computes."""
+    found: list[Operation | Loop] = []
+    open_sends: list[Operation] = []
+    dropped: set[str] = set()
+    for item in items:
+        if isinstance(item, Loop):
+            found.append(replace(item, body=_in_ring(item.body, devices)))
+            continue
+        collective = item.collective
+        if (
+            collective is not None
+            and collective.name == "all_to_all"
+            and collective.group.axes == (CONTEXT,)
+        ):
+            dropped.add(item.name)
+            name = _plain(item.name)
+            if name.endswith(_KEYS) and not name.endswith(_HEADS):
+                sent = replace(
+                    collective,
+                    name="collective_permute",
+                    payload_bytes=collective.payload_bytes * (devices - 1),
+                    is_async=True,
+                )
+                open_sends.append(replace(item, collective=sent))
+        elif item.waits_for in dropped:
+            continue
+        elif item.kind == "attention":
+            # Gradients of keys and values are sent home beside the same kernel.
+            sends, open_sends = open_sends, []
+            found.extend((*sends, item, *map(_wait_for, sends)))
+        else:
+            found.append(item)
+    last = _last_attention(found)
+    if open_sends and last is not None:
+        found[last:last] = open_sends
+        place = last + len(open_sends) + 1
+        found[place:place] = map(_wait_for, open_sends)
+    return tuple(found)
+
+
+def _last_attention(items: Sequence[Operation | Loop]) -> int | None:
+    places = [
+        index
+        for index, item in enumerate(items)
+        if isinstance(item, Operation) and item.kind == "attention"
+    ]
+    return places[-1] if places else None
+
+
+def _wait_for(item: Operation) -> Operation:
+    return Operation(name=f"{item.name}.done", kind="wait", dtype=item.dtype, waits_for=item.name)
+
+
+def _sending_beside(item: Operation | Loop) -> Operation | Loop:
+    """A loop over microbatches in which stages send while they compute; bubbles are unchanged."""
+    if not isinstance(item, Loop) or item.name.endswith(BUBBLE):
+        return item
+    sends = [
+        replace(each, collective=replace(each.collective, is_async=True))
+        for each in item.body
+        if isinstance(each, Operation) and each.collective and _SENDS.match(each.name)
+    ]
+    if not sends:
+        return item
+    names = {each.name for each in sends}
+    rest = [each for each in item.body if each.name not in names]
+    return replace(item, body=(*sends, *rest, *map(_wait_for, sends)))

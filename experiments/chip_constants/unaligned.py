@@ -9,13 +9,13 @@ width, its error with the fraction that suits the others best.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
-
-from fit import LEDGER
 
 from scalejax.hardware import Chip, load_chip
 from scalejax.validation import CompiledCase, compile_cases, read_ledger, validation, with_chips
 
+LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
 CHIPS = ("a100-80gb", "a100-40gb")
 CANDIDATES = (None, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
 _ALIGNED = 8

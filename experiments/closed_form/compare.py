@@ -19,8 +19,6 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.core.units import GIB
 from scalejax.hardware import load_cluster
-from scalejax.planning.search import workspace_bytes
-from scalejax.planning.search.run import shape_of, strategy_of
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
@@ -28,6 +26,7 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import compiler_of, transformer_program
 from scalejax.validation.archive import read_archive, write_archive
 from scalejax.xla.cache import case_key
+from scalejax.xla.closed_form import shape_of, strategy_of, workspace_bytes
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
 from scalejax.xla.job import Compiled
 from scalejax.xla.worker_pool import run_jobs

@@ -287,6 +287,9 @@ def report(found: dict[str, list[Outcome]]) -> None:
                 if file_of(o.point) == file
                 and not (name == "devices" and o.point.operation == "collective_permute")
             ]
+            if not chosen:
+                print(f"{file} is not there: the published times are not part of the repository")
+                continue
             large = [o.predicted for o in chosen if o.point.payload_bytes >= MIB]
             print(
                 f"{file}, {name} held out: {len(chosen)} rows, median error "

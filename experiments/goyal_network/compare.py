@@ -17,11 +17,14 @@ from matplotlib.figure import Figure
 from scalejax.config.run import load_config
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.planning.scaling_study import resolve_all
+from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.xla import ProfileJob, profile_many
 
 HERE = Path(__file__).parent
 DEVICE_COUNTS = (8, 16, 32, 64, 128, 256, 352)
+OF_2017 = framework_named("tensorflow-2017")
+"""What software of that year made of a P100; Goyal et al. ran Caffe2, of which no step is known."""
 ALGORITHMS = {
     "halving_doubling": "halving-doubling",
     "hierarchical": "ring of servers",
@@ -52,7 +55,7 @@ def predictions(*, rings_by_number: bool) -> dict[str, list[Prediction]]:
     cluster = replace(cluster, library=library)
     runs = resolve_all(config, DEVICE_COUNTS, "weak")
     programs = profile_many(
-        [ProfileJob(run=run, cluster=cluster) for run in runs],
+        [ProfileJob(run=run, cluster=cluster, framework=OF_2017) for run in runs],
         lambda each: print(f"{each.part}: {'compiled' if each.done else 'compiling'}", flush=True),
     )
     return {

@@ -62,7 +62,7 @@ def to_compile(results: list[RowResult]) -> dict[str, list[int]]:
     closed form."""
     found: dict[str, list[int]] = defaultdict(list)
     for index, each in enumerate(results):
-        if each.states_layout and each.is_mapped and not each.is_closed_form:
+        if each.kind and each.states_layout and each.is_mapped and not each.is_closed_form:
             found[each.kind].append(index)
     return dict(found)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scalejax.core import serialization
 from scalejax.core.units import UNKNOWN
-from scalejax.simulator.frameworks import FRAMEWORKS
+from scalejax.simulator.frameworks import framework_named
 from scalejax.validation import (
     CompiledCase,
     Skipped,
@@ -65,7 +65,7 @@ def main() -> None:
 def _predicted(*, is_plain: bool = False) -> tuple[Summary, ...]:
     """A summary of each family, of the three that scale, of decoders, and of all."""
     rows = read_ledger(LEDGER)
-    framework = FRAMEWORKS["pytorch"] if is_plain else None
+    framework = framework_named("pytorch") if is_plain else None
     cases = compile_cases(rows, compiles=False, framework=framework)
     *each_family, total = validation(LEDGER.name, cases).families
     groups = {

@@ -23,11 +23,10 @@ from fsdp_pipeline import Pipeline
 from scalejax.config.run import load_config, resolve
 from scalejax.core.units import GIB
 from scalejax.hardware import load_cluster
-from scalejax.planning.search.costs import workspace_bytes
-from scalejax.planning.search.run import shape_of
 from scalejax.simulator.transformer import Strategy
 from scalejax.simulator.transformer.shape import block_shard
 from scalejax.validation import Skipped, compile_cases, read_ledger
+from scalejax.xla.closed_form import shape_of, workspace_bytes
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
 PIPELINED = Path(__file__).parent / "llama3_405b.toml"

@@ -1,0 +1,546 @@
+"""Fit what each framework makes of a chip's silicon to published step times.
+
+Run from the root of the repository:
+    python experiments/left_out/fit.py [FRAMEWORK ...] [--write]
+
+Prints the constants of each framework, how far off its rows are, and with --write puts them into
+`scalejax/simulator/frameworks/software.toml`. What is fitted is in `CONSTANTS`: each has a prior,
+so that what no row tells stays there. One set for all chips first; then, on each chip with
+`LEAST_ROWS` settings or more, one that may differ from it as `CHIP_DEVIATION` says. Rows of equal
+settings count once, by their median, and those of one family together as the root of their number.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from scalejax import validation
+from scalejax.hardware import NO_SITE, Cluster
+from scalejax.simulator import frameworks
+from scalejax.simulator.frameworks import FRAMEWORKS, XLA
+from scalejax.simulator.frameworks.software import Rates, Software
+from scalejax.simulator.program import Program
+from scalejax.simulator.site_effects import step_terms
+from scalejax.simulator.timeline.timeline import WhatIf
+from scalejax.validation import CompiledCase, compile_cases, read_ledger
+from scalejax.validation.ledger import LedgerRow
+
+LEDGERS = Path(validation.__file__).with_name("ledgers")
+FILES = (
+    "step_times", "step_times_added", "ultrascale_measured", "megatron_bridge",
+    "dgxc_benchmarking", "mlperf_v4.1", "mlperf_v5.1", "moe_multinode", "simumax_b200",
+    "tpu_and_jax", "automodel_and_rl", "misc_llm", "trainium",
+)  # fmt: skip
+
+
+SOFTWARE = Path(frameworks.__file__).with_name("software.toml")
+Z_OF_P90 = 1.2815515655446004
+TYPICAL_DEVIATION = 0.25
+"""Log standard deviation of a framework of which nothing is known: those left out as a whole."""
+SHRINKING = 3
+"""Settings that it counts for beside those of one framework."""
+CHIP_DEVIATION = 0.12
+"""Log standard deviation besides of a chip that a framework was not fitted on, where no chip was
+left out: those that were, of all frameworks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A constant of `Rates`, in the logarithm of which it is fitted."""
+
+    typical: float
+    """Its prior's median."""
+    deviation: float
+    """Log standard deviation of the prior."""
+    least: float
+    """Least value."""
+    most: float
+    """Greatest value."""
+    chip_deviation: float
+    """Log standard deviation of a chip's from the one for all chips."""
+
+
+CONSTANTS = {
+    "matmul_share": Constant(
+        typical=0.9, deviation=0.15, least=0.3, most=1.2, chip_deviation=0.07
+    ),
+    "attention_share": Constant(
+        typical=0.8, deviation=0.3, least=0.1, most=1.6, chip_deviation=0.15
+    ),
+    "attention_fraction": Constant(
+        typical=0.25, deviation=0.5, least=0.05, most=0.9, chip_deviation=0.3
+    ),
+    "convolution_share": Constant(
+        typical=0.9, deviation=0.2, least=0.3, most=1.6, chip_deviation=0.15
+    ),
+    "memory_share": Constant(
+        typical=0.9, deviation=0.2, least=0.3, most=1.4, chip_deviation=0.1
+    ),
+    "gap_seconds": Constant(
+        typical=2e-6, deviation=1.0, least=1e-8, most=12e-6, chip_deviation=0.5
+    ),
+    "dispatch_seconds": Constant(
+        typical=1e-6, deviation=1.5, least=1e-8, most=400e-6, chip_deviation=0.5
+    ),
+    "step_overhead_seconds": Constant(
+        typical=1e-4, deviation=1.5, least=1e-6, most=30e-3, chip_deviation=0.5
+    ),
+    "collective_seconds": Constant(
+        typical=2e-6, deviation=1.5, least=1e-8, most=500e-6, chip_deviation=0.5
+    ),
+    "contention_fraction": Constant(
+        typical=0.2, deviation=1.2, least=0.01, most=0.95, chip_deviation=0.3
+    ),
+    "step_dispersion_seconds": Constant(
+        typical=1e-5, deviation=1.5, least=1e-7, most=5e-3, chip_deviation=0.5
+    ),
+    "step_cv": Constant(
+        typical=0.01, deviation=0.6, least=0.002, most=0.06, chip_deviation=0.3
+    ),
+}  # fmt: skip
+EXPERT_CONSTANTS = {
+    "grouped_share": Constant(typical=0.9, deviation=0.3, least=0.2, most=1.3, chip_deviation=0.1),
+    "token_exchange_share": Constant(
+        typical=1.0, deviation=0.7, least=0.1, most=20.0, chip_deviation=0.1
+    ),
+}
+"""Constants that only networks with experts have, fitted to those with all else as it is."""
+OWN_ATTENTION = ("pytorch-fsdp-2023", "pax-2023")
+"""Frameworks whose attention was no library's of today, FlashAttention-2 in Triton and XLA's own
+products: they have a share of the peak of their own."""
+LEAST_ROWS = 4
+"""Settings from which on a framework has constants of its own on a chip."""
+TYPICAL_ERROR = 0.08
+"""Log error of a step beyond which rows count for less."""
+TYPICAL_GROWTH_ERROR = 0.03
+"""The same of a step over that on fewest devices of its series."""
+MOST_SETTINGS = 120
+"""Settings of a framework that are fitted to; of more, evenly spaced ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Rows of equal settings: what is predicted, and the median of what was measured."""
+
+    case: CompiledCase
+    """One of them."""
+    seconds: float
+    """Median of the measured steps."""
+
+    @property
+    def framework(self) -> str:
+        """Name of the framework."""
+        return self.case.program.framework
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip."""
+        return self.case.cluster.chip.name
+
+    @property
+    def family(self) -> str:
+        """Family of the rows."""
+        return self.case.row.family
+
+
+def settings_of(cases: Sequence[CompiledCase]) -> list[Setting]:
+    """The cases, equal settings once."""
+    groups: dict[tuple, list[CompiledCase]] = defaultdict(list)
+    for case in cases:
+        step = hash((case.program.operations, case.program.mesh_axes))
+        key = (case.program.framework, id(case.cluster), step, case.row.family)
+        groups[key].append(case)
+    return [
+        Setting(same[0], statistics.median(case.row.step_seconds or math.nan for case in same))
+        for same in groups.values()
+    ]
+
+
+def read_settings() -> list[Setting]:
+    """Settings of all ledgers, those whose programs are kept or have a closed form."""
+    found: list[CompiledCase] = []
+    for name in FILES:
+        rows = [
+            row
+            for row in read_ledger(LEDGERS / f"{name}.csv.xz")
+            if row.step_seconds and _is_run(row)
+        ]
+        cases = compile_cases(rows, compiles=False, closed_form=True)
+        found += [case for case in cases if isinstance(case, CompiledCase)]
+    return settings_of(found)
+
+
+def _is_run(row: LedgerRow) -> bool:
+    """Whether a row's devices computed: below a MFU of 5 % nanotron's stood still (its source marks
+    the worst of them)."""
+    found = re.search(r"^MFU ([0-9.]+) %", row.notes or "")
+    return found is None or float(found[1]) >= _LEAST_MFU_PERCENT
+
+
+_LEAST_MFU_PERCENT = 5.0
+
+_READY: dict[int, tuple[Program, WhatIf]] = {}
+
+
+def seconds(setting: Setting, rates: Rates) -> float:
+    """Predicted step with these rates of the framework."""
+    program = setting.case.program
+    if id(program) not in _READY:
+        _READY[id(program)] = program, WhatIf(program)
+    chip = setting.case.cluster.chip
+    chip = replace(chip, attainable=rates.on(chip.attainable), rates_of=program.framework)
+    cluster: Cluster = replace(setting.case.cluster, chip=chip)
+    step = _READY[id(program)][1].timeline(cluster).step_seconds
+    return step + (step_terms(program, cluster, NO_SITE, step).stragglers_seconds or 0.0)
+
+
+def log_errors(settings: Sequence[Setting], rates: Rates) -> np.ndarray:
+    """log(predicted / measured) of each, shape (settings,)."""
+    return np.array([math.log(seconds(each, rates) / each.seconds) for each in settings])
+
+
+def weights(settings: Sequence[Setting]) -> np.ndarray:
+    """What each counts for, shape (settings,): of a family, the fourth root of its number each."""
+    members: dict[str, int] = defaultdict(int)
+    for each in settings:
+        members[each.family] += 1
+    return np.array([members[each.family] ** -0.25 for each in settings])
+
+
+def scaling_pairs(settings: Sequence[Setting]) -> list[tuple[int, int]]:
+    """Where a setting of a series is, and that on fewest devices of it: how a step grows with
+    devices is free of what a framework makes of one."""
+    least: dict[str, int] = {}
+    for index, each in enumerate(settings):
+        row = each.case.row
+        known = least.get(row.series)
+        if known is None or row.device_count < settings[known].case.row.device_count:
+            least[row.series] = index
+    pairs = ((index, least[each.case.row.series]) for index, each in enumerate(settings))
+    return [
+        (large, small)
+        for large, small in pairs
+        if settings[large].case.row.device_count > settings[small].case.row.device_count
+    ]
+
+
+def spaced(settings: Sequence[Setting], most: int = MOST_SETTINGS) -> list[Setting]:
+    """At most so many, evenly spaced in the order of their names."""
+    ordered = sorted(settings, key=lambda each: (each.case.row.case_id, each.seconds))
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[round(i)] for i in np.linspace(0, len(ordered) - 1, most)]
+
+
+def free_constants(settings: Sequence[Setting]) -> list[str]:
+    """Constants that the settings can tell: attention and convolutions only of networks that have
+    them."""
+    owns = settings[0].framework in OWN_ATTENTION
+    kinds = {
+        item.kind
+        for each in settings[:: max(1, len(settings) // 8)]
+        for item, _ in each.case.program.walk()
+    }
+    return [
+        name
+        for name in CONSTANTS
+        if not (name in ("attention_share", "attention_fraction") and "attention" not in kinds)
+        and name != ("attention_share" if owns else "attention_fraction")
+        and not (name == "convolution_share" and "convolution" not in kinds)
+        and not (name == "matmul_share" and "matmul" not in kinds)
+    ]
+
+
+def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
+    """Rates that bring predictions nearest to `settings`, around the priors or those of all
+    chips."""
+    names = free_constants(settings)
+    middle = {name: getattr(around, name) if around else CONSTANTS[name].typical for name in names}
+    spread = {
+        name: CONSTANTS[name].chip_deviation if around else CONSTANTS[name].deviation
+        for name in names
+    }
+    starts = [middle]
+    if around is None:
+        # Where the host is nowhere the slower one, nothing tells how slow: it starts slow too.
+        starts += [middle | {"dispatch_seconds": 30e-6, "collective_seconds": 50e-6}]
+        starts += [middle | {"dispatch_seconds": 120e-6}]
+    return nearest(settings, around or Rates(), CONSTANTS, middle, spread, starts)
+
+
+def fit_experts(settings: Sequence[Setting], rates: Rates) -> Rates:
+    """`rates` with the constants of experts that bring predictions nearest to `settings`."""
+    middle = {name: each.typical for name, each in EXPERT_CONSTANTS.items()}
+    spread = {name: each.deviation for name, each in EXPERT_CONSTANTS.items()}
+    return nearest(settings, rates, EXPERT_CONSTANTS, middle, spread, [middle])
+
+
+def nearest(
+    settings: Sequence[Setting],
+    base: Rates,
+    constants: Mapping[str, Constant],
+    middle: Mapping[str, float],
+    spread: Mapping[str, float],
+    starts: Sequence[Mapping[str, float]],
+) -> Rates:
+    """`base` with the constants named in `middle` nearest to `settings` and to `middle` itself."""
+    names = list(middle)
+    pairs = scaling_pairs(settings)
+    if "step_dispersion_seconds" in names:
+        # Shorter steps than any that was measured wait for as large a share.
+        base = replace(base, dispersed_from_seconds=min(each.seconds for each in settings))
+    low = np.log([constants[name].least for name in names])
+    high = np.log([constants[name].most for name in names])
+    each_weight = weights(settings)
+
+    def place(values: Mapping[str, float]) -> np.ndarray:
+        return np.clip(np.log([values[name] for name in names]), low + 1e-6, high - 1e-6)
+
+    center, width = place(middle), np.array([spread[name] for name in names])
+
+    def rates_of(values: np.ndarray) -> Rates:
+        return replace(base, **dict(zip(names, np.exp(values).tolist(), strict=True)))
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        logs = log_errors(settings, rates_of(values))
+        growth = np.array(
+            [each_weight[large] * (logs[large] - logs[small]) for large, small in pairs]
+        )
+        off = np.concatenate((each_weight * logs / TYPICAL_ERROR, growth / TYPICAL_GROWTH_ERROR))
+        bent = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
+        return np.concatenate((bent, (values - center) / width))
+
+    found = [
+        least_squares(residuals, place(start), bounds=(low, high), diff_step=1e-2, max_nfev=8)
+        for start in starts
+    ]
+    return rates_of(min(found, key=lambda each: each.cost).x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Rates of a framework."""
+
+    pooled: Rates
+    """On any chip."""
+    on_chip: Mapping[str, Rates]
+    """On chips with rows enough."""
+
+    def rates(self, chip: str) -> Rates:
+        """Rates on a chip."""
+        return self.on_chip.get(chip, self.pooled)
+
+
+def fit_framework(settings: Sequence[Setting], known: Software | None = None) -> Fitted:
+    """One set of rates for all chips, and one for each chip that has rows enough.
+
+    Networks with experts tell their own two constants, and nothing else where there are others:
+    what routing costs is no property of a chip. What is `known` on a chip from an earlier fit stays
+    where it is nearer to the rows.
+    """
+    experts = [each for each in settings if each.case.row.kind == "expert"]
+    others = [each for each in settings if each.case.row.kind != "expert"] or experts
+    by_chip: dict[str, list[Setting]] = defaultdict(list)
+    for each in others:
+        by_chip[each.chip].append(each)
+    pooled = fit(spaced(others))
+    if experts:
+        pooled = fit_experts(spaced(experts), pooled)
+    on_chip = {
+        chip: fit(spaced(rows, MOST_SETTINGS // 2), pooled)
+        for chip, rows in sorted(by_chip.items())
+        if len(rows) >= LEAST_ROWS and len(by_chip) > 1
+    }
+    if known is not None:
+        for chip, rates in known.on_chip.items():
+            rows = by_chip.get(chip, [])
+            if rows and misfit(rows, rates) < misfit(rows, on_chip.get(chip, pooled)):
+                on_chip[chip] = rates
+    return Fitted(pooled=pooled, on_chip=on_chip)
+
+
+def misfit(settings: Sequence[Setting], rates: Rates) -> float:
+    """Mean size of the log errors, each family by the root of its number."""
+    return float(np.average(np.abs(log_errors(settings, rates)), weights=weights(settings)))
+
+
+def show(name: str, settings: Sequence[Setting], found: Fitted) -> None:
+    """Print constants and errors."""
+    print(f"{name}: {len(settings)} settings")
+    for chip, rates in (("any chip", found.pooled), *found.on_chip.items()):
+        values = {key: getattr(rates, key) for key in free_constants(settings)}
+        print(
+            f"  {chip:14}",
+            ", ".join(f"{key} {value:.3g}" for key, value in values.items() if value is not None),
+        )
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in settings:
+        kind = " experts" if each.case.row.kind == "expert" else ""
+        error = math.log(seconds(each, found.rates(each.chip)) / each.seconds)
+        groups[each.chip, each.family + kind].append(error)
+    for (chip, family), logs in sorted(groups.items()):
+        sizes = np.abs(np.expm1(logs))
+        print(
+            f"    {chip:14} {family:24} {len(logs):4} mean {sizes.mean():6.1%} median "
+            f"{np.median(sizes):6.1%} bias {np.expm1(np.median(logs)):+7.1%} sd {np.std(logs):.3f}"
+        )
+
+
+def deviation(logs: Sequence[float], around: float = TYPICAL_DEVIATION) -> float:
+    """Log standard deviation by which four of five of these errors are in the band, drawn towards
+    that of all frameworks where they are few."""
+    own = float(np.quantile(np.abs(logs), 0.8)) / Z_OF_P90 if len(logs) else around
+    share = len(logs) / (len(logs) + SHRINKING)
+    return math.sqrt(share * own**2 + (1 - share) * around**2)
+
+
+def table(name: str, settings: Sequence[Setting], found: Fitted, turns: Sequence[dict]) -> str:
+    """The framework's part of `software.toml`; deviations are of what was left out, if it was."""
+    inside = [math.log(seconds(s, found.rates(s.chip)) / s.seconds) for s in settings]
+    own = [turn for turn in turns if turn["framework"] == name]
+    families_out = [logs for turn in own if (logs := _dense(turn)) and turn["kind"] == "family"]
+    chips_out = [logs for turn in own if (logs := _dense(turn)) and turn["kind"] == "chip"]
+    are_experts = [s.case.row.kind == "expert" for s in settings]
+    mixed = any(are_experts) and not all(are_experts)
+    dense = [log for log, is_expert in zip(inside, are_experts, strict=True) if not is_expert]
+    # The median of families: one that nothing else is like would widen the band of all others.
+    within = float(np.median([deviation(logs) for logs in families_out or [dense or inside]]))
+    beyond = CHIP_DEVIATION
+    if chips_out:
+        other = float(np.median([deviation(logs) for logs in chips_out]))
+        beyond = math.sqrt(max(other**2 - within**2, CHIP_DEVIATION**2))
+    counts: dict[str, int] = defaultdict(int)
+    families: set[str] = set()
+    for each in settings:
+        counts[each.chip] += 1
+        families.add(each.family)
+    free = [*free_constants(settings), *(EXPERT_CONSTANTS if _has_experts(settings) else ())]
+    usual = Rates()
+    lines = [f'["{name}"]']
+    lines += [f"{key} = {float(f'{getattr(found.pooled, key):.4g}')!r}" for key in free]
+    lines += [f"residual = {within:.3f}", f"chip_residual = {beyond:.3f}"]
+    if mixed:
+        left = [log for turn in turns if turn["framework"] == name and turn["kind"] == "family"
+                for log, kind in zip(turn["log_errors"], turn["kinds"], strict=True)
+                if kind == "expert"]  # fmt: skip
+        experts = [log for log, is_expert in zip(inside, are_experts, strict=True) if is_expert]
+        lines.append(f"expert_residual = {deviation(left or experts):.3f}")
+    lines += [
+        f'["{name}".rows]',
+        *(f'"{chip}" = {count}' for chip, count in sorted(counts.items())),
+    ]
+    for chip, rates in found.on_chip.items():
+        lines.append(f'["{name}".on_chip."{chip}"]')
+        others = [
+            each.name for each in fields(Rates)
+            if each.name not in free and getattr(rates, each.name) != getattr(usual, each.name)
+        ]  # fmt: skip
+        lines += [
+            f"{key} = {float(f'{getattr(rates, key):.4g}')!r}"
+            for key in (*free, *others)
+            if getattr(rates, key) is not None
+        ]
+    how = "of families left out" if families_out else "fitted"
+    source = (
+        f"experiments/left_out/fit.py, {date.today()}: {len(settings)} settings of "
+        f"{', '.join(sorted(families))}; residual of rows {how}"
+    )
+    lines += [f'["{name}".sources]', f'rates = "{source}"']
+    return "\n".join(lines) + "\n"
+
+
+def typical(found: Sequence[Rates]) -> Rates:
+    """Rates of a framework that nobody measured: the median of those of others."""
+    values = {}
+    for name in CONSTANTS:
+        known = [value for each in found if (value := getattr(each, name)) is not None]
+        if known and name != "attention_fraction":
+            values[name] = float(np.median(known))
+    return Rates(**values)
+
+
+def unknown_table(rates: Rates, turns: Sequence[dict]) -> str:
+    """The part of `software.toml` for frameworks that were not fitted: its band holds four of five
+    rows of three of four frameworks that were left out as a whole."""
+    spreads = [
+        float(np.quantile(np.abs(turn["log_errors"]), 0.8)) / Z_OF_P90
+        for turn in turns
+        if turn["kind"] == "framework"
+    ]
+    residual = float(np.quantile(spreads, 0.75)) if spreads else TYPICAL_DEVIATION
+    values = {name: getattr(rates, name) for name in CONSTANTS if name != "attention_fraction"}
+    lines = ['["unknown"]', *(f"{k} = {float(f'{v:.4g}')!r}" for k, v in values.items())]
+    lines += [f"residual = {residual:.3f}", f"chip_residual = {CHIP_DEVIATION}"]
+    source = (
+        f"experiments/left_out/fit.py, {date.today()}: medians of the frameworks'; residual of "
+    )
+    source += "frameworks that were left out as a whole"
+    lines += ['["unknown".sources]', f'rates = "{source}"']
+    return "\n".join(lines) + "\n"
+
+
+def _dense(turn: dict) -> list[float]:
+    """Log errors of a turn, without those of networks with experts."""
+    kinds = zip(turn["log_errors"], turn["kinds"], strict=True)
+    return [log for log, kind in kinds if kind != "expert"]
+
+
+def _has_experts(settings: Sequence[Setting]) -> bool:
+    return any(each.case.row.kind == "expert" for each in settings)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fit what is named, or everything."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("framework", nargs="*")
+    parser.add_argument(
+        "--write", action="store_true", help="software.toml anew, of all frameworks"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier fits found")
+    parser.add_argument("--turns", type=Path, help="turns.jsonl of run.py, for the bands")
+    asked = parser.parse_args(arguments)
+    turns = []
+    if asked.turns:
+        turns = [json.loads(line) for line in asked.turns.read_text().splitlines()]
+    by_framework: dict[str, list[Setting]] = defaultdict(list)
+    for each in read_settings():
+        by_framework[each.framework].append(each)
+    tables, pooled = {}, []
+    for name, settings in sorted(by_framework.items()):
+        if (asked.framework and name not in asked.framework) or name == XLA.name:
+            continue
+        found = fit_framework(settings, None if asked.fresh else FRAMEWORKS[name].software)
+        show(name, settings, found)
+        tables[name] = table(name, settings, found, turns)
+        pooled.append(found.pooled)
+    if not asked.framework:
+        tables["unknown"] = unknown_table(typical(pooled), turns)
+    if asked.write:
+        write(tables)
+    return 0
+
+
+def write(tables: Mapping[str, str]) -> None:
+    """Put tables of frameworks into `software.toml`, in place of those that are there."""
+    comment, *sections = re.split(r'(?m)^(?=\[")', SOFTWARE.read_text())
+    kept: dict[str, str] = defaultdict(str)
+    for section in sections:
+        kept[section.split('"')[1]] += section
+    kept |= tables
+    text = "\n".join(kept[name].rstrip() + "\n" for name in sorted(kept))
+    SOFTWARE.write_text(comment + text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""Predict published steps by what was fitted without them: families, chips and frameworks left out.
+
+Run from the root of the repository:
+    python experiments/left_out/run.py [--folder FOLDER] [--fresh]
+
+Each family of rows, each chip of each framework, and each framework as a whole is left out in turn;
+what is left is fitted anew (`fit.py`), and predicts it. Results of each turn are kept in FOLDER, so
+that a run goes on where it was stopped. Prints errors and how many of the rows are in the band.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from fit import (
+    Z_OF_P90,
+    Setting,
+    fit_framework,
+    log_errors,
+    read_settings,
+    seconds,
+    typical,
+)
+
+from scalejax.core.cache import user_folder
+from scalejax.simulator.frameworks import known_framework
+from scalejax.simulator.frameworks.software import Rates, software_by_name
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Leave everything out in turn, and print what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path(user_folder() or ".") / "left_out")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--fresh", action="store_true", help="forget turns of earlier runs")
+    asked = parser.parse_args(arguments)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    kept = asked.folder / "turns.jsonl"
+    if asked.fresh:
+        kept.unlink(missing_ok=True)
+    done = {}
+    if kept.is_file():
+        for line in kept.read_text().splitlines():
+            turn = json.loads(line)
+            done[turn["kind"], turn["framework"], turn["name"]] = turn
+    settings = read_settings()
+    turns = list(turns_of(settings))
+    _TURNS.extend(turns)
+    missing = [index for index, turn in enumerate(turns) if turn[:3] not in done]
+    # The largest first, so that the last of them does not end alone.
+    missing.sort(key=lambda index: -len(turns[index][4]))
+    with multiprocessing.get_context("fork").Pool(asked.processes) as pool, kept.open("a") as file:
+        for number, (index, logs) in enumerate(pool.imap_unordered(_logs_of, missing), 1):
+            kind, framework, name, held, _ = turns[index]
+            turn = {
+                "kind": kind,
+                "framework": framework,
+                "name": name,
+                "cases": [each.case.row.case_id for each in held],
+                "families": [each.family for each in held],
+                "kinds": [each.case.row.kind for each in held],
+                "chips": [each.chip for each in held],
+                "log_errors": [round(log, 4) for log in logs],
+            }
+            done[kind, framework, name] = turn
+            print(json.dumps(turn), file=file, flush=True)
+            said = f"{number} of {len(missing)}: {kind} {framework} {name}"
+            print(f"\r{said[:78]:78}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    show([done[turn[:3]] for turn in turns])
+    return 0
+
+
+_TURNS: list[tuple[str, str, str, list[Setting], list[Setting]]] = []
+"""All turns, which forked processes find here."""
+
+
+def _logs_of(index: int) -> tuple[int, list[float]]:
+    kind, _, _, held, rest = _TURNS[index]
+    return index, errors_without(kind, held, rest).tolist()
+
+
+def turns_of(settings: Sequence[Setting]):
+    """(kind, framework, what is left out, its settings, what is fitted) of every turn."""
+    by_framework: dict[str, list[Setting]] = defaultdict(list)
+    for each in settings:
+        by_framework[each.framework].append(each)
+    for framework, own in sorted(by_framework.items()):
+        for kind, part in (("family", "family"), ("chip", "chip")):
+            names = sorted({getattr(each, part) for each in own})
+            if len(names) == 1:
+                continue
+            for name in names:
+                held = [each for each in own if getattr(each, part) == name]
+                rest = [each for each in own if getattr(each, part) != name]
+                yield kind, framework, name, held, rest
+        others = [each for each in settings if each.framework != framework]
+        yield "framework", framework, framework, own, others
+
+
+def errors_without(kind: str, held: Sequence[Setting], rest: Sequence[Setting]) -> np.ndarray:
+    """Log errors of `held` by what is fitted to `rest`, shape (held,)."""
+    if kind == "framework":
+        return log_errors(held, without(rest))
+    found = fit_framework(rest)
+    return np.array(
+        [math.log(seconds(each, found.rates(each.chip)) / each.seconds) for each in held]
+    )
+
+
+_POOLED: dict[tuple[str, int], Rates] = {}
+
+
+def without(framework_settings: Sequence[Setting]) -> Rates:
+    """Rates of a framework that nobody measured, by those of all others."""
+    by_framework: dict[str, list[Setting]] = defaultdict(list)
+    for each in framework_settings:
+        by_framework[each.framework].append(each)
+    for name, own in by_framework.items():
+        if (name, len(own)) not in _POOLED:
+            _POOLED[name, len(own)] = fit_framework(own).pooled
+    return typical([_POOLED[name, len(own)] for name, own in by_framework.items()])
+
+
+def show(turns: Sequence[dict]) -> None:
+    """Print errors by kind and turn, and the share of rows in the bands that scalejax ships."""
+    for kind in ("family", "chip", "framework"):
+        print(f"\nleft out: {kind}\n")
+        print("| framework | left out | settings | mean | median | bias | in band |")
+        print("|---|---|---:|---:|---:|---:|---:|")
+        means, shares = [], []
+        for turn in turns:
+            if turn["kind"] != kind:
+                continue
+            sizes, inside = np.abs(np.expm1(turn["log_errors"])), np.mean(list(_in_band(turn)))
+            means.append(sizes.mean())
+            shares.append(inside)
+            bias = math.expm1(float(np.median(turn["log_errors"])))
+            print(
+                f"| {turn['framework']} | {turn['name']} | {len(sizes)} | {sizes.mean():.1%} | "
+                f"{np.median(sizes):.1%} | {bias:+.1%} | {inside:.0%} |"
+            )
+        print(
+            f"\nEach counting once: {np.mean(means):.1%} in the mean, {np.median(means):.1%} in "
+            f"the median; {np.mean(shares):.0%} in the band."
+        )
+
+
+def _in_band(turn: dict) -> Iterator[bool]:
+    """Whether each row of a turn is between p10 and p90 of the band that it would have."""
+    framework = known_framework("unknown" if turn["kind"] == "framework" else turn["framework"])
+    software = framework.software if framework else software_by_name()["unknown"]
+    for log, chip, what in zip(turn["log_errors"], turn["chips"], turn["kinds"], strict=True):
+        own = software.rows if turn["kind"] != "chip" else {}
+        seen = replace(software, rows=own) if own is not software.rows else software
+        deviation = seen.deviation_on(chip, has_experts=what == "expert") or 0.0
+        yield abs(log) <= Z_OF_P90 * deviation
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

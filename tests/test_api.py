@@ -56,7 +56,7 @@ GPT = {
     "model": {"name": "gpt", "layers": 2, "hidden": 64, "heads": 4},
     "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 512},
 }
-BY = "megatron-lm"
+BY = "megatron-lm-2022"
 VERBS = {
     "compare": lambda run: scalejax.compare(run, run, "dgx-h100", 8, framework=BY),
     "explain": lambda run: scalejax.explain(run, "dgx-h100", 8, framework=BY),
@@ -156,7 +156,7 @@ def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tm
         ({"batch_argnums": 7}, ConfigError, r"batch_argnums=7 is refused: there are 2"),
         ({"batch_argnums": (0, 9)}, ConfigError, r"batch_argnums=9 is refused: there are 2"),
         ({"arguments": ("words", ROWS)}, ConfigError, r"arguments='words' is refused"),
-        ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm' is refused"),
+        ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm-2022' is refused"),
         ({"framework": "megatrom-lm"}, ConfigError, r"framework='megatrom-lm' is refused"),
         ({"subject": 7}, ConfigError, r"subject=7 is refused"),
         ({"devices": "8"}, ConfigError, r"devices='8' is refused: it must be a whole number"),

@@ -126,6 +126,20 @@ def test_the_factor_on_compute_holds_for_all_that_multiplies(name: str, factor: 
         assert after.busy_seconds == pytest.approx(factor * before.busy_seconds)
 
 
+def test_the_factor_on_compute_holds_for_measured_attention():
+    """Whose rates are in a table, in place of fractions."""
+    attention = replace(PRODUCTS["attention"], shape=(8, 4096, 4096, 128))
+    attainable = replace(CHIP_WITH_LAUNCH.attainable, attention_rates="h100")
+    cluster = cluster_of(chip=replace(CHIP_WITH_LAUNCH, attainable=attainable))
+
+    before, after = (
+        operation_time(attention, each.chip)
+        for each in (cluster, adjusted(cluster, Factors(compute=1.5)))
+    )
+
+    assert after.busy_seconds == pytest.approx(1.5 * before.busy_seconds)
+
+
 def test_a_share_of_a_peak_stays_within_it():
     """Twice as fast as 0.8 of the peak is no rate that a chip has."""
     attainable = replace(CHIP.attainable, matmul_fraction=0.8, attention_fraction=0.8)
@@ -136,18 +150,7 @@ def test_a_share_of_a_peak_stays_within_it():
 
     assert faster.matmul_fraction == faster.attention_fraction == 1.0
     assert faster.attention_by_shape == ((4096, 128, 1.0), (4096, 64, 0.5))
-    assert faster.attention_rates_scale == 2.0
-
-
-def test_rates_of_other_frameworks_are_adjusted_too():
-    """Where a chip has some of their own, by which they are costed."""
-    chip = replace(CHIP_WITH_LAUNCH, attainable_by_others=CHIP_WITH_LAUNCH.attainable)
-    factors = Factors(compute=2.0, memory=1.5, launch=3.0, contention=0.3)
-
-    slower = adjusted(cluster_of(chip=chip), factors).chip
-
-    assert slower.attainable_by_others == slower.attainable != chip.attainable
-    assert adjusted(cluster_of(chip=CHIP), factors).chip.attainable_by_others is None
+    assert faster.attention_scale == 1.0  # of rates in a table alone
 
 
 @pytest.mark.parametrize("devices", [8, 32])

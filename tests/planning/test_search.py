@@ -36,15 +36,9 @@ from scalejax.planning.search import (
     search,
     space,
     strategies,
-    workspace_bytes,
 )
 from scalejax.planning.search import run as searched_run
-from scalejax.planning.search.run import (
-    installed_compiler,
-    left_out_notes,
-    run_of,
-    shape_of,
-)
+from scalejax.planning.search.run import left_out_notes, run_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.transformer import (
     Strategy,
@@ -52,7 +46,8 @@ from scalejax.simulator.transformer import (
     memory_by_zero_stage,
     transformer_program,
 )
-from scalejax.xla import has_cuda_compiler
+from scalejax.xla import closed_form, has_cuda_compiler
+from scalejax.xla.closed_form import installed_compiler, shape_of, workspace_bytes
 
 CLUSTER = load_cluster("selene")
 SHAPE = TransformerShape(
@@ -176,7 +171,9 @@ def test_numbers_of_a_large_network_are_those_of_predict():
 
 def test_steps_set_off_as_a_graph_are_those_of_predict():
     """On a chip whose host is slow: neither counts it."""
-    cluster = load_cluster("dgx-a100-80gb")
+    chip = CLUSTER.chip
+    slow = replace(chip, attainable=replace(chip.attainable, dispatch_seconds=36e-6))
+    cluster = replace(CLUSTER, chip=slow)
     graphed = replace(cluster, launch_mode="graph")
     strategy = next(iter(strategies(SHAPE, 16, 32)))
     memory_of = memory_by_zero_stage(SHAPE, [strategy])
@@ -513,7 +510,7 @@ def test_the_title_names_a_framework_other_than_xla(tmp_path: Path):
         for name in ("xla", "pytorch")
     ]
 
-    assert titles[1] == f"{titles[0]}, by PyTorch"
+    assert titles[1] == f"{titles[0]}, by PyTorch FSDP"
 
 
 def test_steps_are_those_of_the_installed_compiler(tmp_path: Path, monkeypatch):
@@ -522,7 +519,7 @@ def test_steps_are_those_of_the_installed_compiler(tmp_path: Path, monkeypatch):
     run.write_text(RUN)
     seconds = {}
     for version in ("0.10.2", "0.11.0", "0.12.0.1"):
-        monkeypatch.setattr(searched_run.metadata, "version", lambda _, known=version: known)
+        monkeypatch.setattr(closed_form.metadata, "version", lambda _, known=version: known)
         report = scalejax.search(run, "dgx-h100", 1, top=1, confirm=0)
         seconds[version] = report.ranked[0].prediction.step_seconds
 

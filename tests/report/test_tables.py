@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 
 from scalejax.core.units import counted
-from scalejax.hardware import load_chip
 from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import Framework, Software
+from scalejax.simulator.frameworks.software import Rates
 
 
 def printed(*parts: object) -> str:
@@ -35,12 +36,37 @@ def test_turning_points_of_a_schedule(rates: list[float], points: list[tuple[int
     assert tables.turning_points(rates) == points
 
 
-def test_a_chip_says_whose_its_rates_are():
-    """Where other frameworks than XLA have rates of their own."""
-    note = "other frameworks attainable_by_others."
+def test_a_framework_says_what_its_software_makes_of_chips(monkeypatch):
+    """Of any chip, and of those with rates of their own; chips with equal rates once."""
+    own = Rates(gap_seconds=2e-6, step_cv=0.0)
+    software = Software(
+        gap_seconds=9e-6,
+        on_chip={"h100": own, "h200": own, "a100-80gb": Rates()},
+        rows={"h100": 12, "v100": 3},
+        residual=0.08,
+        chip_residual=0.05,
+        sources={"gap_seconds": "a fit of steps"},
+    )
+    monkeypatch.setattr(
+        "scalejax.simulator.frameworks.framework.software_by_name",
+        lambda: {"ours": software, "unknown": Software(residual=0.25)},
+    )
 
-    assert note in printed(*tables.entry(load_chip("h200")))
-    assert note not in printed(*tables.entry(load_chip("h100")))
+    def said(name: str) -> str:
+        framework = Framework(name=name, title="Ours", year=2026)
+        return " ".join(printed(*tables.framework(framework)).split())
+
+    assert said("ours").endswith(
+        "of XLA's programs, it has: on any chip gap_seconds = 9e-06 "
+        "on h100, h200 gap_seconds = 2e-06 step_cv = 0 on a100-80gb nothing else "
+        "held against published steps: 12 on h100, 3 on v100 "
+        "log standard deviation of measured over predicted: 0.08, and 0.05 besides on other chips "
+        "gap_seconds: a fit of steps"
+    )
+    assert said("theirs").endswith(
+        "Its operations run at the rates of a chip's file, which are of XLA's programs. "
+        "held against published steps: none log standard deviation of measured over predicted: 0.25"
+    )
 
 
 def test_one_of_a_thing_is_no_plural():

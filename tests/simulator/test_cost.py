@@ -1,6 +1,7 @@
 """Cost of operations, and memory: by hand and by property."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hardware_cases import CHIP, cluster_of
@@ -11,6 +12,7 @@ from program_cases import NO_MEMORY, PAPER, fusion, program_of
 from scalejax.core.errors import ConfigError, UnknownHardware
 from scalejax.hardware import (
     Chip,
+    MeasuredRates,
     attention_rates_names,
     load_attention_rates,
     load_chip,
@@ -18,6 +20,7 @@ from scalejax.hardware import (
 )
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.device_state import under_load
+from scalejax.simulator.frameworks import Software
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Collective, DeviceGroup, Operation
@@ -114,9 +117,9 @@ def test_fused_attention_reaches_more_of_the_peak_in_longer_rows():
     assert share_of(8, 4096, 4096, 512) == share_of(8, 4096, 4096, rates.by_head_size[-1][0])
     assert share_of() == pytest.approx(0.1)
     slower = share_of(8, 4096, 4096, 64)
-    chip = replace(chip, attainable=replace(attainable, attention_rates_scale=0.5))
+    chip = replace(chip, attainable=replace(attainable, attention_scale=0.5))
     assert share_of(8, 4096, 4096, 64) == pytest.approx(slower / 2)
-    chip = replace(chip, attainable=replace(attainable, attention_rates_scale=9.0))
+    chip = replace(chip, attainable=replace(attainable, attention_scale=9.0))
     assert share_of(8, 4096, 4096, 64) == pytest.approx(1.0)
 
 
@@ -139,21 +142,28 @@ def test_unknown_or_damaged_rates_of_attention_are_refused():
         replace(load_attention_rates("b200"), by_head_size=((128, 0.5, 1.0), (64, 0.4, 1.0)))
 
 
-def test_other_frameworks_keep_their_rates_where_those_of_xla_were_measured():
-    """Launches of 10 us in PyTorch beside 1 in XLA's command buffers; a chip without them has the
-    same for both."""
-    others = replace(ATTAINABLE, launch_seconds=10e-6)
+def test_a_step_is_costed_with_what_its_software_makes_of_a_chip(monkeypatch):
+    """Launches of 1 us in XLA's command buffers, 10 in PyTorch, applied once; of software that
+    nobody knows those of XLA, and those that were measured here as they were."""
+    software = {"pytorch-fsdp-2023": Software(gap_seconds=9e-6), "unknown": Software()}
+    monkeypatch.setattr(
+        "scalejax.simulator.frameworks.framework.software_by_name", lambda: software
+    )
     chip = replace(CHIP, attainable=replace(ATTAINABLE, launch_seconds=1e-6))
-    program = program_of(fusion("f", 1.0))
+    bench = MeasuredRates(matmul={"f32": ((1, 1, 1, 1, 1e12),)}, convolution={}, stream=((1, 1e9),))
 
-    def launch(chip: Chip, framework: str) -> float:
-        loaded = under_load(cluster_of(chip=chip), replace(program, framework=framework))
-        assert under_load(loaded, replace(program, framework=framework)) == loaded
+    def launch(framework: str, **changes: Any) -> float:
+        program = replace(program_of(fusion("f", 1.0)), framework=framework)
+        loaded = under_load(cluster_of(chip=replace(chip, **changes)), program)
+        assert under_load(loaded, program) == loaded
         return loaded.chip.attainable.launch_seconds
 
-    measured = replace(chip, attainable_by_others=others)
-    assert (launch(measured, "xla"), launch(measured, "pytorch")) == (1e-6, 10e-6)
-    assert (launch(chip, "xla"), launch(chip, "pytorch")) == (1e-6, 1e-6)
+    assert launch("xla-2026") == launch("xla") == 1e-6
+    assert launch("pytorch-fsdp-2023") == launch("pytorch") == pytest.approx(10e-6)
+    assert launch("ours") == launch("mxnet-2020") == 1e-6
+    assert launch("pytorch", measured=bench) == 1e-6
+    assert launch("xla", rates_of="pytorch-fsdp-2023") == 1e-6
+    assert launch("pytorch", rates_of="pytorch-fsdp-2023") == 1e-6
 
 
 def test_launch_is_counted_apart_from_the_work():

@@ -31,7 +31,7 @@ from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.comparison import compare
 from scalejax.simulator.expert_load import EVEN_LOADS, device_load_factor, with_expert_load
 from scalejax.simulator.explain import explain
-from scalejax.simulator.frameworks import FRAMEWORKS
+from scalejax.simulator.frameworks import FRAMEWORKS, Software
 from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
 from scalejax.simulator.operations.grouped_matmul import (
     UNKNOWN_CHIP,
@@ -84,6 +84,27 @@ def test_every_group_s_matrix_is_moved_however_few_its_rows():
 
     assert forward.memory_seconds == pytest.approx((16e6 + 8 * 2000 * 2) / 1e12)
     assert weights.memory_seconds == pytest.approx(forward.memory_seconds)
+
+
+def test_software_has_a_rate_of_its_own_for_grouped_products_and_for_sending_tokens():
+    """Half of the chip's and twice the library's: other exchanges take as long as they did."""
+    software = Software(grouped_share=0.5, token_exchange_share=2.0)
+    chip = software.applied(CHIP)
+    product = grouped(4, 600, 500, 800)
+    plain = Collective(
+        name="all_to_all",
+        payload_bytes=10**8,
+        group=DeviceGroup(extents=((8, 1),), axes=("expert",)),
+        is_async=False,
+    )
+    tokens = replace(plain, tokens=RoutedTokens(tokens=96, experts_per_token=4, experts=8))
+
+    of_chip, of_software = (grouped_product_time(product, each) for each in (CHIP, chip))
+    assert of_software.compute_seconds == pytest.approx(2 * of_chip.compute_seconds)
+    assert of_software.memory_seconds == pytest.approx(2 * of_chip.memory_seconds)
+    here, there = cluster_of(), cluster_of(chip=chip)
+    assert collective_seconds(tokens, there) == pytest.approx(collective_seconds(tokens, here) / 2)
+    assert collective_seconds(plain, there) == collective_seconds(plain, here)
 
 
 def test_the_gradient_of_the_input_is_the_forward_product_with_widths_swapped():
@@ -457,11 +478,11 @@ def test_frameworks_with_grouped_kernels_group_what_the_compiled_step_loops_over
 
     assert routed_tokens(run) == tokens
     by_hand = with_grouped_experts(program, tokens, token_bytes=64)
-    for name in ("megatron-core", "torchtitan"):
+    for name in ("megatron-core-2024", "torchtitan-2025"):
         assert FRAMEWORKS[name].applied(program, run).operations == by_hand.operations
-    assert FRAMEWORKS["xla"].applied(program, run) == program
+    assert FRAMEWORKS["xla-2026"].applied(program, run) == program
     capped = routed_run(capacity_factor=1.25)
-    assert FRAMEWORKS["torchtitan"].applied(program, capped).operations == program.operations
+    assert FRAMEWORKS["torchtitan-2025"].applied(program, capped).operations == program.operations
     limited = routed_tokens(routed_run(router={"groups": 4, "groups_per_token": 2}))
     assert limited == replace(tokens, most_nodes=2)
 

@@ -11,13 +11,13 @@ from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import JsonValue, build
 from scalejax.hardware import load_cluster
-from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transformer import Strategy, transformer_program
 from scalejax.simulator.transforms.float8 import in_float8, with_float8_products
 from scalejax.xla import ProfileJob, profile_many
+from scalejax.xla.closed_form import shape_of
 from scalejax.xla.derive import restored
 
 LINEAR = Operation(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from program_cases import matmul, program_of
 
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.serialization import build
@@ -39,7 +40,7 @@ def run_of(devices: int = 1, microbatches: int = 4, **tables: Any) -> ResolvedRu
         "model": LLAMA | tables.get("model", {}),
         "data": {"name": "synthetic_tokens", "tokens": TOKENS, "vocabulary": 32000},
         "batch": {"global_batch": microbatches * replicas, "microbatches": microbatches},
-        "optimizer": {"name": "adamw"},
+        "optimizer": tables.get("optimizer", {"name": "adamw"}),
         "schedule": {"base_learning_rate": 1e-4},
         "layout": layout,
     }
@@ -114,6 +115,26 @@ def test_what_is_not_counted_is_left_as_compiled():
     """Fully sharded parameters, and what recomputes a part of a block."""
     assert memory_use(NANOTRON, run_of(8, layout={"fsdp": 8})) is None
     assert memory_use(NANOTRON, run_of(model={"remat": "selective_op"})) is None
+
+
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("model", {"attention": "unfused"}),
+        ("optimizer", {"name": "sgd"}),
+        ("optimizer", {"name": "adamw", "mu_dtype": "bfloat16"}),
+    ],
+)
+def test_a_framework_holds_what_is_compiled_where_it_is_not_counted(
+    table: str, change: dict[str, Any]
+):
+    """Scores of attention, and other optimizers than Adam in float32: memory stays XLA's, and no
+    note says otherwise."""
+    nanotron, program = FRAMEWORKS["nanotron-2025"], program_of(matmul("m", 1.0))
+    tables: dict[str, Any] = {table: change}
+
+    assert nanotron.with_memory(program, run_of()) != program
+    assert nanotron.with_memory(program, run_of(**tables)) == program
 
 
 def test_published_peaks_are_met():

@@ -10,7 +10,8 @@ from hardware_cases import CHIP, cluster_of
 
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, DoesNotFit
-from scalejax.hardware import MeasuredRates, Residuals, load_cluster
+from scalejax.hardware import Cluster, MeasuredRates, Residuals, load_cluster
+from scalejax.simulator.frameworks import FRAMEWORKS
 from scalejax.simulator.predict import (
     RUN_CONDITIONS,
     STEP_CONDITIONS,
@@ -21,6 +22,7 @@ from scalejax.simulator.predict import (
     scaling_prediction,
 )
 from scalejax.simulator.program import Collective, DeviceGroup, MemoryUse, Operation, Program
+from scalejax.simulator.uncertainty import Z_OF_P90
 
 PAPER = cluster_of()
 
@@ -92,9 +94,6 @@ def test_bands_surround_the_median():
     known = predict(data_parallel(8), cluster_of(chip=fitted, library=library))
     unknown = predict(data_parallel(8), PAPER)
     half_known = predict(data_parallel(8), cluster_of(chip=fitted))
-    measured = cluster_of(chip=replace(CHIP, attainable_by_others=CHIP.attainable))
-    of_xla = predict(data_parallel(8), measured)
-    of_others = predict(replace(data_parallel(8), framework="pytorch"), measured)
 
     assert known.p10_step_seconds is not None
     assert known.p90_step_seconds is not None
@@ -105,9 +104,33 @@ def test_bands_surround_the_median():
     assert known.p10_step_seconds < known.step_seconds
     assert (unknown.p10_step_seconds, half_known.p90_step_seconds) == (None, None)
     assert "paper: attainable rates are uncalibrated, so no p10 and p90" in unknown.notes
-    assert "paper: attainable rates are measured on one device, so no p10 and p90" in of_xla.notes
-    assert "paper: attainable rates are uncalibrated, so no p10 and p90" in of_others.notes
     assert "Rings: uncalibrated, so no p10 and p90" in half_known.notes
+
+
+def test_a_framework_has_its_band_on_chips_whose_steps_or_operators_were_measured():
+    """By hand, of products alone: that of its rows; elsewhere in the catalogue a wider one, and a
+    note; none where nothing was measured, nor on a chip of one's own."""
+    step = data_parallel(8)
+    products = replace(step, operations=step.operations[:1], framework="megatron-core-2024")
+    software = FRAMEWORKS["megatron-core-2024"].software
+    assert software.residual is not None
+
+    def log_p90(cluster: Cluster, program: Program = products) -> float | None:
+        found = predict(program, cluster)
+        p90 = found.p90_step_seconds
+        return None if p90 is None else math.log(p90 / found.step_seconds) / Z_OF_P90
+
+    assert "h100" in software.rows
+    assert log_p90(load_cluster("dgx-h100")) == pytest.approx(software.residual)
+    assert "b200" not in software.rows
+    wider = math.hypot(software.residual, software.chip_residual)
+    assert log_p90(load_cluster("dgx-b200")) == pytest.approx(wider)
+    noted = predict(products, load_cluster("dgx-b200")).notes
+    assert any("no step of Megatron-Core on b200 was at hand" in note for note in noted)
+    own = replace(load_cluster("dgx-b200").chip, name="ours")
+    for unknown in (load_cluster("mi250x"), cluster_of(chip=own)):
+        for name in ("megatron-core-2024", "xla-2026"):
+            assert log_p90(unknown, replace(products, framework=name)) is None
 
 
 def test_unknown_is_none():

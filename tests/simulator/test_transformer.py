@@ -16,7 +16,6 @@ from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
-from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transformer import (
@@ -30,6 +29,7 @@ from scalejax.simulator.transformer import (
 from scalejax.simulator.transformer.shape import parameters_of_device, stage_counts
 from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.xla import has_cuda_compiler, profile
+from scalejax.xla.closed_form import shape_of
 
 CLUSTER = load_cluster("selene")
 SMALL = TransformerShape(

@@ -182,6 +182,8 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
     assert chunks({}) == 1
 
 
+TRAINED = {"source": "github:mlcommons/training_results_v4.1"}
+"""A submission to MLPerf."""
 TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (PyTorch FSDP2)"}
 
 
@@ -203,20 +205,31 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         (TITAN | {"year": "2024", "notes": "full AC; eager"}, "torchtitan-2024-eager"),
         (TITAN | {"year": "2024", "notes": "compile"}, "torchtitan-2024"),
         (TITAN | {"year": "2024", "notes": "AsyncTP"}, "torchtitan-2024-async-tp"),
-        (TITAN | {"year": "2025", "notes": "compile"}, "torchtitan"),
-        (TITAN | {"year": "2025", "notes": "AsyncTP"}, "torchtitan-async-tp"),
-        ({"framework": "PyTorch FSDP", "year": "2024", "notes": "eager"}, "pytorch"),
-        ({"framework": "Megatron-LM", "precision": "fp16"}, "megatron-lm-fp16"),
-        ({"framework": "Megatron-DeepSpeed"}, "megatron-lm"),
-        ({"framework": "Megatron-Core r0.8.0"}, "megatron-core"),
-        ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "megatron-core"),
-        ({"framework": "Megatron-LM 0.14, TE 2.11"}, "megatron-core"),
-        ({"framework": "Primus-pipeline (Megatron)"}, "megatron-core"),
+        (TITAN | {"year": "2025", "notes": "compile"}, "torchtitan-2025"),
+        (TITAN | {"year": "2025", "notes": "AsyncTP"}, "torchtitan-2025-async-tp"),
+        ({"framework": "PyTorch FSDP", "year": "2024", "notes": "eager"}, "pytorch-fsdp-2023"),
+        ({"framework": "Megatron-LM", "precision": "fp16"}, "megatron-lm-2021"),
+        ({"framework": "Megatron-DeepSpeed"}, "megatron-lm-2022"),
+        ({"framework": "Megatron-Core r0.8.0"}, "megatron-core-2024"),
+        ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "nemo-2025"),
+        ({"framework": "NeMo Megatron-Bridge 26.04"}, "nemo-2025"),
+        ({"framework": "NeMo Megatron-Bridge 26.06"}, "nemo-2026"),
+        ({"framework": "Megatron-LM 0.14, TE 2.11"}, "megatron-core-2025"),
+        ({"framework": "Primus-pipeline (Megatron)"}, "primus-2025"),
         ({"framework": "nanotron (Hugging Face)"}, "nanotron-2025"),
-        ({"framework": "MaxText (JAX)"}, "xla"),
-        ({"framework": "JAX / PaxML"}, "xla"),
-        ({}, "xla"),
-        ({"layers": "8", "fsdp": "1", "pipeline": "8", "recompute": "full"}, "pytorch"),
+        ({"framework": "MaxText (JAX)"}, "maxtext-2025"),
+        ({"framework": "JAX / PaxML"}, "pax-2023"),
+        (TRAINED | {"framework": "PyTorch NVIDIA Release 24.09"}, "nemo-2025"),
+        (TRAINED | {"framework": "ROCm PyTorch"}, "primus-2025"),
+        ({"framework": "PyTorch NVIDIA Release 24.09"}, "pytorch-fsdp-2023"),
+        ({"framework": "MXNet 19.05", "year": "2020"}, "mxnet-2020"),
+        ({"framework": "MXNet NVIDIA Release 23.04", "year": "2023"}, "mxnet-2023"),
+        ({"framework": "TensorFlow 1.x (May 2017)"}, "tensorflow-2017"),
+        ({"framework": "TensorFlow 2.4"}, "tensorflow-2020"),
+        ({"framework": "DeepSpeed ZeRO-3"}, "deepspeed-2021"),
+        ({"framework": "PyTorch 1.7"}, "pytorch-eager-2020"),
+        ({}, "xla-2026"),
+        ({"layers": "8", "fsdp": "1", "pipeline": "8", "recompute": "full"}, "pytorch-fsdp-2023"),
     ],
 )
 def test_a_row_is_predicted_with_the_framework_that_it_names(change, framework, row):
@@ -270,8 +283,8 @@ RACK |= {"node_network_gbit_per_second": "1600"}
 
 
 def test_rows_of_2026_become_runs(row):
-    """Types after fp8, chips that are two devices, racks, rings, chunks that do not divide layers,
-    and blocks that are not Llama's."""
+    """Types after fp8, chips that are two devices, racks, rings, chunks that do not divide layers
+    or whose microbatches make no groups, and blocks that are not Llama's."""
     rack = case(row(RACK | {"precision": "nvfp4"}))
     assert rack.cluster.devices_per_node == 72
     assert rack.cluster.network is not None
@@ -286,8 +299,14 @@ def test_rows_of_2026_become_runs(row):
     assert [getattr(run.config.model, "remat", "") for run in tpu.runs] == ["selective_op", "full"]
 
     stages = {"layers": "6", "fsdp": "1", "pipeline": "4", "context": "2", "pipeline_chunks": "2"}
-    piped = case(row(RACK | stages | {"recompute": "none?"})).runs[0].config
-    assert (piped.layout.pipeline_chunks, piped.layout.context_strategy) == (1, "all_to_all")
+    for layers in ("6", "8"):
+        piped = case(row(RACK | stages | {"recompute": "none?", "layers": layers})).runs[0].config
+        assert (piped.layout.pipeline_chunks, piped.layout.context_strategy) == (1, "all_to_all")
+        assert getattr(piped.model, "layers", 0) == int(layers)
+    grouped = case(row(RACK | stages | {"recompute": "none?", "microbatch": "1"}))
+    dealt = grouped.runs[0].config
+    assert (dealt.layout.pipeline_chunks, getattr(dealt.model, "layers", 0)) == (2, 8)
+    assert "6 layers, embedding and loss in equal chunks by 8 layers" in grouped.nearest
     ring = case(row(RACK | {"context": "2", "fsdp": "4"})).runs[0].config
     assert ring.layout.context_strategy == "ring"
 

@@ -11,12 +11,12 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.facts import resolve
 from scalejax.hardware import load_cluster
-from scalejax.planning.search.run import shape_of, strategy_of
 from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.transformer import transformer_program
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
-from scalejax.validation.programs import NEITHER, program_in_closed_form
+from scalejax.validation.programs import NEITHER
+from scalejax.xla.closed_form import program_in_closed_form, shape_of, strategy_of
 
 
 def test_rows_that_the_closed_form_knows_need_no_compiler(row):

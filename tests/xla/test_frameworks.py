@@ -15,6 +15,7 @@ from scalejax.simulator.program import Loop, Program
 from scalejax.simulator.transforms.pipeline import BUBBLE
 from scalejax.xla import ProfileJob, derive, profile_many
 from scalejax.xla.batch import Programs
+from scalejax.xla.closed_form import program_in_closed_form
 from scalejax.xla.derive import derivation, stage_run
 
 CLUSTER = load_cluster("dgx-a100")
@@ -52,8 +53,8 @@ def test_one_stage_of_a_pipeline_under_1f1b_is_compiled():
 
     by_name = {job.framework.name: derivation(job).compiled[0].run for job in jobs}
 
-    assert by_name["xla"] == run
-    stage = by_name["megatron-lm"]
+    assert by_name["xla-2026"] == run
+    stage = by_name["megatron-lm-2022"]
     assert stage == stage_run(run)
     assert getattr(stage.config.model, "layers", None) == 3
     assert stage.layout.axis_sizes == {
@@ -66,7 +67,7 @@ def test_one_stage_of_a_pipeline_under_1f1b_is_compiled():
 def test_a_pipeline_whose_stage_says_too_little_is_compiled_whole(change):
     """In the schedule of the framework, which is trained too; one that a run names stays."""
     job = ProfileJob(
-        run=run_of(pipeline=4, **change), cluster=CLUSTER, framework=FRAMEWORKS["megatron-lm"]
+        run=run_of(pipeline=4, **change), cluster=CLUSTER, framework=FRAMEWORKS["megatron-lm-2022"]
     )
 
     compiled = derivation(job).compiled[0].run
@@ -79,7 +80,9 @@ def test_a_pipeline_whose_stage_says_too_little_is_compiled_whole(change):
 def test_all_devices_of_a_pipeline_must_be_there():
     """Though those of a stage alone are compiled for."""
     small = replace(CLUSTER, max_device_count=8)
-    job = ProfileJob(run=run_of(pipeline=4), cluster=small, framework=FRAMEWORKS["megatron-lm"])
+    job = ProfileJob(
+        run=run_of(pipeline=4), cluster=small, framework=FRAMEWORKS["megatron-lm-2022"]
+    )
 
     with pytest.raises(DoesNotFit, match=r"devices=16 is refused: dgx-a100 has at most 8"):
         derivation(job)
@@ -119,7 +122,7 @@ def llama():
 def test_a_step_says_what_sets_it_apart_and_nothing_else():
     """Megatron-LM's differences are known of gpt; of a llama there is none to tell."""
     step = program_of(matmul("up", 1.0), devices=2)
-    megatron = FRAMEWORKS["megatron-lm-fp16"]
+    megatron = FRAMEWORKS["megatron-lm-2021"]
 
     as_llama = megatron.applied(step, llama())
 
@@ -139,7 +142,7 @@ def test_stages_of_other_networks_are_told_apart():
         ProfileJob(
             run=run_of(layers=layers, pipeline=12, devices=12, microbatches=2),
             cluster=CLUSTER,
-            framework=FRAMEWORKS["pytorch"],
+            framework=FRAMEWORKS["pytorch-fsdp-2023"],
         )
         for layers in (70, 72)
     ]
@@ -157,6 +160,43 @@ def test_stages_of_other_networks_are_told_apart():
     assert waits == [70 - 6, 72 - 6]
 
 
+WITH_KERNELS = FRAMEWORKS["nanotron-2025"]
+
+
+def test_a_run_that_does_not_fit_is_answered_for_itself_alone():
+    """Of a framework with kernels, whose closed form is made at once."""
+    fits, too_large = (
+        ProfileJob(
+            run=run_of(devices=devices, data=devices),
+            cluster=replace(CLUSTER, max_device_count=16),
+            framework=WITH_KERNELS,
+        )
+        for devices in (16, 32)
+    )
+
+    found, refused, again = Programs(compiles=False).find([fits, too_large, fits])
+
+    assert isinstance(found, Program)
+    assert found.backend == "closed_form"
+    assert again == found
+    assert isinstance(refused, DoesNotFit)
+    assert "devices=32" in str(refused)
+
+
+def test_a_run_without_a_closed_form_is_said_to_be_xlas():
+    """By a framework whose kernels are known for closed forms alone; not of one without any."""
+    run = run_of(pipeline_schedule="zb_h1", pipeline=2)
+    compiled = replace(program_of(matmul("up", 1.0)), backend="cuda")
+    with pytest.raises(ConfigError, match="zb_h1"):
+        program_in_closed_form(ProfileJob(run=run, cluster=CLUSTER, framework=WITH_KERNELS))
+
+    (note,) = WITH_KERNELS.applied(compiled, run).notes
+
+    assert note.startswith("the step of nanotron: this run has no closed form: XLA's program")
+    other = FRAMEWORKS["pytorch-fsdp-2023"].applied(compiled, run)
+    assert not any("closed form" in note for note in other.notes)
+
+
 def test_tokens_over_context_are_sent_in_parts():
     """Each device sends what it has."""
     whole, split = (
@@ -164,7 +204,7 @@ def test_tokens_over_context_are_sent_in_parts():
             ProfileJob(
                 run=run_of(pipeline=2, context=context),
                 cluster=CLUSTER,
-                framework=FRAMEWORKS["pytorch"],
+                framework=FRAMEWORKS["pytorch-fsdp-2023"],
             )
         )
         for context in (1, 2)
@@ -192,7 +232,7 @@ def test_what_megatron_runs_is_made_of_what_xla_compiles(tmp_path):
     recompute runs each block's last product again; without stages and properties, nothing else."""
     run, flat = run_of(pipeline=4), run_of()
     jobs = [
-        ProfileJob(run=each, cluster=CLUSTER, framework=FRAMEWORKS[name])
+        ProfileJob(run=each, cluster=CLUSTER, framework=framework_named(name))
         for each, name in ((run, "megatron-lm"), (run, "pytorch"), (flat, "xla"), (flat, "pytorch"))
     ]
 
@@ -202,10 +242,10 @@ def test_what_megatron_runs_is_made_of_what_xla_compiles(tmp_path):
         assert program.device_count == 16
         assert program.mesh_axes[0] == ("pipeline", 4)
         assert any(BUBBLE in each.name for each in program.operations if isinstance(each, Loop))
-    assert megatron.framework == "megatron-lm"
+    assert megatron.framework == "megatron-lm-2022"
     assert megatron.flop > 1.05 * pytorch.flop
     assert any("Megatron-LM" in note for note in megatron.notes)
-    assert xla.framework == "xla"
+    assert xla.framework == "xla-2026"
     # Four stages share the samples that four devices had of their own.
     assert pytorch.model_flop == pytest.approx((xla.model_flop or 0) / 4)
     assert _bare(flat_pytorch) == _bare(xla)

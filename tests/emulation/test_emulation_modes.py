@@ -244,7 +244,7 @@ def test_collectives_in_a_node_use_its_links():
         found = with_reduction(durations_of(run, settings, cluster), settings, [250_000] * 160)
         seconds.append(found.collective_seconds)
 
-    rate, hop = 0.85 * 300e9, 2.22e-6
+    rate, hop = 0.848 * 300e9, 1.34e-6
     assert seconds == pytest.approx(
         [
             14 * (hop + 160e6 / 8 / rate),

@@ -374,26 +374,6 @@ def test_more_memory_never_makes_the_best_slower():
     assert many[0].step_seconds <= few[0].step_seconds
 
 
-@pytest.mark.slow
-def test_published_layout_of_gpt3_is_among_the_best():
-    """Tensor 8, pipeline 16, data 12, microbatches of 1, all computed again (Narayanan et al. 2021,
-    arXiv 2104.04473): in the first 5 %. Takes a minute or two."""
-    ranked = search(GPT3, CLUSTER, (1536,), 1536).ranked
-    place = next(
-        index
-        for index, each in enumerate(ranked)
-        if (each.strategy.layout.tensor, each.strategy.layout.pipeline) == (8, 16)
-        and each.strategy.layout.data == 12
-        and each.strategy.split.microbatch == 1
-        and each.strategy.recompute == "full"
-        and each.strategy.pipeline_chunks > 1
-        and not each.strategy.sequence_parallel
-        and not each.strategy.zero_stage
-    )
-
-    assert place < 0.05 * len(ranked)
-
-
 def test_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

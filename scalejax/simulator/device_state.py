@@ -23,7 +23,6 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
     Idempotent: effects that are applied are removed from the returned cluster's description.
     """
     cluster = with_software(cluster, program.framework)
-    chip = cluster.chip
     chip = _shared_chip(cluster, program.device_count)
     if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
         chip = _aligned(chip)

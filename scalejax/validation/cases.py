@@ -208,7 +208,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             row=row,
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
-            framework=framework_of(row),
+            framework=_with_ends(framework_of(row), row),
             nearest=(*_nearest_layers(row), *nearest(row, expert_axes(row, _fsdp(row)))),
         )
     except ScalejaxError as error:
@@ -223,24 +223,45 @@ def one_line(error: ScalejaxError) -> str:
 def _chunks(row: LedgerRow) -> int:
     """Interleaved chunks per pipeline stage.
 
-    Where the source of a row of Megatron-LM does not state them, it interleaved stages: "the
-    interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
-    2021, arXiv 2104.04473, section 5.1), which takes microbatches in groups, one for each stage.
-    The number of chunks is not stated: the fewest that divide the layers evenly are assumed. Where
-    those that a row states divide the layers neither alone nor with embedding and loss counted as
-    layers, or microbatches make no such groups, there are none: the bubble is too long by as much.
+    Those that a row states, or that its framework has by default; none where they divide the
+    layers neither alone nor with embedding and loss counted as layers, or microbatches make no
+    groups of one for each stage, as interleaving needs: the bubble is too long by as much.
     """
-    spread = row.spread
+    stages, chunks = row.spread.pipeline or 1, _interleaving(row)
+    if stages == 1 or (_layers(row) or stages) % (stages * chunks) or not _has_groups(row):
+        return 1
+    return chunks
+
+
+def _interleaving(row: LedgerRow) -> int:
+    """Chunks per stage as a row states them, or else as its framework has them by default.
+
+    Megatron-LM of 2021 interleaved stages: "the interleaved pipeline schedule with the
+    scatter/gather optimization enabled" (Narayanan et al. 2021, arXiv 2104.04473, section 5.1);
+    the number is not stated: the fewest that divide the layers evenly are assumed. NVIDIA's recipes
+    of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK`.
+    """
+    spread, layers = row.spread, row.model.layers or 0
     stages = spread.pipeline or 1
-    if stages == 1 or (_layers(row) or stages) % (stages * (spread.pipeline_chunks or 1)):
+    if stages == 1:
         return 1
-    if not _has_groups(row):
-        return 1
-    is_open = "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES
-    if not is_open:
-        return spread.pipeline_chunks or 1
-    layers = -(-(row.model.layers or stages) // stages)
-    return next((count for count in range(2, layers + 1) if layers % count == 0), 1)
+    if "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES:
+        of_stage = -(-layers // stages)
+        return next((count for count in range(2, of_stage + 1) if of_stage % count == 0), 1)
+    if spread.pipeline_chunks is None and row.kind == "dense" and _is_nemo(row):
+        return max(1, -(-layers // (stages * _LAYERS_OF_CHUNK)))
+    return spread.pipeline_chunks or 1
+
+
+_LAYERS_OF_CHUNK = 2
+"""Layers of a chunk in eight of the fourteen pipelines of dense networks that NVIDIA's recipes
+state (`dgxc_benchmarking` and `megatron_bridge` of the ledgers), and their median; one in four of
+the others."""
+
+
+def _is_nemo(row: LedgerRow) -> bool:
+    """Whether NeMo or Megatron-Bridge trained it, as NVIDIA's submissions to MLPerf."""
+    return framework_of(row).name.startswith("nemo-")
 
 
 def _has_groups(row: LedgerRow) -> bool:
@@ -253,9 +274,9 @@ def _layers(row: LedgerRow) -> int | None:
     """Layers of the run: two more than the network's where it is dealt to chunks with embedding and
     loss as layers (Megatron-LM's account_for_embedding_in_pipeline_split), which is as near as
     equal chunks come."""
-    layers, spread = row.model.layers, row.spread
-    parts = (spread.pipeline or 1) * (spread.pipeline_chunks or 1)
-    if layers is None or (spread.pipeline_chunks or 1) == 1 or layers % parts == 0:
+    layers, chunks = row.model.layers, _interleaving(row)
+    parts = (row.spread.pipeline or 1) * chunks
+    if layers is None or chunks == 1 or layers % parts == 0:
         return layers
     return layers + 2 if (layers + 2) % parts == 0 and _has_groups(row) else layers
 
@@ -264,6 +285,14 @@ def _nearest_layers(row: LedgerRow) -> tuple[str, ...]:
     if (layers := _layers(row)) == row.model.layers:
         return ()
     return (f"{row.model.layers} layers, embedding and loss in equal chunks by {layers} layers",)
+
+
+def _with_ends(framework: Framework, row: LedgerRow) -> Framework:
+    """`framework`, whose stages count embedding and loss of `row` as layers if so many were added
+    to those of its network."""
+    if _layers(row) == row.model.layers:
+        return framework
+    return replace(framework, layers_of_stages="with_ends")
 
 
 def _is_megatron(row: LedgerRow) -> bool:
@@ -331,6 +360,10 @@ _NEMO_RELEASE, _NEMO_2026 = re.compile(r"2\d\.\d\d"), "26.06"
 of 2026)."""
 _MXNET_2023 = 2022
 _ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
+
+
+def _is_on_megatron_core(row: LedgerRow) -> bool:
+    return _is_nemo(row) or bool(_ON_MEGATRON_CORE.search(row.framework or ""))
 
 
 def _is_titan(row: LedgerRow) -> bool:
@@ -414,7 +447,7 @@ def _is_sequence_parallel(row: LedgerRow) -> bool:
     Megatron-Bridge: `sequence_parallel = tensor_model_parallel_size > 1`)."""
     if row.spread.sequence_parallel is not None:
         return bool(row.spread.sequence_parallel)
-    return bool(_ON_MEGATRON_CORE.search(row.framework or ""))
+    return _is_on_megatron_core(row)
 
 
 def _fsdp(row: LedgerRow) -> int:
@@ -430,8 +463,13 @@ def _fsdp(row: LedgerRow) -> int:
 
 def _zero_stage(row: LedgerRow, experts: int) -> int:
     """ZeRO's stage, of which 3 is the fsdp axis; over the devices of an expert axis, which that
-    does not reach, it is 1."""
-    stage = row.spread.zero_stage or 0
+    does not reach, it is 1. Where a row states none it is 0, and 1 with NeMo, whose recipes all
+    have the distributed optimizer (NVIDIA/NeMo, nemo/collections/llm/recipes:
+    use_distributed_optimizer = True); the state of adapters, a thousandth of the network, is taken
+    as whole."""
+    stage = row.spread.zero_stage
+    if stage is None:
+        stage = int(_is_nemo(row) and row.kind != "lora")
     return stage if stage < 3 else int(experts > 1)
 
 
@@ -499,7 +537,7 @@ def _recomputes(row: LedgerRow) -> list[str]:
         if stated in ("selective", "selective_op", "full"):
             raise ConfigError(f"{stated} recompute of {row.model.model!r}")
         return ["none"]
-    if stated is None and _ON_MEGATRON_CORE.search(row.framework or ""):
+    if stated is None and _is_on_megatron_core(row):
         return ["none", "selective", "full"]
     return ["none", "full"] if stated is None else [stated]
 

@@ -1,6 +1,7 @@
 """Memory that frameworks on PyTorch hold, by hand and against published peaks."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def run_of(devices: int = 1, microbatches: int = 4, **tables: Any) -> ResolvedRu
         "schedule": {"base_learning_rate": 1e-4},
         "layout": layout,
     }
+    if "fine_tuning" in tables:
+        given["fine_tuning"] = tables["fine_tuning"]
     return resolve(build(RunConfig, given), devices)
 
 
@@ -115,6 +118,23 @@ def test_what_is_not_counted_is_left_as_compiled():
     """Fully sharded parameters, and what recomputes a part of a block."""
     assert memory_use(NANOTRON, run_of(8, layout={"fsdp": 8})) is None
     assert memory_use(NANOTRON, run_of(model={"remat": "selective_op"})) is None
+
+
+def test_frozen_weights_are_kept_in_8_bits_and_save_no_input():
+    """By hand, of adapters in fp8: a byte of each weight of a block and two of tables, no gradient
+    and no state; three widths of the stream, queries, keys, values and the result of attention in
+    16 bits, and two of the feed-forward layer in 8."""
+    lora = {
+        "base_dtype": "bfloat16",
+        "lora": {"rank": 16, "alpha": 32.0, "targets": ["linear_qkv"]},
+    }
+    run = run_of(model={"compute_dtype": "float8_delayed"}, fine_tuning=lora)
+    (stage,) = stage_memories(replace(MEGATRON_CORE, frozen_bytes=1), run)
+
+    assert stage.state == 8 * BLOCK + 2 * 2 * TABLE
+    kept = 8 * TOKENS * (2 * (3 + 4) * 1024 + 2 * 4096)
+    assert stage.activations == kept + TOKENS * 32000 * 8
+    assert memory_use(MEGATRON_CORE, run) is None
 
 
 @pytest.mark.parametrize(

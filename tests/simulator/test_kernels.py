@@ -328,7 +328,8 @@ def test_a_decoder_computes_what_it_did(framework: str, layout: dict[str, Any]):
     """The same products and attention, of stages that are dealt alike; less memory is moved, and
     every wait has its collective."""
     run, named = run_of(**layout), framework_named(framework)
-    alike = replace(IN_1F1B, closed_form=named.closed_form)
+    dealt = {"layers_of_stages": named.layers_of_stages}
+    alike = replace(IN_1F1B, closed_form=named.closed_form, **dealt)
     ours, theirs = compiled(run, alike), compiled(run, named)
 
     assert theirs.flop == ours.flop
@@ -358,6 +359,18 @@ def test_a_decoder_sums_its_gradients_once_a_step():
     total = sum(size for axes, size in summed if axes == ("data", "context"))
     assert total == pytest.approx(4 * (8 * block + 2 * 32000 * 1024), rel=1e-3)
     assert {axes for axes, _ in summed} == {("data", "context")}
+
+
+def test_gradients_are_as_wide_as_their_framework_sums_them():
+    """Megatron-Core in float32, NeMo's recipes in bfloat16."""
+    run = run_of(2, data=2)
+
+    sums = [
+        sum(each.collective_bytes("all_reduce") for each in (compiled(run, framework_named(name)),))
+        for name in ("megatron-core-2024", "nemo-2025")
+    ]
+
+    assert sums[0] == pytest.approx(2 * sums[1], rel=1e-3)
 
 
 def test_stages_over_context_send_keys_around_a_ring():

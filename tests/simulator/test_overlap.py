@@ -10,7 +10,7 @@ from scalejax.simulator.frameworks.overlap import (
     with_overlapped_tensor,
     with_sums_in_last_pass,
 )
-from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.program import Collective, DeviceGroup, Loop, Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
 
 
@@ -86,6 +86,24 @@ def test_state_is_gathered_and_summed_beside_the_passes():
     assert names(beside) == ["parameters", *passes, "gradients-done", "update"]
     assert timeline(step, PAPER).step_seconds == pytest.approx(11e-3, rel=0.01)
     assert timeline(beside, PAPER).step_seconds == pytest.approx(8e-3, rel=0.01)
+
+
+def test_state_over_data_and_context_is_beside_the_passes():
+    """The distributed optimizer shards over both (Megatron-LM)."""
+
+    def over_both(item: Operation) -> Operation:
+        assert item.collective is not None
+        group = DeviceGroup(extents=((2, 1), (2, 2)), axes=("data", "context"))
+        return replace(item, collective=replace(item.collective, group=group))
+
+    step = program_of(
+        Loop(name="forward", trip_count=2, body=(matmul("up", 1),)),
+        Loop(name="backward", trip_count=2, body=(matmul("back", 1),)),
+        over_both(scatter("gradients", 2, "data")),
+        wait("gradients"),
+    )
+
+    assert names(with_overlapped_state(step)) == ["up", "gradients", "back", "gradients-done"]
 
 
 def test_state_of_one_loop_over_microbatches_is_beside_all_of_them():

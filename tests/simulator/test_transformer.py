@@ -413,7 +413,7 @@ def test_stages_apart_hold_and_sum_only_what_they_compute():
     all, and four a half. The longest of 4 stages has two, and one table of two; no gradient of a
     table is summed over stages."""
     shape = dataclasses.replace(SMALL, vocabulary=8192, has_tied_embeddings=False)
-    apart = dataclasses.replace(shape, stages_apart=True)
+    apart = dataclasses.replace(shape, stages_apart=True, layers_of_stages="by_weight")
     spread = strategy(microbatches=4, pipeline=4, data=2)
 
     assert stage_counts(apart, spread.layout) == (2, 2, 0, 0)
@@ -430,6 +430,34 @@ def test_stages_apart_hold_and_sum_only_what_they_compute():
     held = parameters_of_device(apart, spread.layout)
     blocks = 2 * sum(shape.matrices.values())
     assert held == pytest.approx(blocks + 8192 * 256 + 128 * 256, rel=0.02)  # vectors besides
+
+
+def test_embedding_and_loss_count_as_layers_of_the_ends():
+    """14 blocks on 4 stages are 16 with the ends: 3 on the first and the last, 4 on the others.
+    With logits dearer than a block the last stage is the slowest: 8 microbatches of 3 blocks with
+    logits, and 11 blocks of the others, once."""
+    shape = dataclasses.replace(
+        SMALL, layers=14, vocabulary=65536, layers_of_stages="with_ends", stages_apart=True
+    )
+    spread = strategy(microbatches=8, pipeline=4)
+
+    assert stage_counts(shape, spread.layout) == (3, 4, 4, 3)
+    found: Counter[str] = Counter()
+    for item, times in transformer_program(shape, spread).walk():
+        if item.kind == "matmul":
+            found[item.name.partition(".bubble")[0].removesuffix(".1")] += times
+    assert (found["forward.up"], found["logits.product"]) == (8 * 3 + 4 + 4 + 3, 8)
+
+
+def test_flat_state_is_sharded_over_any_number_of_devices():
+    """6 devices along data do not divide a width of 256, and need not where the state is one
+    array."""
+    spread = dataclasses.replace(strategy(data=6), zero_stage=1)
+    flat = dataclasses.replace(SMALL, flat_state=True)
+
+    with pytest.raises(ConfigError, match="hidden"):
+        transformer_program(SMALL, spread)
+    assert transformer_program(flat, spread).operations
 
 
 def test_gradients_are_summed_once_with_a_single_microbatch():

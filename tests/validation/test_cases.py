@@ -184,7 +184,31 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
 
 TRAINED = {"source": "github:mlcommons/training_results_v4.1"}
 """A submission to MLPerf."""
+NEMO = TRAINED | {
+    "model": "llama", "kv_heads": "4", "ffn_hidden": "96", "layers": "14", "data": "2",
+    "fsdp": "", "tensor": "1", "pipeline": "4", "microbatch": "1", "per_device_batch": "8",
+    "recompute": "", "zero_stage": "",
+    "framework": "PyTorch NVIDIA Release 25.09",
+}  # fmt: skip
+"""One with a pipeline that states no interleaving, no ZeRO stage and no recompute."""
 TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (PyTorch FSDP2)"}
+
+
+def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
+    """Chunks of two layers, embedding and loss as layers where they must be, and the distributed
+    optimizer; what a row states is believed, and a network that divides counts no ends."""
+
+    def found(change: dict[str, str]):
+        made = case(row(GPT | NEMO | change))
+        layout = made.runs[0].config.layout
+        return layout.pipeline_chunks, layout.zero_stage, made.framework.layers_of_stages
+
+    assert found({}) == (2, 1, "with_ends")
+    assert found({"layers": "16"}) == (2, 1, "equal")
+    assert found({"layers": "16", "pipeline_chunks": "1", "zero_stage": "0"}) == (1, 0, "equal")
+    assert found({"layers": "16", "framework": "nanotron", "source": "its paper"})[:2] == (1, 0)
+    remats = {getattr(each.config.model, "remat", "") for each in case(row(GPT | NEMO)).runs}
+    assert remats == {"none", "selective", "full"}
 
 
 def test_selective_recompute_is_what_its_framework_means_by_it(row):

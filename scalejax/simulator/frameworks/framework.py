@@ -36,7 +36,7 @@ from scalejax.simulator.frameworks.overlap import (
 )
 from scalejax.simulator.frameworks.software import Software, software_by_name
 from scalejax.simulator.program import Program
-from scalejax.simulator.transformer.shape import TransformerShape
+from scalejax.simulator.transformer.shape import ENDS, TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
 _KERNELS = "a tensor for each layer: no slices of stacks, buffers to clear or casts of matrices"
@@ -92,9 +92,11 @@ class Framework:
     kernels: Kernels | None = None
     """What its kernels do, if not those of XLA's program: the step of a decoder is then its closed
     form with these, where that knows it."""
-    closed_form: tuple[Literal["stages_apart", "sums_gradients_once"], ...] = ()
+    closed_form: tuple[Literal["stages_apart", "sums_gradients_once", "flat_state"], ...] = ()
     """What the closed form of its step does otherwise than XLA's, by fields of `TransformerShape`;
     of compiled steps, of which it is not known, these are left out."""
+    layers_of_stages: Literal["equal", "by_weight", "with_ends"] = "equal"
+    """How its pipelines share the layers; `with_ends`, two of those of the run are the ends."""
     memory: EagerMemory | None = None
     """What it holds in memory, and its allocator reserves; None where that is what the compiled
     step holds, or not known."""
@@ -155,7 +157,13 @@ class Framework:
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
         """The network of `shape`, whose step is in closed form as this framework's."""
-        return replace(shape, **dict.fromkeys(self.closed_form, True))
+        ends = ENDS if self.layers_of_stages == "with_ends" else 0
+        return replace(
+            shape,
+            layers=shape.layers - ends,
+            layers_of_stages=self.layers_of_stages,
+            **dict.fromkeys(self.closed_form, True),
+        )
 
     def with_memory(self, program: Program, run: ResolvedRun) -> Program:
         """`program` of `run` with the memory that this framework holds, where it is known; after
@@ -269,6 +277,14 @@ _HALF_GRADIENTS = Property(
     ),
     transform=_for_gpt(lambda program, *_: with_half_gradients(program), _is_half),
 )
+_BF16_GRADIENTS = Property(
+    title="gradients are summed in bf16",
+    source=(
+        "NVIDIA/NeMo, scripts/performance: grad_reduce_in_fp32 = False; NVIDIA-NeMo/"
+        "Megatron-Bridge, recipes: mixed precision with grad_reduce_in_fp32 = False"
+    ),
+    transform=lambda program, *_: with_half_gradients(program, "bf16"),
+)
 _HALF_WEIGHTS = Property(
     title="products read fp16 weights without a cast, and add to fp16 gradients",
     source=(
@@ -341,24 +357,33 @@ _MEGATRON_CORE = Kernels(accumulates_in_products=True, overlaps_sends=True, cast
 """Of Megatron-Core on Transformer Engine."""
 
 
-_NEMO_MEMORY = replace(MEGATRON_CORE, gradient_bytes=2, band=NANOTRON.band)
+_NEMO_MEMORY = replace(MEGATRON_CORE, gradient_bytes=2, frozen_bytes=1, band=NANOTRON.band)
 """Of NeMo's performance recipes, which sum gradients in bfloat16 (NVIDIA-NeMo/NeMo,
-scripts/performance: grad_reduce_in_fp32 = False). No row of it states its memory: the band is
+scripts/performance: grad_reduce_in_fp32 = False), and of its fine-tuning in fp8, where frozen
+weights and inputs of activations are kept in 8 bits (mlcommons/training_results_v5.1, Dell,
+llama2_70b_lora: FP8_PARAMS, FP8_ACT). No row of it states its memory: the band is
 that of nanotron's."""
 
 
 def _of_megatron_core(
-    name: str, title: str, year: int, memory: EagerMemory = MEGATRON_CORE
+    name: str,
+    title: str,
+    year: int,
+    memory: EagerMemory = MEGATRON_CORE,
+    gradients: tuple[Property, ...] = (),
 ) -> Framework:
     return _of_pytorch(
         name=name,
         title=title,
         year=year,
-        properties=(_GROUPED_EXPERTS, _TENSOR_OVERLAP, _STATE_OVERLAP),
+        properties=(_GROUPED_EXPERTS, *gradients, _TENSOR_OVERLAP, _STATE_OVERLAP),
         kernels=_MEGATRON_CORE,
-        closed_form=("sums_gradients_once",),
+        closed_form=("sums_gradients_once", "flat_state", "stages_apart"),
         memory=memory,
     )
+
+
+_of_nemo = partial(_of_megatron_core, memory=_NEMO_MEMORY, gradients=(_BF16_GRADIENTS,))
 
 
 def _of_jax(name: str, title: str, year: int) -> Framework:
@@ -409,10 +434,8 @@ FRAMEWORKS = {
             kernels=replace(_MEGATRON_CORE, overlaps_sends=False),
             memory=MEGATRON_CORE,
         ),
-        _of_megatron_core(
-            "nemo-2025", "NeMo and Megatron-Bridge, 24.11 to 26.04", 2025, _NEMO_MEMORY
-        ),
-        _of_megatron_core("nemo-2026", "Megatron-Bridge, from 26.06", 2026, _NEMO_MEMORY),
+        _of_nemo("nemo-2025", "NeMo and Megatron-Bridge, 24.11 to 26.04", 2025),
+        _of_nemo("nemo-2026", "Megatron-Bridge, from 26.06", 2026),
         _of_megatron_core("primus-2025", "AMD Primus on Megatron-LM, ROCm", 2025),
         _of_pytorch(
             name="nanotron-2025",
@@ -421,6 +444,7 @@ FRAMEWORKS = {
             properties=(_SUMS_OVERLAP,),
             kernels=_EAGER,
             closed_form=("stages_apart", "sums_gradients_once"),
+            layers_of_stages="by_weight",
             memory=NANOTRON,
         ),
         _of_pytorch(name="neuronx-2025", title="torch-neuronx", year=2025),

@@ -19,6 +19,7 @@ Knows nothing of hardware.
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from scalejax.config.parallelism import DATA
@@ -63,13 +64,14 @@ def with_unpadded_heads(program: Program, width: int) -> Program:
     return replace(program, operations=each_changed(program.operations, bare))
 
 
-def with_half_gradients(program: Program) -> Program:
+def with_half_gradients(program: Program, dtype: str = "f16") -> Program:
     """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
-    parameters."""
-    return replace(program, operations=each_changed(program.operations, _halved))
+    parameters; in `dtype`, of 16 bits."""
+    halved = partial(_halved, dtype=dtype)
+    return replace(program, operations=each_changed(program.operations, halved))
 
 
-def _halved(item: Operation) -> Operation:
+def _halved(item: Operation, dtype: str) -> Operation:
     collective = item.collective
     if collective is None or collective.name not in _OF_STATE or item.dtype != "f32":
         return item
@@ -77,7 +79,7 @@ def _halved(item: Operation) -> Operation:
         return item
     return replace(
         item,
-        dtype="f16",
+        dtype=dtype,
         collective=replace(collective, payload_bytes=collective.payload_bytes // 2),
     )
 

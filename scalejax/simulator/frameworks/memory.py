@@ -7,13 +7,14 @@ apart: it is given back where memory is short, so that a run fits by what is in 
 
 Types below 16 bits are counted as 16: operands are kept in 8 bits, a quarter less at most. Left
 out: scores of unfused attention, optimizers other than Adam in float32, fully sharded parameters,
-adapters, what is offloaded. Knows nothing of hardware, but that a node has eight devices.
+what is offloaded; of adapters their own state, about 1 % of the frozen weights. Knows nothing of
+hardware, but that a node has eight devices.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scalejax.config.model import DecoderConfig, LlamaConfig
+from scalejax.config.model import NARROW_TYPES, DecoderConfig, LlamaConfig
 from scalejax.config.moe import MoeConfig
 from scalejax.config.parallelism import balanced_layers, stage_layers
 from scalejax.config.run import ResolvedRun
@@ -41,6 +42,9 @@ class EagerMemory:
     keeps_dummy_gradients: bool = False
     """Whether an array in 16 bits of the shape of each kind of matrix is kept, as what autograd
     takes for its gradient."""
+    frozen_bytes: int | None = None
+    """Bytes of a frozen weight, and of what is saved for the activation of the feed-forward layer,
+    where products are in 8 or 4 bits; None where adapters are not counted."""
     balances_output: bool = False
     """Whether layers are dealt to pipeline stages by FLOP, the output layer's among them; else as
     equally as possible."""
@@ -113,7 +117,11 @@ def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]
         return
     if model.remat == "selective":  # the activation is computed again
         held = replace(held, inner_arrays=held.inner_arrays - 1)
-    if model.compute_dtype == "float32" or layout.fsdp > 1 or run.config.fine_tuning is not None:
+    tuning = run.config.fine_tuning
+    is_adapted = tuning is not None and tuning.lora is not None and _experts(model) is None
+    if tuning is not None and not (is_adapted and held.frozen_bytes):
+        return
+    if model.compute_dtype == "float32" or layout.fsdp > 1:
         return
     tensor, stages, moe = layout.tensor, layout.pipeline, _experts(model)
     kinds = _layers_of_stages(held, model, run.dataset.classes, stages)
@@ -134,10 +142,15 @@ def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]
             parameters += experts * beside / tensor
             of_experts = experts * moe.experts * one_expert / (layout.expert * tensor)
         state = _state_bytes(held, run, parameters, of_experts)
-        if held.keeps_dummy_gradients:
+        if is_adapted:
+            frozen = dense * sum(_dense_matrices(model).values()) / tensor
+            state = frozen * _frozen_bytes(held, model) + _HALF * tables * vocabulary * model.hidden
+        elif held.keeps_dummy_gradients:
             shapes = _dense_matrices(model) if dense else _attention_matrices(model)
             state += _HALF * sum(shapes.values()) / tensor
         one = _HALF * tokens * _width(held, run, model, None)
+        if is_adapted:
+            one = tokens * _adapted_bytes(held, run, model)
         of_moe = _HALF * tokens * _width(held, run, model, moe) if experts else 0.0
         in_flight = _in_flight(run, stage)
         whole = in_flight * (dense * one + experts * of_moe)
@@ -152,6 +165,23 @@ def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]
             activations=whole,
             gathered=gathered if tensor > 1 and layout_divides(run) else 0.0,
         )
+
+
+def _frozen_bytes(held: EagerMemory, model: DecoderConfig) -> int:
+    is_narrow = model.compute_dtype in NARROW_TYPES
+    return held.frozen_bytes if held.frozen_bytes and is_narrow else _WEIGHT_BYTES
+
+
+def _adapted_bytes(held: EagerMemory, run: ResolvedRun, model: DecoderConfig) -> float:
+    """Bytes saved of a block with frozen matrices for a token, on a device: those of inputs of
+    norms and adapters, of attention, and of the gate and what it multiplies; frozen matrices save
+    no input."""
+    tensor = run.layout.tensor
+    keys = model.head_counts.get("kv_heads", model.heads)
+    heads = (2 * model.heads + 2 * keys) * model.head_size
+    stream = 3 * model.hidden / (tensor if layout_divides(run) else 1)
+    inner = (held.inner_arrays - 1) * model.inner_width / tensor
+    return _HALF * (stream + heads / tensor) + _frozen_bytes(held, model) * inner
 
 
 def layout_divides(run: ResolvedRun) -> bool:

@@ -13,11 +13,13 @@ before it compute, and sums its gradients while earlier layers still run backwar
 
 from dataclasses import replace
 
-from scalejax.config.parallelism import DATA, PIPELINE, TENSOR
+from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.transforms.pipeline import renamed
 
 _Items = tuple[Operation | Loop, ...]
+_OF_STATE = ((DATA,), (DATA, CONTEXT))
+"""Axes over which gradients are summed and ZeRO shards the state."""
 
 
 def with_overlapped_tensor(program: Program) -> Program:
@@ -112,7 +114,7 @@ def _is_of_state(item: Operation, name: str) -> bool:
         collective is not None
         and collective.is_async
         and collective.name == name
-        and collective.group.axes == (DATA,)
+        and collective.group.axes in _OF_STATE
     )
 
 

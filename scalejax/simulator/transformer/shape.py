@@ -30,6 +30,11 @@ _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", **dict.fromkeys(NARROW_TYPES, "bf16"),
 }  # fmt: skip
 
+_WIDE_BITS = 16
+_BITS: dict[CostedType, int] = {each: 4 if "4" in each else 8 for each in NARROW_TYPES}
+ENDS = 2
+"""Embedding and loss, which count as a layer each in pipelines dealt `with_ends`."""
+
 Compiler = Literal["0.10", "0.12"]
 """The XLA of jaxlib 0.10 and 0.11, or of 0.12. That of 0.12 reads matrices and kept activations in
 their stacks in the product; masks scores of grouped queries and makes shares of them in one fusion;
@@ -112,10 +117,16 @@ class TransformerShape:
     sums_gradients_once: bool = False
     """Whether gradients are summed over data once a step in float32 with a single microbatch as
     well, which XLA sums block by block."""
+    flat_state: bool = False
+    """Whether ZeRO shards the state as one padded array, as Megatron-Core's distributed optimizer,
+    so that no dimension must be a multiple of the devices; else matrix by matrix."""
     stages_apart: bool = False
     """Whether the first pipeline stage alone holds the token embedding and the last the output
-    layer, and layers are balanced with that (`balanced_layers`), as in nanotron; else all stages
-    hold both, and layers in equal shares, as the trainer does."""
+    layer; else all stages hold both, as the trainer does."""
+    layers_of_stages: Literal["equal", "by_weight", "with_ends"] = "equal"
+    """How stages share the layers: equally; by weights with the output layer (`balanced_layers`),
+    as in nanotron; or equally with embedding and loss as a layer each (Megatron-LM's
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split)."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocabulary", "tokens"):
@@ -142,6 +153,12 @@ class TransformerShape:
     def operand_type(self) -> str:
         """XLA's name for the type of operands before any cast to fp8."""
         return _OPERAND_TYPES[self.compute_dtype]
+
+    @property
+    def operand_share(self) -> float:
+        """Bits of the operands of a block's products over those of logits, whose rate grows by as
+        much."""
+        return _BITS.get(self.compute_dtype, _WIDE_BITS) / _WIDE_BITS
 
     @property
     def head_size(self) -> int:
@@ -368,7 +385,8 @@ class Strategy:
         require_at_least("layers", shape.layers, layout.pipeline)
         if self.pipeline_chunks > 1:
             stages = layout.pipeline * self.pipeline_chunks
-            require_multiple("layers", shape.kinds[-1][1], stages, "pipeline*chunks")
+            ends = ENDS if shape.layers_of_stages == "with_ends" else 0
+            require_multiple("layers", shape.kinds[-1][1] + ends, stages, "pipeline*chunks")
         for name in ("heads", "kv_heads", "ffn_hidden", "vocabulary"):
             require_multiple(name, getattr(shape, name), layout.tensor, "tensor")
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
@@ -397,7 +415,7 @@ class Strategy:
                 require_multiple("heads", shape.heads, divisor, "tensor*context")
                 if layout.context % (shape.kv_heads // layout.tensor):
                     require_multiple("kv_heads", shape.kv_heads, divisor, "tensor*context")
-        if self.zero_stage:
+        if self.zero_stage and not shape.flat_state:
             divisor = zero_parts(layout) * layout.fsdp
             axes = f"{layout.batch_axes}*context" if layout.context > 1 else layout.batch_axes
             require_multiple("hidden", shape.hidden, divisor, f"{axes}")
@@ -662,7 +680,7 @@ def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
     fewer = max(counts) - counts[-1]
     passes = 4 if strategy.recompute == "full" else 3
     scores = shape.tokens * shape.heads * (shape.head_size + shape.value_size)
-    block = passes * (shape.active_matrices + scores)
+    block = passes * (shape.active_matrices * shape.operand_share + scores)
     if layout.expert > 1:  # in products of two FLOP, shared by devices along tensor
         sent = _GATHERS_AND_SCATTERS * layout.expert * shape.hidden * shape.element_bytes
         block += sent * FLOP_OF_SENT_BYTE / 2 * layout.tensor
@@ -673,9 +691,12 @@ def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
 @lru_cache(maxsize=_CACHE_SIZE)
 def stage_counts(shape: TransformerShape, layout: Layout) -> tuple[int, ...]:
     """Blocks of each pipeline stage, of the last kind."""
-    if shape.stages_apart and layout.pipeline > 1:
+    if shape.layers_of_stages == "by_weight" and layout.pipeline > 1:
         output = shape.vocabulary * shape.hidden
         return balanced_layers(shape.layers, layout.pipeline, sum(shape.matrices.values()), output)
+    if shape.layers_of_stages == "with_ends" and layout.pipeline > 1:
+        first, *others, last = stage_layers(shape.layers + ENDS, layout.pipeline)
+        return (first - 1, *others, last - 1)
     if shape.experts is None:
         return stage_layers(shape.layers, layout.pipeline)
     return shape.experts.layers_of_stages(shape.layers, layout.pipeline, chunks=1, period=1)
@@ -749,7 +770,7 @@ def deals_layers(shape: TransformerShape, layout: Layout) -> bool:
 
 def layers_of_device(shape: TransformerShape, layers: int, layout: Layout) -> Fraction:
     """Layers that a device holds of so many: an equal share, or those of the longest stage."""
-    if not shape.stages_apart:
+    if shape.layers_of_stages == "equal":
         return Fraction(layers, layout.pipeline)
     return Fraction(max(stage_counts(shape, layout)))
 

@@ -16,7 +16,7 @@ from scalejax.core.errors import (
 )
 from scalejax.hardware.measured import MeasuredRates, nearby
 
-RateType = Literal["fp4", "fp8", "bf16", "f16", "tf32", "f32"]
+RateType = Literal["fp4", "fp8", "int8", "bf16", "f16", "tf32", "f32"]
 """Operand type of the matrix units."""
 
 _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
@@ -66,6 +66,12 @@ class TpuArchitecture:
     """Devices per chip: two where each core is a device of its own."""
     cores: Literal["default", "megacore"] = "default"
     """How its cores are used; megacore: two as one device."""
+    matrix_unit_side: Literal[128, 256] = 128
+    """Rows and columns of a matrix unit, to which the sides of its operands are padded."""
+
+    def filled(self, size: int) -> float:
+        """Share of the rows or columns of matrix units that a side of `size` elements fills."""
+        return size / (-(-size // self.matrix_unit_side) * self.matrix_unit_side)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

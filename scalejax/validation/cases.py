@@ -36,6 +36,12 @@ _H200 = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 full recompute."""
 
 
+_GPT3_ON_V5P = "training/v5p/GPT3-175B-MaxText/"
+"""Of AI-Hypercomputer/tpu-recipes: its log is of MaxText's configs/v5p/gpt3_175b/v5p_1024.sh, which
+sets quantization=int8, remat_policy=full, tensor 8 and 4 samples of 2,048 tokens for each chip. The
+ledger has bfloat16, in which its rate would be 96 % of the peak, and a layout of another file."""
+
+
 def as_published(row: LedgerRow) -> LedgerRow:
     """`row` corrected to its source, by the names of networks and the devices of JAX; of a run that
     stalled its memory alone."""
@@ -45,6 +51,17 @@ def as_published(row: LedgerRow) -> LedgerRow:
         # Axes count devices of JAX, two in a chip; the batch of one follows from the whole.
         work = replace(row.work, per_device_batch=None)
         row = replace(row, device_count=2 * row.device_count, work=work)
+    is_open = "MaxText" in (row.framework or "") and row.spread.data is None
+    if is_open and (found := _DATA_ARGUMENT.search(row.notes or "")):
+        data = int(found[1])
+        row = replace(row, spread=replace(row.spread, data=data, fsdp=_fsdp(row) // data))
+    if (row.source_locator or "").startswith(_GPT3_ON_V5P):
+        row = replace(
+            row,
+            model=replace(row.model, seq_len=2048),
+            spread=replace(row.spread, tensor=8),
+            work=replace(row.work, precision="int8", recompute="full", global_batch=2048),
+        )
     if (network := _SAME_NETWORK.get(row.model.model)) is not None:
         row = replace(row, model=replace(row.model, model=network))
     if row.source_locator != _H200 or "torchtitan" not in row.source:
@@ -56,6 +73,8 @@ def as_published(row: LedgerRow) -> LedgerRow:
     )
 
 
+_DATA_ARGUMENT = re.compile(r"'ici_data_parallelism': '(\d+)'")
+"""MaxText's argument of the data axis in a row's notes, whose column of fsdp counts all devices."""
 _TWO_DEVICES = ("tpu7x_ironwood_chip",)
 """Names of chips that are two devices of JAX each, and whose rows count chips."""
 
@@ -109,7 +128,9 @@ _SAME_NETWORK = {
 }
 """Names of networks that are llama or gpt in the sizes of their rows. Mistral 7B: its window, of
 4,096 tokens, is left out, as by MaxText, whose rows these are."""
-_BLOCKS = {"nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b", **MIXTURES}
+_BLOCKS = {
+    "nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b", "gemma4": "gemma3-1b", **MIXTURES,
+}  # fmt: skip
 """Networks with the blocks of a preset, in the sizes of their rows."""
 _CAUSAL = ("gpt", "llama", *_BLOCKS)
 """Networks whose sizes a row states, and which support recompute."""
@@ -141,6 +162,7 @@ _COMPUTE_TYPES = {
     "fp8?": "float8_delayed",
     "fp8-cs": "float8",
     "fp8-ds": "float8_delayed",
+    "int8": "float8",
     "fp8-mx": "mxfp8",
     "mxfp8": "mxfp8",
     "fp4": "float4",
@@ -209,7 +231,11 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
             framework=_with_ends(framework_of(row), row),
-            nearest=(*_nearest_layers(row), *nearest(row, expert_axes(row, _fsdp(row)))),
+            nearest=(
+                *_nearest_layers(row),
+                *_nearest_blocks(row),
+                *nearest(row, expert_axes(row, _fsdp(row))),
+            ),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=one_line(error))
@@ -293,6 +319,15 @@ def _with_ends(framework: Framework, row: LedgerRow) -> Framework:
     if _layers(row) == row.model.layers:
         return framework
     return replace(framework, layers_of_stages="with_ends")
+
+
+def _nearest_blocks(row: LedgerRow) -> tuple[str, ...]:
+    if row.model.model != "gemma4":
+        return ()
+    return (
+        "Gemma 4 by the blocks of Gemma 3, without embeddings of each layer, and layers of two "
+        "widths by their mean",
+    )
 
 
 def _is_megatron(row: LedgerRow) -> bool:
@@ -505,8 +540,12 @@ def _per_device_batch(row: LedgerRow) -> int:
 
 
 def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
-    """Candidate numbers of microbatches per update; all divisors where the row states none."""
+    """Candidate numbers of microbatches per update; all divisors where the row states none, and one
+    where MaxText trained it, which accumulates no gradients unless it is told to
+    (gradient_accumulation_steps is 1; MaxText/configs/base.yml)."""
     microbatch = row.work.microbatch
+    if microbatch is None and "MaxText" in (row.framework or ""):
+        return [1]
     if microbatch is None:
         return [count for count in range(1, per_device + 1) if per_device % count == 0]
     if microbatch == 0 or per_device % microbatch:
@@ -514,19 +553,28 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
     return [per_device // microbatch]
 
 
-_MAXTEXT_POLICIES = ("custom", "save_dot_with_context_except_mlp")
-"""MaxText's policies that keep, or offload, some products of a block by their names."""
+_MAXTEXT_CUSTOM = "custom"
+"""MaxText's remat_policy that keeps on the device, or offloads, what other options name."""
+_MAXTEXT_NAMED = {"save_dot_with_context_except_mlp": ("qkv_proj", "context", "out_proj")}
+"""Its policies that keep activations by name (MaxText/layers/decoders.py, get_remat_policy)."""
+_KEEPS_CONTEXT = re.compile(r"'context': '(device|offload)'")
+"""Mark of rows whose arguments of MaxText keep the result of attention."""
 
 _MEGATRON_MODULES = {"norm", "act", "shared_expert"}
 """What rows of Megatron-Core list of its --recompute-modules: cheap to compute again."""
 
 
-def _recomputes(row: LedgerRow) -> list[str]:
-    """Candidate recompute settings; none, then full, where a row of a transformer states none; with
-    Megatron-Core the selective one between them."""
+def _recomputes(row: LedgerRow) -> list[JsonValue]:
+    """Candidate recompute settings; of MaxText all but the input of a block, and what it names;
+    none, then full, where a row of a transformer states none; with Megatron-Core the selective one
+    between them."""
     stated = (row.work.recompute or "").rstrip("?") or None
-    if stated in _MAXTEXT_POLICIES:
-        return ["selective_op", "full"]
+    if stated == _MAXTEXT_CUSTOM:
+        if _KEEPS_CONTEXT.search(row.notes or ""):
+            return [{"save": ["context"]}]
+        return ["full"]
+    if stated in _MAXTEXT_NAMED:
+        return [{"save": [*_MAXTEXT_NAMED[stated]]}]
     if stated is not None and set(stated.split(", ")) <= _MEGATRON_MODULES:
         stated = "selective"
     if stated not in (None, "none", "selective", "full"):
@@ -542,7 +590,7 @@ def _recomputes(row: LedgerRow) -> list[str]:
     return ["none", "full"] if stated is None else [stated]
 
 
-def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
+def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
     """The table `model` of the run.
 
     Raises:
@@ -561,7 +609,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     if name == "llama":
         if model.ffn_hidden is None:
             raise ConfigError("ffn_hidden of a llama is not stated")
-        sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
+        sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": _ffn_hidden(row)}
         if _TIED in (row.notes or ""):
             sizes["tied_embeddings"] = True
         if (experts := moe_table(row)) is not None:
@@ -580,6 +628,21 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         "attention": _attention(row),
         "compute_dtype": compute_type,
     }
+
+
+_TWICE_AS_WIDE = {("gemma4", 35): 20}
+"""Layers whose feed-forward layer is twice as wide as a row states, by network and layers: those of
+Gemma 4 E2B that share keys (its config.json: use_double_wide_mlp, num_kv_shared_layers)."""
+
+
+def _ffn_hidden(row: LedgerRow) -> int:
+    """Width of the feed-forward layers, in the mean over layers, to a multiple of 256."""
+    model = row.model
+    assert model.ffn_hidden is not None  # noqa: S101  of a decoder
+    assert model.layers is not None  # noqa: S101
+    if not (wide := _TWICE_AS_WIDE.get((model.model, model.layers), 0)):
+        return model.ffn_hidden
+    return round(model.ffn_hidden * (1 + wide / model.layers) / 256) * 256
 
 
 def _heads_of_keys(row: LedgerRow) -> int | None:

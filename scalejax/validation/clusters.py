@@ -174,8 +174,14 @@ def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
 
 
 def _for_precision(cluster: Cluster, precision: str | None) -> Cluster:
-    """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32."""
+    """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32, and int8, with a
+    scale for each operand, as fp8 at the rate of int8."""
     peaks = cluster.chip.peak_flop_per_second
+    if precision == "int8":
+        if "int8" not in peaks:
+            raise ConfigError(f"precision 'int8', of which no rate of {cluster.chip.name} is known")
+        changed = {**peaks, "fp8": peaks["int8"]}
+        return replace(cluster, chip=replace(cluster.chip, peak_flop_per_second=changed))
     if precision == "tf32" and "tf32" not in peaks:
         raise ConfigError(f"precision 'tf32', which {cluster.chip.name} does not have")
     if precision != "fp32" or "tf32" not in peaks:

@@ -192,7 +192,10 @@ def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
             "Gemma 4 by the blocks of Gemma 3, whose global layers have smaller heads, with SiLU"
         )
     if model.model == "gpt_oss_moe":
-        notes.append("fused attention with sinks by unfused attention")
+        if "MaxText" in (row.framework or ""):
+            notes.append("attention and products without sinks and biases")
+        else:
+            notes.append("fused attention with sinks by unfused attention")
     if found := _DEEPEP.search(row.notes or ""):
         if found[2]:
             notes.append("DeepEP over UCCL by DeepEP")

@@ -9,7 +9,13 @@ from importlib import metadata
 from typing import get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import ELEMENT_BYTES, BlockConfig, DecoderConfig, LlamaConfig
+from scalejax.config.model import (
+    ELEMENT_BYTES,
+    BlockConfig,
+    DecoderConfig,
+    LlamaConfig,
+    SavedActivations,
+)
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import fitting_facts
@@ -56,7 +62,9 @@ def shape_of(
         chip: a device.
         facts: counts and shapes of its data; if None, they are read.
         compiler: what would compile its step.
-        has_fused_attention: whether attention is one kernel on any chip.
+        has_fused_attention: whether attention is one kernel on any chip, of windows too, as of a
+            framework with kernels of its own (MaxText): of its blocks biases, sinks and norms after
+            each half are left out then, which take little time, and experts may drop tokens.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
@@ -67,7 +75,7 @@ def shape_of(
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
     moe = model.moe if isinstance(model, LlamaConfig) else None
-    if moe is not None and moe.capacity_factor is not None:
+    if moe is not None and moe.capacity_factor is not None and not has_fused_attention:
         accepted = "the closed form knows experts that drop no tokens; use scalejax predict"
         raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
     adapters = _adapters(config)
@@ -85,11 +93,17 @@ def shape_of(
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
-        _require_known_block(model.block)
+        if not has_fused_attention:
+            _require_known_block(model.block)
+        elif config.layout.context > 1 and model.block.sliding_window is not None:
+            accepted = "the closed form knows windows without a context axis; use scalejax predict"
+            raise ConfigError(
+                refusal("model.block.sliding_window", model.block.sliding_window, accepted)
+            )
         accepted = "the closed form knows Llama's own blocks; use scalejax predict"
         if model.mtp is not None:
             raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
-        if model.scaled_embeddings:
+        if model.scaled_embeddings and not has_fused_attention:
             raise ConfigError(refusal("model.scaled_embeddings", True, accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
@@ -111,6 +125,7 @@ def shape_of(
         vocabulary=dataset.classes,
         tokens=dataset.input_shape[0],
         is_fused=model.attention != "unfused" and lacks is None,
+        scores_share=_scores_share(model, dataset.input_shape[0]),
         compute_dtype=model.compute_dtype,
         head_width=model.head_size,
         normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
@@ -119,6 +134,25 @@ def shape_of(
         adapters=adapters,
         compiler=compiler,
     )
+
+
+_SPLASH_BLOCK = 1024
+"""Queries and keys of a block of splash attention on TPUs, which computes a block or leaves it out
+(sa_block_q, sa_block_kv of AI-Hypercomputer/tpu-recipes: 1024 or 2048)."""
+
+
+def _scores_share(model: DecoderConfig, tokens: int) -> float:
+    """Share of the scores of causal attention that windows leave, in the mean over layers: those of
+    the blocks that a window reaches into."""
+    block = model.block if isinstance(model, LlamaConfig) else None
+    if block is None or block.sliding_window is None or block.sliding_window >= tokens:
+        return 1.0
+    window, every = block.sliding_window, block.global_every
+    blocks = -(-tokens // _SPLASH_BLOCK)
+    reached = min(blocks, 1 + -(-(window - 1) // _SPLASH_BLOCK))
+    local = reached * (2 * blocks - reached + 1) / (blocks * (blocks + 1))
+    whole = model.layers // every if every else 0
+    return (whole + (model.layers - whole) * local) / model.layers
 
 
 _OF_NEMOTRON = {"activation": "squared_relu", "is_gated": False, "norm": "layer"}
@@ -168,8 +202,13 @@ def _adapters(config: RunConfig) -> Adapters | None:
     )
 
 
-def strategy_of(run: ResolvedRun) -> Strategy:
+def strategy_of(run: ResolvedRun, *, knows_names: bool = False) -> Strategy:
     """The strategy of a run, as `search` has it; pipelines are 1F1B.
+
+    Args:
+        run: the run.
+        knows_names: whether its framework knows activations that are kept by name, and takes out of
+            full recompute what it does not compute again.
 
     Raises:
         ConfigError: if the closed form has no such strategy.
@@ -182,6 +221,8 @@ def strategy_of(run: ResolvedRun) -> Strategy:
         accepted = "the closed form of a pipeline is that of 1F1B; use scalejax predict"
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
+    if knows_names and isinstance(model.remat, SavedActivations):
+        recompute = "full"
     if recompute is None or layout.optimizer_memory_host_offload:
         name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"
         accepted = "the closed form does not know it; use scalejax predict"
@@ -219,15 +260,11 @@ def program_in_closed_form(job: ProfileJob) -> Program:
     if job.run.layout.pipeline > 1 and "gpipe" == schedule == job.framework.schedule:
         accepted = "the closed form knows pipelines in 1F1B"
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
-    shape = shape_of(
-        config,
-        chip,
-        job.run.dataset,
-        has_fused_attention=kernels is not None and kernels.has_fused_attention,
-    )
+    is_own = kernels is not None and kernels.has_fused_attention
+    shape = shape_of(config, chip, job.run.dataset, has_fused_attention=is_own)
     program = transformer_program(
         job.framework.shape(shape),
-        strategy_of(job.run),
+        strategy_of(job.run, knows_names=is_own),
         workspace_bytes=workspace_bytes(chip),
     )
     return job.framework.with_memory(job.framework.applied(program, job.run), job.run)

@@ -32,7 +32,7 @@ from scalejax.simulator.comparison import compare
 from scalejax.simulator.expert_load import EVEN_LOADS, device_load_factor, with_expert_load
 from scalejax.simulator.explain import explain
 from scalejax.simulator.frameworks import FRAMEWORKS, Software
-from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
+from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.operations.grouped_matmul import (
     UNKNOWN_CHIP,
     GroupedProduct,
@@ -84,6 +84,41 @@ def test_every_group_s_matrix_is_moved_however_few_its_rows():
 
     assert forward.memory_seconds == pytest.approx((16e6 + 8 * 2000 * 2) / 1e12)
     assert weights.memory_seconds == pytest.approx(forward.memory_seconds)
+
+
+def test_groups_on_a_tpu_share_tiles_and_fill_its_matrix_units():
+    """1,000 rows of 4 groups are 2 tiles of 512, and 3 more in which a group ends and the next
+    begins. Widths of 704 fill three quarters and a bit of units of 256; operands are loaded for
+    each step of 512 x 1024 x 1024."""
+    chip = replace(load_chip("tpu-v6e"), memory_bytes_per_second=1e20)
+    fraction = chip.attainable.matmul_fraction
+
+    time = grouped_product_time(grouped(4, 1000, 1024, 704), chip)
+
+    flop = 2 * 5 * 512 * 1024 * 768
+    assert time.compute_seconds == pytest.approx(flop / (920e12 * fraction))
+    slow = replace(chip, memory_bytes_per_second=1e12)
+    moved = 5 * (512 * 704 + 1024 * 704) * 2 / (1e12 * chip.attainable.memory_fraction)
+    assert grouped_product_time(grouped(4, 1000, 1024, 704), slow).memory_seconds == moved
+
+
+def test_sides_on_a_tpu_are_padded_to_its_matrix_units():
+    """Heads of 64 fill a quarter of units of 256, and a half of units of 128; rows pass through."""
+    product = Operation(name="one", kind="matmul", dtype="bf16", flop=2 * 64**3 * 8**6)
+    product = replace(product, shape=(1, 64 * 8**6, 64, 64))
+    attention = replace(product, kind="attention", shape=(8, 4096, 4096, 64))
+
+    for name, filled in (("tpu-v6e", 1 / 4), ("tpu-v5p", 1 / 2)):
+        chip = replace(load_chip(name), memory_bytes_per_second=1e20)
+        attainable = chip.attainable
+        least = product.flop / chip.peak("bf16")
+        ramp = attainable.matmul_ramp_seconds
+        for item, share in (
+            (product, attainable.matmul_fraction * filled**2),
+            (attention, attainable.attention_fraction * filled),
+        ):
+            seconds = operation_time(item, chip).busy_seconds - ramp
+            assert seconds == pytest.approx(least / share, rel=1e-6)
 
 
 def test_software_has_a_rate_of_its_own_for_grouped_products_and_for_sending_tokens():
@@ -358,6 +393,27 @@ def test_blocks_of_experts_become_grouped_products_by_hand():
     assert sent.collective.name == "all_to_all"
     assert sent.collective.payload_bytes == 96 * 4 * 64
     assert sent.collective.tokens == tokens
+
+
+def test_experts_with_a_capacity_are_a_batch_of_plain_products():
+    """A quarter more rows than assignments, which a product with 160 places for the 32 tokens of
+    each of 3 samples puts there: of tokens, of results and of the mask, backward."""
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8, has_capacity=True)
+    capacity = Capacity(factor=1.25, samples=3, sample_tokens=32, width=64)
+
+    program = with_grouped_experts(
+        step_in_blocks(), tokens, token_bytes=64, has_matrices_once=True, capacity=capacity
+    )
+
+    found = {item.name: item for item, _ in program.walk()}
+    places = [item for name, item in found.items() if "places" in name]
+    assert [item.shape for item in places] == 3 * [(3, 160, 64, 32)]
+    for name in ("up", "of weights"):
+        assert found[name].flop == 2 * 480 * 32 * 48
+        assert found[name].grouped_pass is None
+    sent = found["all"].collective
+    assert sent is not None
+    assert sent.payload_bytes == 96 * 4 * 64 * 5 // 4
 
 
 def block_product(name: str, *shape: int) -> Operation:

@@ -6,6 +6,7 @@ import pytest
 from program_cases import PAPER, fusion, gather, matmul, program_of, wait
 
 from scalejax.simulator.frameworks.overlap import (
+    with_overlapped_layers,
     with_overlapped_state,
     with_overlapped_tensor,
     with_sums_in_last_pass,
@@ -145,3 +146,22 @@ def test_gradients_are_summed_beside_the_last_backward_pass():
         assert with_sums_in_last_pass(replace(step, backend="cuda")).backend == "cuda"
     staged = replace(step, mesh_axes=(("pipeline", 2), *step.mesh_axes))
     assert with_sums_in_last_pass(staged) == staged
+
+
+def test_gathers_over_fsdp_run_one_layer_ahead():
+    """Four layers of 5 ms that each wait for 4 ms: 36 ms as compiled, 20 ms ahead; a gather of 8 ms
+    a layer is the longer, 32 ms. A compiled step stays, as its schedule is the compiler's."""
+
+    def step(milliseconds: float) -> Program:
+        body = (gather("next", milliseconds, axis="fsdp"), wait("next"), matmul("layer", 5))
+        return replace(
+            program_of(Loop(name="layers", trip_count=4, body=body)), backend="closed_form"
+        )
+
+    for milliseconds, alone, ahead in ((4, 36e-3, 20e-3), (8, 52e-3, 32e-3)):
+        program = step(milliseconds)
+        assert timeline(program, PAPER).step_seconds == pytest.approx(alone, rel=1e-3)
+        beside = with_overlapped_layers(program)
+        assert timeline(beside, PAPER).step_seconds == pytest.approx(ahead, rel=1e-3)
+    compiled = replace(step(4), backend="cuda")
+    assert with_overlapped_layers(compiled) == compiled

@@ -93,3 +93,24 @@ def test_adapters_that_the_closed_form_does_not_know_are_refused(table: dict[str
 
     with pytest.raises(ConfigError, match=field):
         transformer_program(shape_of(run.config, chip, run.dataset), strategy_of(run))
+
+
+def test_maxtext_keeps_attention_and_reaches_windows_by_blocks(row):
+    """Attention that is kept by name runs twice in place of thrice; of 36 blocks of 1,024 queries
+    and keys a window of 128, in every second layer, reaches into 15."""
+    maxtext = GPT | {"framework": "MaxText (JAX)", "data": "", "microbatch": "", "seq_len": "8192"}
+    maxtext |= {"hardware": "tpu_v5p", "intra_node_link": "", "layers": "4", "hidden": "1024"}
+    maxtext |= {"model": "gpt_oss_moe", "kv_heads": "4", "ffn_hidden": "1024", "heads": "16"}
+    maxtext |= {"experts": "8", "experts_per_token": "2", "expert_hidden": "1024"}
+    maxtext |= {"recompute": "custom", "node_network_gbit_per_second": ""}
+
+    def attention(notes: str) -> list[int]:
+        job = case(row(maxtext | {"notes": notes})).job(0)
+        found = program_in_closed_form(job).walk()
+        return [item.flop for item, times in found if item.kind == "attention" for _ in (times,)]
+
+    again, kept = attention("{}"), attention("{'context': 'offload'}")
+    whole = 2 * 4 * 16 * 8192**2 * 64  # two products of half of the scores, of all heads
+    share = (1 + 15 / 36) / 2
+    assert again == [round(whole * share), round(whole * share), round(whole * share * 5 / 2)]
+    assert kept == [again[0], again[2]]

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, DecoderRemat, GptConfig
+from scalejax.config.model import (
+    ELEMENT_BYTES,
+    DecoderConfig,
+    DecoderRemat,
+    GptConfig,
+    LlamaConfig,
+    SavedActivations,
+)
 from scalejax.config.pipeline_schedule import PipelineSchedule, TrainedSchedule
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal, unknown_name
@@ -19,7 +26,7 @@ from scalejax.simulator.frameworks.eager import (
     with_eager_blocks,
     with_eager_loss,
 )
-from scalejax.simulator.frameworks.grouped_experts import with_grouped_experts
+from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
 from scalejax.simulator.frameworks.megatron import (
@@ -30,12 +37,13 @@ from scalejax.simulator.frameworks.megatron import (
 )
 from scalejax.simulator.frameworks.memory import MEGATRON_CORE, NANOTRON, EagerMemory, memory_use
 from scalejax.simulator.frameworks.overlap import (
+    with_overlapped_layers,
     with_overlapped_state,
     with_overlapped_tensor,
     with_sums_in_last_pass,
 )
 from scalejax.simulator.frameworks.software import Software, software_by_name
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transformer.shape import ENDS, TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
@@ -217,11 +225,23 @@ def _recomputed_products(remat: DecoderRemat) -> int:
             return 1
 
 
-def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+def _grouped_experts(
+    program: Program,
+    run: ResolvedRun,
+    larger: Sequence[Program],
+    *,
+    has_matrices_once: bool = False,
+) -> Program:
     del larger
     tokens, model = routed_tokens(run), run.config.model
-    if tokens is None or tokens.has_capacity or not isinstance(model, DecoderConfig):
+    if tokens is None or not isinstance(model, LlamaConfig) or model.moe is None:
         return program
+    factor, capacity = model.moe.capacity_factor, None
+    if factor is not None:
+        if not has_matrices_once or program.backend != "closed_form":
+            return program
+        sample = run.dataset.input_shape[0]
+        capacity = Capacity(factor, run.split.microbatch, sample, model.hidden)
     width = ELEMENT_BYTES[model.compute_dtype]
     return with_grouped_experts(
         program,
@@ -229,7 +249,34 @@ def _grouped_experts(program: Program, run: ResolvedRun, larger: Sequence[Progra
         model.hidden * width,
         element_bytes=width,
         recomputed_products=_recomputed_products(model.remat),
+        has_matrices_once=has_matrices_once,
+        capacity=capacity,
     )
+
+
+def _kept_attention(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+    """`program`, in closed form with full recompute, without attention again where its result is
+    among the activations that are kept, or offloaded, by name."""
+    del larger
+    remat = getattr(run.config.model, "remat", None)
+    if program.backend != "closed_form" or not isinstance(remat, SavedActivations):
+        return program
+    if "context" not in (*remat.save, *remat.offload):
+        return program
+
+    def without(items: tuple[Operation | Loop, ...]) -> tuple[Operation | Loop, ...]:
+        return tuple(
+            replace(item, body=without(item.body)) if isinstance(item, Loop) else item
+            for item in items
+            if isinstance(item, Loop) or not _is_attention_again(item)
+        )
+
+    return replace(program, operations=without(program.operations))
+
+
+def _is_attention_again(item: Operation) -> bool:
+    parts = item.name.split(".")
+    return item.kind == "attention" and "backward" in parts and "gradient" not in parts
 
 
 def _eager_loss(
@@ -337,10 +384,28 @@ _GROUPED_EXPERTS = Property(
     title="products of experts are grouped, and tokens are sent to them and back",
     source=(
         "NVIDIA/Megatron-LM: --moe-grouped-gemm, --moe-token-dispatcher-type alltoall; "
-        "pytorch/torchtitan, models/moe: torch._grouped_mm, all_to_all_single; "
-        "AI-Hypercomputer/maxtext: megablox, sparse_matmul"
+        "pytorch/torchtitan, models/moe: torch._grouped_mm, all_to_all_single"
     ),
     transform=_grouped_experts,
+)
+
+_MEGABLOX = Property(
+    title="products of experts are grouped, and read each matrix where it lies",
+    source="AI-Hypercomputer/maxtext, layers/moe.py: megablox, sparse_matmul (gmm, tgmm)",
+    transform=partial(_grouped_experts, has_matrices_once=True),
+)
+_KEPT_ATTENTION = Property(
+    title="attention that is kept by name is not computed again",
+    source="AI-Hypercomputer/maxtext, configs/base.yml: remat_policy = custom, context",
+    transform=_kept_attention,
+)
+_LAYERS_OVERLAP = Property(
+    title="gathers and sums over fsdp overlap with the layers before and after",
+    source=(
+        "AI-Hypercomputer/tpu-recipes, XLA_FLAGS: xla_tpu_enable_latency_hiding_layer_scheduler, "
+        "xla_enable_async_all_gather, xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    ),
+    transform=lambda program, *_: with_overlapped_layers(program),
 )
 
 _MEGATRON = (_GROUPED_EXPERTS, _REENTRANT, _DROPOUT, _UNPADDED)
@@ -399,7 +464,7 @@ FRAMEWORKS = {
             name="maxtext-2025",
             title="MaxText",
             year=2025,
-            properties=(_GROUPED_EXPERTS,),
+            properties=(_MEGABLOX, _KEPT_ATTENTION, _LAYERS_OVERLAP),
             kernels=Kernels(keeps_stacks=True, has_fused_attention=True),
         ),
         _of_jax("tensorflow-2017", "TensorFlow 1, replicated", 2017),

@@ -8,6 +8,7 @@ its experts and back (--moe-token-dispatcher-type alltoall). Knows nothing of ha
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,34 @@ from scalejax.simulator.transforms.pipeline import gate_of
 
 _Items = tuple[Operation | Loop, ...]
 _WIDE_BYTES = 4  # of an element of float32
+_SUMS = re.compile(r"\.(up|down)\.gradient\.(zero|cast)$")
+"""Names, in closed form, of what clears sums of the gradients of matrices, and casts them."""
+
+
+class Capacity(NamedTuple):
+    """Places that each expert has for the tokens of one sample, filled or not.
+
+    Tokens are put there by a product with a mask over tokens and places, and summed by another with
+    the weights of experts (Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1).
+    """
+
+    factor: float
+    """Places over assignments, at least."""
+    samples: int
+    """Samples of a microbatch on a device."""
+    sample_tokens: int
+    """Tokens of a sample."""
+    width: int
+    """Width of a token."""
+
+    def product(self, name: str, dtype: str, tokens: RoutedTokens) -> Operation:
+        """The product that puts tokens into places, sums them from there, or is the gradient of
+        one of these, which all have the same sides."""
+        places = math.ceil(self.sample_tokens * tokens.experts_per_token * self.factor)
+        shape = (self.samples, places, self.width, self.sample_tokens)
+        return Operation(
+            name=name, kind="matmul", dtype=dtype, flop=2 * math.prod(shape), shape=shape
+        )
 
 
 def with_grouped_experts(
@@ -36,6 +65,8 @@ def with_grouped_experts(
     *,
     element_bytes: int = 2,
     recomputed_products: int = 0,
+    has_matrices_once: bool = False,
+    capacity: Capacity | None = None,
 ) -> Program:
     """`program` with grouped products in place of loops over blocks, and tokens that are sent.
 
@@ -54,10 +85,14 @@ def with_grouped_experts(
         element_bytes: bytes of an element of a token.
         recomputed_products: products that run again before the backward pass: 0; 1, gate and up; or
             2, all of them.
+        has_matrices_once: whether the kernels read gathered matrices where they lie and write
+            their gradients once, in the type of the operands (megablox: gmm and tgmm): no slices of
+            matrices, casts to 8 bits once for each expert, no sums to clear and to cast.
+        capacity: that to which experts are padded, tokens going there and back by products.
     """
     devices = dict(program.mesh_axes).get(EXPERT, 1)
     gathered = tokens.tokens * token_bytes * devices if devices > 1 else 0
-    way = _Way(tokens, gathered, element_bytes, recomputed_products)
+    way = _Way(tokens, gathered, element_bytes, recomputed_products, has_matrices_once, capacity)
     is_split = any(gate_of(loop) == "weights_pass" for loop in _loops(program.operations))
     only: dict[str, GroupedPass] = {}
     if is_split:
@@ -84,6 +119,10 @@ class _Way(NamedTuple):
     """Bytes of an element of a token."""
     recomputed: int
     """Products that run again."""
+    has_matrices_once: bool
+    """Whether matrices are read where they lie, and their gradients written once."""
+    capacity: Capacity | None
+    """Places of experts, if they have a capacity."""
 
 
 def _grouped(
@@ -100,16 +139,17 @@ def _grouped(
     has_backward = any(_is_backward(item) for item in items if isinstance(item, Loop))
     for index, item in enumerate(items):
         if isinstance(item, Loop) and item.expert_blocks is not None:
-            made.extend(_at_once(item, item.expert_blocks, way.recomputed, has_backward, gradient))
+            made.extend(_at_once(item, item.expert_blocks, way, has_backward, gradient))
         elif isinstance(item, Loop):
             inner = only.get(gate_of(item) or "") or gradient
             made.append(replace(item, body=_grouped(item.body, way, only, inner)))
         elif item.collective is not None:
-            sent = _sent(item.collective, way.tokens, way.gathered)
+            sent = _sent(item.collective, way)
             made.append(replace(item, collective=sent))
         else:
             is_between = bool(of_experts) and of_experts[0] < index < of_experts[-1]
-            if not (of_experts and _is_of_all(item, way, is_between)):
+            is_sum = bool(of_experts) and way.has_matrices_once and _SUMS.search(item.name)
+            if not is_sum and not (of_experts and _is_of_all(item, way, is_between)):
                 made.append(item)
     return tuple(made)
 
@@ -138,7 +178,7 @@ def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
     return is_wider and item.write_bytes == 2 * way.gathered
 
 
-def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collective:
+def _sent(collective: Collective, way: _Way) -> Collective:
     """The all-to-all in place of a gather, or a sum, of all tokens over the expert axis; what is
     gathered with them (weights and indices of experts) goes along. Others are unchanged."""
     if collective.group.axes != (EXPERT,):
@@ -146,17 +186,20 @@ def _sent(collective: Collective, tokens: RoutedTokens, gathered: int) -> Collec
     if collective.name not in ("all_gather", "reduce_scatter"):
         return collective
     # Tokens may be in a type twice as wide, and have weights and indices beside them.
+    tokens, gathered = way.tokens, way.gathered
     wide = collective.payload_bytes // gathered
     if not 1 <= wide <= 2:
         return collective
     sent = gathered // collective.group.size * tokens.experts_per_token * wide
+    if way.capacity is not None:
+        sent = round(sent * way.capacity.factor)
     return replace(collective, name="all_to_all", payload_bytes=sent, tokens=tokens)
 
 
 def _at_once(
     loop: Loop,
     blocks: ExpertBlocks,
-    recomputed: int,
+    way: _Way,
     has_backward: bool,
     gradient: GroupedPass | None,
 ) -> list[Operation]:
@@ -165,9 +208,10 @@ def _at_once(
     Of a loop that makes one `gradient` alone, other products are left out.
 
     A backward loop may compute a forward product again, and so may a loop beside one
-    (`has_backward`), as XLA keeps no rows: these products are left out, and `recomputed` of them,
-    the widest first, put before the backward pass.
+    (`has_backward`), as XLA keeps no rows: these products are left out, and `way.recomputed` of
+    them, the widest first, put before the backward pass.
     """
+    recomputed = way.recomputed
     body = [item for item in loop.body if isinstance(item, Operation)]
     of_matrix = _products_by_matrix(loop, blocks)
     is_backward = _is_backward(loop)
@@ -189,18 +233,31 @@ def _at_once(
             passes |= dict.fromkeys((item.name for item in others), "input_gradient")
         if gradient != "input_gradient":
             passes |= dict.fromkeys((item.name for item in sums[:1]), "weight_gradient")
-    grouped = partial(_grouped_product, blocks_at_once=loop.trip_count, blocks=blocks)
+    factor = None if way.capacity is None else way.capacity.factor
+    grouped = partial(
+        _grouped_product, blocks_at_once=loop.trip_count, blocks=blocks, factor=factor
+    )
     made: list[Operation] = []
+    if way.capacity is not None:
+        first = next(item for item in body if _is_product(item))
+        # Of tokens, of results and of the mask; the forward one to places again.
+        runs = 3 + bool(recomputed) if is_backward else 2
+        for index in range(runs):
+            name = f"{loop.name}.places.{index}"
+            made.append(way.capacity.product(name, first.dtype, way.tokens))
     for size in sorted(of_matrix, reverse=True)[:recomputed] if is_backward else ():
         for item in of_matrix[size]:
             if passes.get(item.name) == "input_gradient":
-                again = replace(grouped(item, which="input_gradient"), grouped_pass="forward")
-                made.append(replace(again, name=f"{item.name}.again"))
+                again = grouped(item, which="input_gradient")
+                which = None if again.grouped_pass is None else "forward"
+                made.append(replace(again, name=f"{item.name}.again", grouped_pass=which))
     for item in body:
         if _is_product(item):
             if which := passes.get(item.name):
                 made.append(grouped(item, which=which))
-        elif item.write_bytes not in {_element_bytes(item) * size for size in of_matrix}:
+        elif way.has_matrices_once and (product := _cast_product(item, body)) is not None:
+            made.append(_cast_once(item, product, loop.trip_count, blocks))
+        elif not _copies_matrix(item, of_matrix, way):
             made.append(
                 replace(
                     item,
@@ -210,6 +267,34 @@ def _at_once(
                 )
             )
     return made
+
+
+def _copies_matrix(item: Operation, of_matrix: Mapping[int, list[Operation]], way: _Way) -> bool:
+    """Whether an operation copies the matrix of a block, or adds to its gradient."""
+    if way.has_matrices_once and "slice" in item.name.split("."):
+        return True
+    return item.write_bytes in {_element_bytes(item) * size for size in of_matrix}
+
+
+def _cast_product(item: Operation, body: Iterable[Operation]) -> Operation | None:
+    """The product of a block whose operands an operation casts to 8 bits, if it does."""
+    name, _, part = item.name.rpartition(".")
+    if part not in ("cast", "amax"):
+        return None
+    return next((each for each in body if each.name == name and _is_product(each)), None)
+
+
+def _cast_once(item: Operation, product: Operation, times: int, blocks: ExpertBlocks) -> Operation:
+    """The cast of a product's operands for all blocks, in which each matrix is cast once."""
+    _, m, n, k = product.shape
+    matrix = 0 if _sums_over_rows(product, blocks.rows) else _matrix(product, blocks.rows)
+    share = matrix / ((m + n) * k)
+    runs = times * (1 - share) + min(times, blocks.experts) * share
+    return replace(
+        item,
+        read_bytes=round(item.read_bytes * runs),
+        write_bytes=round(item.write_bytes * runs),
+    )
 
 
 def _element_bytes(item: Operation) -> int:
@@ -258,9 +343,13 @@ def _matrix(item: Operation, rows: int) -> int:
 
 
 def _grouped_product(
-    item: Operation, blocks_at_once: int, blocks: ExpertBlocks, which: GroupedPass
+    item: Operation,
+    blocks_at_once: int,
+    blocks: ExpertBlocks,
+    factor: float | None,
+    which: GroupedPass,
 ) -> Operation:
-    rows = blocks_at_once * blocks.rows
+    rows = round(blocks_at_once * blocks.rows * (factor or 1.0))
     outer, inner = _sides(item, blocks.rows)
     if which == "input_gradient":  # shapes are those of the forward product
         outer, inner = inner, outer
@@ -268,7 +357,8 @@ def _grouped_product(
         item,
         shape=(blocks.experts, math.ceil(rows / blocks.experts), outer, inner),
         flop=2 * rows * outer * inner,
-        grouped_pass=which,
+        # Experts of equal capacity are a batch of plain products.
+        grouped_pass=which if factor is None else None,
         read_bytes=0,  # its cost counts operands and result, each once
         write_bytes=0,
     )

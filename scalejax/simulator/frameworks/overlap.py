@@ -8,12 +8,16 @@ PyTorch). The first part to be gathered, or the last to be summed, is exposed
 
 Over data: the distributed optimizer of Megatron-LM gathers the parameters of a layer while those
 before it compute, and sums its gradients while earlier layers still run backward
-(--overlap-param-gather, --overlap-grad-reduce). Knows nothing of hardware.
+(--overlap-param-gather, --overlap-grad-reduce).
+
+Over fsdp: XLA for TPUs gathers the matrices of the next layer, and sums the gradients of the one
+before, while a layer computes (its latency-hiding layer scheduler, and async collectives on the
+sparse cores). Knows nothing of hardware.
 """
 
 from dataclasses import replace
 
-from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE, TENSOR
+from scalejax.config.parallelism import CONTEXT, DATA, FSDP, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.transforms.pipeline import renamed
 
@@ -59,6 +63,42 @@ def with_overlapped_state(program: Program) -> Program:
     after = (begin if begin != end else end + len(sums)) + 1
     rest[after:after] = waits
     return replace(program, operations=tuple(rest))
+
+
+def with_overlapped_layers(program: Program) -> Program:
+    """`program`, in closed form, with gathers of matrices over fsdp and sums of their gradients one
+    layer ahead of, or behind, what uses or makes them.
+
+    A pass over layers takes the longer of the two, its compute or its collectives. Those of the
+    first layer and of the last, which nothing hides, are left out: one of as many as there are
+    layers.
+    """
+    if program.backend != "closed_form":
+        return program
+    return replace(program, operations=tuple(map(_one_layer_ahead, program.operations)))
+
+
+def _one_layer_ahead(item: Operation | Loop) -> Operation | Loop:
+    """A loop whose collectives over fsdp start with each iteration and end with it."""
+    if not isinstance(item, Loop):
+        return item
+    body = tuple(map(_one_layer_ahead, item.body))
+    starts = [each for each in body if isinstance(each, Operation) and _is_over_fsdp(each)]
+    names = {each.name for each in starts}
+    waits = [each for each in body if isinstance(each, Operation) and each.waits_for in names]
+    moved = {id(each) for each in (*starts, *waits)}
+    rest = [each for each in body if id(each) not in moved]
+    return replace(item, body=(*starts, *rest, *waits))
+
+
+def _is_over_fsdp(item: Operation) -> bool:
+    collective = item.collective
+    return (
+        collective is not None
+        and collective.is_async
+        and collective.name in ("all_gather", "reduce_scatter")
+        and FSDP in collective.group.axes
+    )
 
 
 def with_sums_in_last_pass(program: Program) -> Program:

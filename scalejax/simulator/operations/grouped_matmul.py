@@ -35,6 +35,12 @@ UNKNOWN_CHIP = GroupedMatmulRates(
 """Tile and time of a group on chips that were not measured; their fractions are their own."""
 
 
+_TPU_TILE_ROWS, _TPU_TILE_SIDE = 512, 1024
+"""Rows of a tile, and elements of both of its widths, of the kernel for TPUs (MaxText/configs/
+base.yml: tile_batch_seq, tile_embed_dim, tile_mlp_dim; jax.experimental.pallas.ops.tpu.megablox).
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedProduct:
     """Work of one grouped product on one device."""
@@ -81,7 +87,8 @@ def grouped_product_time(
 
     busy = ramp + groups x group time
          + max(2 tiles tile_rows outer inner / (peak fraction), bytes / attainable bandwidth),
-    with tiles = groups ceil(rows / groups / tile_rows). It grows with rows, and with groups at
+    with tiles = groups ceil(rows / groups / tile_rows), and both widths rounded up to the side of
+    the matrix units of a TPU. It grows with rows, and with groups at
     equal rows and widths. The fraction is at most that of plain products on the chip.
 
     Args:
@@ -101,6 +108,11 @@ def grouped_product_time(
     tiles = product.groups * math.ceil(product.rows / product.groups / rates.tile_rows)
     flop = 2 * tiles * rates.tile_rows * product.outer * product.inner
     moved = max(moved_bytes, product.compulsory_bytes(kind))
+    if chip.tpu is not None:
+        fraction *= chip.tpu.filled(product.outer) * chip.tpu.filled(product.inner)
+        tiles = _tiles_on_tpu(product)
+        moved = max(moved, _tile_bytes_on_tpu(product, tiles, kind))
+        flop = 2 * tiles * _TPU_TILE_ROWS * product.outer * product.inner
     compute = flop / (peak * fraction) / attainable.grouped_scale
     memory = moved / (bandwidth * rates.memory_fraction) / attainable.grouped_scale
     aside = attainable.matmul_ramp_seconds + product.groups * rates.group_seconds
@@ -109,6 +121,28 @@ def grouped_product_time(
         memory_seconds=memory,
         busy_seconds=aside + max(compute, memory),
     )
+
+
+def _tiles_on_tpu(product: GroupedProduct) -> int:
+    """Tiles of rows that the kernel for TPUs multiplies: groups follow each other in one array, and
+    a tile in which one ends and the next begins is multiplied for both (megablox,
+    make_group_metadata)."""
+    tiles = math.ceil(product.rows / _TPU_TILE_ROWS)
+    return tiles + min(product.groups, math.ceil(product.rows)) - 1 if product.rows else 0
+
+
+def _tile_bytes_on_tpu(product: GroupedProduct, tiles: int, kind: RateType) -> float:
+    """Bytes of the tiles of both operands, of which each step of the kernel loads one."""
+    operand, _ = OPERAND_BYTES[kind]
+    outer, inner = min(_TPU_TILE_SIDE, product.outer), min(_TPU_TILE_SIDE, product.inner)
+    steps = tiles * math.ceil(product.outer / outer) * math.ceil(product.inner / inner)
+    rows = _TPU_TILE_ROWS
+    loaded = {
+        "forward": rows * inner + inner * outer,
+        "input_gradient": rows * outer + inner * outer,
+        "weight_gradient": rows * inner + rows * outer,
+    }[product.grouped_pass]
+    return steps * loaded * operand
 
 
 def rates_of(chip: Chip) -> GroupedMatmulRates:

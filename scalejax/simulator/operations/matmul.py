@@ -30,6 +30,7 @@ Shape = tuple[int, int, int, int]
 OPERAND_BYTES: dict[RateType, tuple[float, int]] = {
     "fp4": (0.5 + 1 / 16, 2),  # blocks of 16 share a scale of a byte (NVFP4)
     "fp8": (1, 2),
+    "int8": (1, 2),
     "bf16": (2, 2),
     "f16": (2, 2),
     "tf32": (4, 4),

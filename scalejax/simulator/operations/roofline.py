@@ -137,9 +137,13 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
     shape, fraction = None, None
     if operation.kind == "attention":
         fraction = attention_share(operation.shape, attainable)
+        if chip.tpu is not None and len(operation.shape) == 4 and operation.shape[3]:
+            fraction *= chip.tpu.filled(operation.shape[3])
     elif operation.kind == "matmul":
         shape = _product_shape(operation.shape)
         fraction = attainable.matmul_fraction * attainable.sustained_fraction
+        if chip.tpu is not None and shape is not None:
+            fraction *= chip.tpu.filled(shape[2]) * chip.tpu.filled(shape[3])
         if attainable.unaligned_fraction is not None and is_unaligned(shape, operation.dtype):
             rate = chip.peak_flop_per_second["f32"] * attainable.unaligned_fraction
             fraction = rate / chip.peak(operation.dtype)

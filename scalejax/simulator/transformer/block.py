@@ -521,7 +521,15 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
     if shard.shape.is_fused:
         shape = (batch, queries, keys, size)
         written, values = shard.mixed_bytes + shard.statistics_bytes, shard.shape.value_size
-        write.attention(name, shape, 2, shard.qkv_bytes, written, value_size=values)
+        write.attention(
+            name,
+            shape,
+            2,
+            shard.qkv_bytes,
+            written,
+            value_size=values,
+            scores_share=shard.shape.scores_share,
+        )
         return
     mask, wide = queries * keys * 4 if has_mask else 0, batch * queries * keys * _F32_BYTES
     batch, queries, keys = _product_shape(shard)
@@ -1047,7 +1055,15 @@ def _score_gradients(block: _Block) -> None:
     if shard.shape.is_fused:
         read = shard.qkv_bytes + 2 * shard.mixed_bytes + shard.statistics_bytes
         shape, values = (batch, queries, keys, size), shard.shape.value_size
-        write.attention("attention.gradient", shape, 5, read, shard.qkv_bytes, value_size=values)
+        write.attention(
+            "attention.gradient",
+            shape,
+            5,
+            read,
+            shard.qkv_bytes,
+            value_size=values,
+            scores_share=shard.shape.scores_share,
+        )
     else:
         batch, queries, keys = _product_shape(shard)
         if shard.recompute in ("selective", "selective_op"):

@@ -110,13 +110,15 @@ class Writer:
         *,
         is_causal: bool = True,
         value_size: int | None = None,
+        scores_share: float = 1.0,
     ) -> None:
-        """Add fused attention, which does `products` products of all scores; causal, of half.
-        Values may be of another size than queries and keys."""
+        """Add fused attention, which does `products` products of all scores; causal, of half, and
+        of these a share that windows leave. Values may be of another size than queries and keys."""
         batch, queries, keys, size = shape
         pairs, of_values = batch * queries * keys, products // 2
         flop = pairs * ((products - of_values) * size + of_values * (value_size or size))
         flop *= 1 if is_causal else 2
+        flop = round(flop * scores_share)
         made = _attention(self._prefix, name, self._dtype, flop, read, write, shape)
         self.operations.append(made)
 

@@ -98,6 +98,9 @@ class TransformerShape:
     """Whether positions are an embedding; if not, rotary (RoPE)."""
     is_fused: bool = True
     """Whether attention is one fused kernel that keeps no scores."""
+    scores_share: float = 1.0
+    """Share of the scores of causal attention that windows leave to its kernel, in the mean over
+    layers."""
     compute_dtype: CostedType = "bfloat16"
     """Element type of activations and products; parameters and their moments are float32."""
     head_width: int | None = None

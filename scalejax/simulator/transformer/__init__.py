@@ -143,6 +143,13 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     stages, stage_devices = layout.pipeline, layout.device_count // layout.pipeline
     boundary = shard.stream_bytes, strategy.sequence_parallel
     is_scattered = scatters_each(strategy)
+    # The compiler of 0.10 zeroes stacks of activations and gradients before the first block.
+    gathers_first = (
+        strategy.zero_stage > 0
+        and accumulated == 0
+        and shape.compiler == "0.10"
+        and shape.adapters is None
+    )
     end = Update(
         shape=shape,
         layout=layout,
@@ -151,11 +158,13 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         is_accumulated=accumulated > 0,
         is_summed_once=sums_once(shape, strategy) and not is_scattered,
         tables=table_shard(shape, strategy),
+        gathers_last=not gathers_first,
     )
     is_gathered = strategy.zero_stage > 0
     # The last stage looks nothing up; of tied embeddings it needs the table.
     is_last_alone = stages > 1 and slowest.has_logits and not shape.has_tied_embeddings
-    before = Part(zeros, (shape, accumulated)) if accumulated else Part()
+    own = accumulated // zero_parts(layout) if is_scattered else accumulated
+    before = Part(zeros, (shape, own)) if accumulated else Part()
     if stages > 1:
         in_flight = PipelineTicks("1f1b", stages, microbatches, 1).in_flight
         started = shape, accumulated, layout, blocks, is_gathered, in_flight
@@ -165,7 +174,9 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         exchange=exchange_of_chunks(shape, strategy),
         embedding=Part()
         if is_last_alone
-        else Part(embedding, (blocks, is_gathered, accumulated > 0)),
+        else Part(
+            embedding, (blocks, is_gathered, accumulated > 0, end if gathers_first else None)
+        ),
         blocks=tuple(_block_parts(each, count) for each, count in blocks),
         first_blocks=tuple(_block_parts(_shard(kind, strategy, n), n) for kind, n in first),
         logits=Part(
@@ -174,7 +185,7 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
                 logits_shard(kinds[-1][0], strategy),
                 is_data_manual(strategy) or stages > 1,
                 is_scattered,
-                is_gathered and stages > 1,
+                is_gathered,
             ),
         ),
         embedding_gradient=Part(
@@ -184,6 +195,7 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
                 accumulated > 0,
                 layout.data if is_scattered else 1,
                 None if stages == 1 else int(slowest.has_logits),
+                is_data_manual(strategy),
             ),
         ),
         sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices, False))

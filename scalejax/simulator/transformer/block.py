@@ -274,12 +274,19 @@ class _Block:
         if not along:
             return
         kind = "reduce_scatter" if self.shard.is_scattered else "all_reduce"
-        for group in combined(self.summed.items()):
+        for group in self.sum_groups():
             if self._computed.issuperset(group) and not set(names).isdisjoint(group):
                 payload = sum(self.trained[name] for name in group)
                 if self.is_concatenated(group):
                     self.write.copy(f"sum_{group[0]}.concatenate", payload)
                 self.write.start(f"sum_{group[0]}", kind, payload, along)
+
+    def sum_groups(self) -> list[list[str]]:
+        """Matrices whose gradients are summed by one collective; XLA scatters all of a block at
+        once."""
+        if self.shard.is_scattered and self.experts is None:
+            return [list(self.summed)]
+        return combined(self.summed.items())
 
     def _start_scatter(self, along: tuple[str, ...]) -> None:
         """Start the reduce-scatter of the matrices' gradients over fsdp."""
@@ -298,7 +305,9 @@ class _Block:
     def is_concatenated(self, group: list[str]) -> bool:
         """Whether the sum of a group is of several buffers, copied into one: matrices, or a matrix
         and biases (by both compilers; the closed form of the older one leaves biases out)."""
-        has_biases = self.is_newer and self.has_biases and not self.shard.is_scattered
+        if self.shard.is_scattered:
+            return False
+        has_biases = self.is_newer and self.has_biases
         return len(group) > 1 or (has_biases and group[0] in ("qkv", "projection"))
 
     def wait_for_sums(self) -> None:
@@ -939,6 +948,8 @@ def _matrix_gradients(block: _Block) -> None:
     _feed_forward_matrix_gradients(block)
     if block.fuses_norms:
         block.start_gather_tokens("attention")
+    if block.is_newer:  # has the two others beside nothing
+        write.wait("qkv.input_gradient.sum")
     _projection_gradient(block)
     if block.fuses_norms:
         block.wait_for_tokens("attention")
@@ -1104,7 +1115,7 @@ def _sum_gradients(block: _Block) -> None:
     write.wait("sum")
     if block.adapted is not None:
         block.adapted.wait_for_sums()
-    for group in combined(block.summed.items()):
+    for group in block.sum_groups():
         write.wait(f"sum_{group[0]}")
         if along and (block.is_concatenated(group) or fsdp > 1):
             size = sum(block.trained[name] for name in group)

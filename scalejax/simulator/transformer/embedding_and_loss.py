@@ -48,7 +48,10 @@ def _position_elements(shard: BlockShard) -> int:
 
 
 def embedding(
-    blocks: tuple[tuple[BlockShard, int], ...], is_gathered: bool, is_repeated: bool
+    blocks: tuple[tuple[BlockShard, int], ...],
+    is_gathered: bool,
+    is_repeated: bool,
+    gathered: "Update | None" = None,
 ) -> tuple[Operation | Loop, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
@@ -61,9 +64,13 @@ def embedding(
         is_gathered: whether the step has cast the matrices already, to gather them from ZeRO's
             shards.
         is_repeated: whether they are in a loop over microbatches.
+        gathered: the update whose parameters are gathered here, beside what is zeroed, and not at
+            its end; None for none.
     """
     shard = blocks[-1][0]
     write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
+    if gathered is not None:
+        _start_gather(write, gathered)
     own = _trained_bytes(blocks)
     kept_bytes = base_bytes(shard.shape)
     is_cast = used != kept_bytes and not is_gathered
@@ -90,6 +97,8 @@ def embedding(
         for index, size in enumerate(sorted(stacks)):
             if size in sorted(stacks)[:index]:
                 write.copy(f"kept.copy.{index}", size)
+    if gathered is not None:
+        _wait_for_gather(write, gathered)
     if shard.layout.tensor > 1:
         write.wait("lookup.sum")
         if shard.shape.has_learned_positions:
@@ -146,7 +155,7 @@ def logits(
         is_manual: whether the logit of the target is picked by a sum, whose gradient XLA fuses;
             else it scatters into a gradient in float32.
         is_scattered: whether the gradient of the output layer is left to `embedding_gradient`.
-        is_gathered: whether a stage of a pipeline has the layer in the compute type already.
+        is_gathered: whether the layer was gathered from ZeRO's shards in the compute type.
     """
     write, shape, rows = _writer("logits", shard), shard.shape, shard.rows
     tensor, stream = shard.layout.tensor, shard.kept_stream_bytes
@@ -179,13 +188,19 @@ def logits(
     else:
         write.fusion("loss.gradient", size, wide)
         write.fusion("loss.gradient.cast", wide, size)
+    sums_output = sums_output_alone(shard, is_manual=is_manual)
+    if sums_output:
+        _table_gradient(write, shard)
+        size = _table_elements(shard) * shape.element_bytes
+        write.start("tokens.gradient.sum", "all_reduce", size, (CONTEXT,))
     write.matmul("input_gradient", (1, rows, shape.hidden, width))
     kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
     if shard.sequence_parallel and shard.samples > 1:
         write.copy("input_gradient.transpose_tokens", shard.stream_bytes)
     write.start("input_gradient.sum", kind, shard.stream_bytes, (TENSOR,))
-    if not is_scattered and shape.adapters is None:
+    if not is_scattered and not sums_output and shape.adapters is None:
         _table_gradient(write, shard)
+    write.wait("tokens.gradient.sum")
     write.wait("input_gradient.sum")
     write.fusion("norm.gradient.statistics", 2 * stream, statistics)
     write.copy("norm.gradient.mean", statistics)
@@ -193,6 +208,15 @@ def logits(
     if shape.adapters is None:
         write.copy("norm.scale.gradient", shape.hidden * _F32_BYTES)
     return write.done()
+
+
+def sums_output_alone(shard: BlockShard, *, is_manual: bool) -> bool:
+    """Whether of the gradients of two embeddings only that of the output layer is summed over
+    context, right away; for the other the gradients of tokens are gathered."""
+    shape = shard.shape
+    is_explicit = is_manual and not shard.is_of_stage and shard.layout.fsdp == 1
+    is_twofold = not shape.has_tied_embeddings and shape.adapters is None
+    return is_explicit and is_twofold and shard.layout.context > 1
 
 
 def _table_gradient(write: Writer, shard: BlockShard) -> None:
@@ -222,6 +246,7 @@ def embedding_gradient(
     is_accumulated: bool,
     scattered_over: int,
     tables_of_stage: int | None = None,
+    is_manual: bool = False,
 ) -> tuple[Operation | Loop, ...]:
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
@@ -233,6 +258,7 @@ def embedding_gradient(
             microbatch; else 1.
         tables_of_stage: gradients of whole embeddings that a pipeline stage sums, that of the
             output layer on the last; None without stages.
+        is_manual: as for `logits`.
     """
     shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
@@ -257,20 +283,29 @@ def embedding_gradient(
         return write.done()
     if shard.sequence_parallel:
         write.collective("lookup.gather", "all_gather", shard.stream_bytes, (TENSOR,))
-    if scattered_over > 1:
-        _table_gradient(write, shard)
-    write.copy("tokens.scatter", shard.stream_bytes)
-    if not is_accumulated:
+    gathers_tokens = sums_output_alone(shard, is_manual=is_manual)
+    if gathers_tokens:
+        size = shard.stream_bytes * layout.context
+        write.collective("tokens.gather", "all_gather", size, (CONTEXT,))
+        write.copy("tokens.scatter", size)
+    else:
+        if scattered_over > 1:
+            _table_gradient(write, shard)
+        write.copy("tokens.scatter", shard.stream_bytes)
+    if not is_accumulated and scattered_over == 1:
         return write.done()
-    if tables_of_stage != 0:
+    if tables_of_stage != 0 and not gathers_tokens:
         _start_table_sums(write, shard, tables_of_stage)
         _add_table_sums(write, shard)
     if scattered_over > 1:
-        write.fusion("wide.tables", tables * used, tables * _F32_BYTES)
-        size = tables * _F32_BYTES
+        both = tables if shape.has_tied_embeddings else 2 * tables
+        write.fusion("wide.tables", both * used, both * _F32_BYTES)
+        size = both * _F32_BYTES
         write.start("scatter_tables", "reduce_scatter", size, (DATA,), layout=whole)
         write.wait("scatter_blocks")
         write.wait("scatter_tables")
+    if not is_accumulated:
+        return write.done()
     if tables_of_stage is not None:  # the sums of blocks are added to in their backward passes
         own, tables = 0, tables_of_stage * tables if layout.fsdp > 1 else 0
     kept = _F32_BYTES if scattered_over > 1 else used
@@ -440,6 +475,24 @@ class Update:
     tables: BlockShard | None
     """Shard of a block of the stage, where the gradients of embeddings are summed in the update;
     None where they are summed for every microbatch."""
+    gathers_last: bool = True
+    """Whether parameters are gathered from ZeRO's shards at the end, not by `embedding`."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trained parameters of a device by matrix; what is in none is with the tables."""
+        counts = _matrix_counts(self.shape, self.layout, is_trained=True)
+        own = trained_of_device(self.shape, self.layout)
+        return {**counts, "tables": max(0, own - sum(counts.values()))}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """ZeRO's shards of each of `counts`."""
+        layout = stage_layout(self.layout)
+        return {
+            name: zero_parts(layout, of_experts=is_of_experts(name)) if self.zero_stage else 1
+            for name in self.counts
+        }
 
 
 def update(end: Update) -> tuple[Operation | Loop, ...]:
@@ -447,9 +500,7 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
-    own = trained_of_device(shape, whole)
-    counts = _matrix_counts(shape, whole, is_trained=True)
-    counts["tables"] = max(0, own - sum(counts.values()))
+    counts, parts_of = end.counts, end.parts
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if deals_layers(shape, whole):
         back = Writer("update", _F32, whole)
@@ -461,10 +512,6 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     if end.tables is not None and shape.adapters is None:
         _start_table_sums(write, end.tables)
     state = (1 + end.moments) * _F32_BYTES
-    parts_of = {
-        name: zero_parts(layout, of_experts=is_of_experts(name)) if end.zero_stage else 1
-        for name in counts
-    }
     for name, count in counts.items():
         parts = parts_of[name]
         write.wait(f"sum.{name}.of_stage")
@@ -477,28 +524,42 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
             write.fusion(f"{name}.finite", count // parts * gradient_bytes, 0)
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     write.scalars("vectors", _VECTOR_UPDATES)
-    if end.zero_stage and shape.adapters is None:
-        _gather(write, shape.element_bytes, counts, parts_of)
+    if end.zero_stage and shape.adapters is None and end.gathers_last:
+        _start_gather(write, end)
+        _wait_for_gather(write, end)
     return write.done()
 
 
-def _gather(
-    write: Writer, used_bytes: int, counts: dict[str, int], parts_of: dict[str, int]
-) -> None:
-    """All-gather of the updated parameters from ZeRO's shards, cast to the compute type first
-    except for a few vectors. (The trainer gathers at the start of the next step: equally long.)
+def _start_gather(write: Writer, end: Update) -> None:
+    """Start the all-gather of the updated parameters from ZeRO's shards, cast to the compute type
+    first except for a few vectors.
+
+    The trainer gathers at the start of the next step; where nothing is beside it there, the closed
+    form has it at the end, which takes as long.
     """
+    counts, used_bytes = end.counts, end.shape.element_bytes
     if used_bytes != _F32_BYTES:
         for name, count in counts.items():
-            own = count // parts_of[name]
+            own = count // end.parts[name]
             write.fusion(f"{name}.cast", own * _F32_BYTES, own * used_bytes)
     experts = sum(count for name, count in counts.items() if is_of_experts(name))
     rest = (sum(counts.values()) - experts) * used_bytes
-    write.start("gather", "all_gather", rest, (DATA, EXPERT, CONTEXT), buffers=16)
-    own_axes = (DATA, CONTEXT)
-    write.start("gather.experts", "all_gather", experts * used_bytes, own_axes, buffers=2)
+    for name, payload, axes in (
+        ("gather", rest, (DATA, EXPERT, CONTEXT)),
+        ("gather.experts", experts * used_bytes, (DATA, CONTEXT)),
+    ):
+        buffers, layout = (16 if payload == rest else 2), stage_layout(end.layout)
+        write.start(name, "all_gather", payload, axes, buffers=buffers, layout=layout)
+
+
+def _wait_for_gather(write: Writer, end: Update) -> None:
+    """Wait for what was gathered; the compiler of 0.10 then transposes the stacks of matrices,
+    whose shards are of their last dimension."""
     write.wait("gather")
     write.wait("gather.experts")
+    if end.shape.compiler == "0.10" and end.layout.pipeline == 1:
+        stacks = sum(count for name, count in end.counts.items() if name != "tables")
+        write.copy("gather.transpose", stacks * end.shape.element_bytes)
 
 
 def _sum_stages(write: Writer, end: Update, counts: dict[str, int]) -> None:

@@ -717,7 +717,7 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     in its backward pass, in the compute type. With ZeRO 2 those of every microbatch are summed
     after it, in float32. A pipeline sums once.
     """
-    is_explicit = strategy.split.microbatches > 1 or shape.sums_gradients_once
+    is_explicit = is_data_manual(strategy) or shape.sums_gradients_once
     return strategy.layout.pipeline > 1 or (strategy.layout.data > 1 and is_explicit)
 
 
@@ -743,12 +743,7 @@ def is_data_manual(strategy: Strategy) -> bool:
 
 def scatters_each(strategy: Strategy) -> bool:
     """Whether the gradients of every microbatch are reduce-scattered over data (ZeRO 2)."""
-    return (
-        strategy.zero_stage == 2
-        and strategy.layout.pipeline == 1
-        and strategy.layout.data > 1
-        and strategy.split.microbatches > 1
-    )
+    return strategy.zero_stage == 2 and strategy.layout.pipeline == 1 and strategy.layout.data > 1
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -815,6 +810,8 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
     microbatch; else None."""
     layout = strategy.layout
     if layout.pipeline > 1 or strategy.split.microbatches > 1 or shape.sums_gradients_once:
+        return None
+    if scatters_each(strategy):
         return None
     is_scattered = scatters_in_blocks(shape, strategy)
     return _block_shard(shape, layout, 1, "none", False, "all_gather", False, is_scattered)

@@ -19,12 +19,11 @@ SMALL_BERT = {"layers": 2, "hidden": 32, "heads": 4}
 NETWORKS = {
     "alexnet": ({"width": 1 / 16}, 67),
     "vgg16": ({"width": 1 / 16}, 32),
-    "efficientnet_lite0": ({"width": 1 / 4}, 32),
     "bert_base": (SMALL_BERT, None),
     "bert_large": (SMALL_BERT | {"remat": "selective"}, None),
     "vit": ({"patch": 4, "layers": 2, "hidden": 32, "heads": 4}, 16),
 }
-"""Options, and pixels of an image. Inception and Xception, long to compile, train in
+"""Options, and pixels of an image. Inception, Xception and EfficientNet, long to compile, train in
 tests/training/test_conformance.py."""
 
 

@@ -361,6 +361,8 @@ def framework_of(row: LedgerRow) -> Framework:
         name = "pytorch-fsdp-2023"
     if name == "megatron-lm-2022" and row.work.precision == "fp16":
         name = "megatron-lm-2021"
+    if name == "megatron-lm-2022" and (row.year or 0) >= _MEGATRON_CORE:
+        name = "megatron-core-2024" if row.year == _MEGATRON_CORE else "nemo-2025"
     if name == "nemo-2025" and (found := _NEMO_RELEASE.search(named)) and found[0] >= _NEMO_2026:
         name = "nemo-2026"
     if name == "mxnet-2020" and (row.year or 0) >= _MXNET_2023:
@@ -393,6 +395,9 @@ _TRAINED_BY = (
 _NEMO_RELEASE, _NEMO_2026 = re.compile(r"2\d\.\d\d"), "26.06"
 """NeMo's release, and the first after which equal settings take up to 1.77 times less (the ledger
 of 2026)."""
+_MEGATRON_CORE = 2024
+"""The first year in which Megatron-LM trains by Megatron-Core and Transformer Engine alone; from
+the next on its examples set what NeMo's recipes set: fp8, graphs, overlap over tensor and data."""
 _MXNET_2023 = 2022
 _ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
 

@@ -204,6 +204,24 @@ def test_keys_and_values_go_around_a_ring_beside_attention():
     assert [each.waits_for for each in found[3:]] == [each.name for each in ring]
 
 
+def test_both_halves_of_a_step_of_a_ring_are_one_kernel():
+    """Half of the queries over all keys that arrived, with what both halves computed and moved."""
+
+    def half(name: str) -> Operation:
+        return Operation(
+            name=name, kind="attention", dtype="bf16", shape=(8, 64, 64, 16), flop=5, read_bytes=3
+        )
+
+    step = loop(half("forward.step.0"), fusion("forward.step.queries"), half("forward.step.1"))
+    own = replace(half("forward.own"), flop=9)
+    ring = run_of(2, context=2, context_strategy="ring")
+
+    found = made(own, step, run=ring, kernels=FUSED)
+
+    whole = replace(half("forward.step"), flop=10, read_bytes=6, shape=(8, 64, 128, 16))
+    assert found == (own, loop(whole, fusion("forward.step.queries")))
+
+
 def test_gradients_of_keys_go_home_beside_attention():
     """Those that are made by it, and in XLA's step are sent after it."""
     home = [

@@ -207,8 +207,12 @@ def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
     assert found({"layers": "16"}) == (2, 1, "equal")
     assert found({"layers": "16", "pipeline_chunks": "1", "zero_stage": "0"}) == (1, 0, "equal")
     assert found({"layers": "16", "framework": "nanotron", "source": "its paper"})[:2] == (1, 0)
-    remats = {getattr(each.config.model, "remat", "") for each in case(row(GPT | NEMO)).runs}
-    assert remats == {"none", "selective", "full"}
+    flat = NEMO | {"data": "8", "pipeline": "", "microbatch": "", "per_device_batch": "2"}
+    tried = [
+        (getattr(each.config.model, "remat", ""), each.split.microbatches)
+        for each in case(row(GPT | flat)).runs
+    ]
+    assert tried == [(kind, n) for kind in ("none", "selective", "full") for n in (1, 2)]
 
 
 def test_selective_recompute_is_what_its_framework_means_by_it(row):

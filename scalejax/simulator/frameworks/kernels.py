@@ -32,6 +32,8 @@ every layer of a stage."""
 _CHUNKS = "chunks"
 _WEIGHT_CASTS = re.compile(r"(embedding|stage)\.[\w.]*cast|logits\.output\.cast")
 _NUMBER = re.compile(r"[.#]\w*\d+\w*|#\w+")
+_HALF = re.compile(r"(?<=\.(step|last))\.[01]")
+_RANK = 4  # of the shape of attention: samples and heads, queries, keys, head size
 _NARROW = ("f8", "f4")
 _WIDE_BYTES = 2  # of an element of bf16
 _AFTER_NORMS = ("forward.qkv", "forward.up", "forward.q_down", "forward.kv_down")
@@ -65,7 +67,7 @@ def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Progra
 
     Gradients are summed over context with those over data; keys and values go around
     a ring over context beside attention (Transformer Engine's `cp_comm_type` "p2p"), also in
-    stages of a pipeline.
+    stages of a pipeline, each step in one kernel.
 
     Args:
         program: the step in closed form; others are returned unchanged.
@@ -77,7 +79,7 @@ def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Progra
     items = _without_stacks(program.operations, kernels)
     items = _summed_once(items)
     if run.layout.context > 1:
-        items = _in_ring(items, run.layout.context)
+        items = _in_ring(_with_whole_steps(items), run.layout.context)
     if kernels.overlaps_sends and run.config.layout.pipeline_chunks > 1:
         items = tuple(_sending_beside(item) for item in items)
     return replace(program, operations=items)
@@ -202,6 +204,34 @@ def _also_over(item: Operation, extents: tuple[tuple[int, int], ...]) -> Operati
         collective.group, axes=(DATA, CONTEXT), extents=(*collective.group.extents, *extents)
     )
     return replace(item, collective=replace(collective, group=group))
+
+
+def _with_whole_steps(items: _Items) -> _Items:
+    """`items` with the two halves of each step of a ring in one kernel: Transformer Engine computes
+    the later half of its queries over all keys that arrive, or all queries over the earlier half of
+    them (transformer_engine/pytorch/attention: AttnFuncWithCPAndKVP2P), where XLA computes halves
+    over halves."""
+    found: list[Operation | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            found.append(replace(item, body=_with_whole_steps(item.body)))
+        elif item.kind == "attention" and _HALF.search(item.name):
+            first = next((each for each in found if each.name == _HALF.sub(".0", item.name)), None)
+            if not isinstance(first, Operation) or first is item or len(item.shape) != _RANK:
+                found.append(item)
+                continue
+            samples, queries, keys, width = item.shape
+            found[found.index(first)] = replace(
+                first,
+                name=_HALF.sub("", item.name),
+                flop=first.flop + item.flop,
+                read_bytes=first.read_bytes + item.read_bytes,
+                write_bytes=first.write_bytes + item.write_bytes,
+                shape=(samples, queries, 2 * keys, width),
+            )
+        else:
+            found.append(item)
+    return tuple(found)
 
 
 def _in_ring(items: _Items, devices: int) -> _Items:

@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -36,7 +37,9 @@ from scalejax.config.data import NumpyConfig
 from scalejax.core import serialization
 from scalejax.core.errors import CheckpointMismatch, ConfigError
 from scalejax.data.convert import open_rows
+from scalejax.data.convert.shards import _locked as locked_draft
 from scalejax.data.facts import read_facts
+from scalejax.launch.slurm import SlurmRun
 from scalejax.report.html.report import write_report
 from scalejax.training.checkpoint import Checkpoints
 
@@ -269,6 +272,40 @@ def test_a_file_that_says_its_rows_are_huge_is_read_in_pieces(tmp_path):
 
 
 # --- locations and pages ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"folder": Path("runs/a\ntouch called\n")},
+        {"name": "a\rb"},
+        {"partition": "gpu\n#SBATCH --wrap=x"},
+        {"options": ("account=a\nb",)},
+    ],
+)
+def test_a_newline_in_a_name_adds_nothing_to_a_batch_script(changes):
+    """A directive of SLURM ends with its line, and what follows would be run."""
+    about = {"command": ("true",), "run_marker": None, "processes": 1, "name": "a"}
+
+    with pytest.raises(ConfigError, match="must be of one line"):
+        SlurmRun(**{"folder": Path("runs"), **about, **changes})
+
+
+def test_a_link_in_place_of_a_draft_leads_nowhere(tmp_path, monkeypatch):
+    """Whoever may write to the folder guesses the name, and puts a link to a file of ours there."""
+    other, path = tmp_path / "other", tmp_path / "prediction.json"
+    other.write_text("ours")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / ".prediction.json.guessed").symlink_to(other)
+    (tmp_path / ".part.parquet.draft").symlink_to(other)
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        serialization.save_text("theirs", path)
+    with pytest.raises(OSError, match="symbolic links"):
+        locked_draft(tmp_path / ".part.parquet.draft", tmp_path / "part.parquet")
+
+    assert other.read_text() == "ours"
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("location", ["shell://touch called", "no://x", "python://os:system"])

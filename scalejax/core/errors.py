@@ -12,6 +12,7 @@ Knows nothing of what is being refused: callers give the field, the value and wh
 
 import difflib
 import math
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -96,6 +97,19 @@ def prefixed(where: str) -> Iterator[None]:
     except ConfigError as error:
         lines = (f"{where}{line}" for line in str(error).splitlines())
         raise ConfigError("\n".join(lines)) from error
+
+
+def require_one_line(field: str, text: object) -> None:
+    """Refuse control characters in what a shell, a batch script or a terminal will read: a newline
+    in a path ends a directive of SLURM, and what follows is run. None is accepted.
+
+    Raises:
+        ConfigError: naming the field and the first such character.
+    """
+    for character in "" if text is None else str(text):
+        if unicodedata.category(character) in ("Cc", "Zl", "Zp"):
+            accepted = f"it must be of one line, without {character!r} or other control characters"
+            raise ConfigError(refusal(field, str(text), accepted))
 
 
 def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:

@@ -6,8 +6,9 @@ Knows names, sizes and modification times; nothing of the contents of a file.
 import glob
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -169,15 +170,13 @@ def local_copy(field: str, file: DataFile, folder: str) -> str:
     copy = os.path.join(folder, f"{hashlib.sha256(key).hexdigest()[:16]}-{_name(file.path)}")
     if not os.path.exists(copy):
         filesystem, path = opened_filesystem(field, file.path)
-        draft = f"{copy}.{os.getpid()}.draft"
         with naming(field, file.path):
             os.makedirs(folder, exist_ok=True)
-            try:
+            # A folder of this user's own: nobody else has put a link into it.
+            with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
+                draft = os.path.join(own, "draft")
                 filesystem.handler.fs.get_file(path, draft)
                 os.replace(draft, copy)
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(draft)
     return copy
 
 

@@ -9,13 +9,14 @@ import dataclasses
 import json
 import os
 import re
+import secrets
 import tempfile
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
@@ -296,17 +297,48 @@ def save_bytes(data: bytes, path: Path) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    # The process id in the name: two processes that write the file at once do not interfere.
-    draft = path.absolute().parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(data)
-        draft.replace(path)
+        with draft_of(path) as file:
+            file.write(data)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
+
+
+@contextlib.contextmanager
+def draft_of(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place once it is written and on the disk; if the block
+    raises, nothing is left of it.
+
+    Its name cannot be guessed, and it is new: whoever may write to the folder too can have put
+    neither a file nor a link there. The folder is synced last, so that the name outlives a power
+    cut with its content.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    draft = path.absolute().parent / f".{path.name}.{secrets.token_hex(8)}"
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with os.fdopen(os.open(draft, flags, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        sync_folder(draft.parent)
     finally:
         with contextlib.suppress(OSError):  # the first error is reported already
             draft.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk; nothing where a folder cannot be opened."""
+    with contextlib.suppress(OSError):  # some network file systems refuse it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def require_writable(field: str, path: Path | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from scalejax.core import process_group
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
 from scalejax.launch.watchdog import REFUSED
 
 PORT = 29400
@@ -65,6 +65,7 @@ class JobSetRun:
         _require_label("name", self.name, _LONGEST_NAME)
         if self.namespace is not None:
             _require_label("namespace", self.namespace, 63)
+        require_one_line("volume", self.volume)
         if not self.volume.startswith("/"):
             _require_label("volume", self.volume, 253)
         if not self.image.strip() or re.search(r"\s", self.image):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
 from scalejax.core.process_group import REFUSAL_MARKER
 from scalejax.launch.local import LOST, GlooFilter
 from scalejax.launch.watchdog import REFUSED, STOPPED
@@ -84,7 +84,10 @@ class SlurmRun(SlurmResources):
         if self.gpus_per_node is not None and per_node > self.gpus_per_node:
             accepted = f"{per_node} processes of a node need a GPU each"
             raise ConfigError(refusal("gpus_per_node", self.gpus_per_node, accepted))
-        _ = self.given
+        for name in ("folder", "name", "partition", "time", "run_marker"):
+            require_one_line(name, getattr(self, name))
+        for option in self.given.values():
+            require_one_line("slurm", option)
 
     @property
     def given(self) -> dict[str, str]:

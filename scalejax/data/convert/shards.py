@@ -163,7 +163,8 @@ def write_shard(
 def _locked(draft: Path, path: Path) -> IO[bytes]:
     """The draft, open and locked, and still of this name: who had it may have finished it."""
     while True:
-        file = draft.open("ab")
+        flags = os.O_APPEND | os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
+        file = os.fdopen(os.open(draft, flags, 0o666), "ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), draft.stat()):

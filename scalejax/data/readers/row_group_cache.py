@@ -8,8 +8,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import socket
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -80,10 +80,10 @@ class DiskCache:
         if table.nbytes > self._limit_bytes:  # its file would take more still
             return
         draft = path.with_name(
-            f".{path.stem}.{self._host}.{os.getpid()}.{threading.get_ident()}.draft"
+            f".{path.stem}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}.draft"
         )
         try:
-            with draft.open("wb") as file:
+            with draft.open("xb") as file:  # new, and no link that another has put there
                 with pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
                 file.flush()

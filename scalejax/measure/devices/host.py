@@ -1,8 +1,8 @@
 """The host: its name as a source, rates of its storage, and of copies to and from its devices."""
 
-import contextlib
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -33,13 +33,12 @@ def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:
     Raises:
         ConfigError: if nothing can be written there.
     """
-    path = folder / f".scalejax-{os.getpid()}"
     block = os.urandom(min(size_bytes, 2**20))
     times = []
     try:
         for _ in range(_REPEATS):
             start = time.perf_counter()
-            with path.open("wb") as file:
+            with tempfile.NamedTemporaryFile(prefix=".scalejax-", dir=folder) as file:
                 for _ in range(max(1, size_bytes // len(block))):
                     file.write(block)
                 file.flush()
@@ -47,9 +46,6 @@ def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:
             times.append(time.perf_counter() - start)
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
     return max(1, size_bytes // len(block)) * len(block) / min(times)
 
 

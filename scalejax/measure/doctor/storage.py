@@ -1,6 +1,7 @@
 """Checks of the output folders: free space, speed, and whether other machines see them."""
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,16 +153,12 @@ def file_system_of(folder: Path, mounts: str) -> str | None:
 
 
 def _sync_seconds(folder: Path) -> float:
-    path = folder / f".scalejax-sync-{os.getpid()}"
     times = []
-    try:
-        with path.open("wb") as file:
-            for _ in range(_SYNCS):
-                begin = time.perf_counter()
-                file.write(b"x")
-                file.flush()
-                os.fsync(file.fileno())
-                times.append(time.perf_counter() - begin)
-    finally:
-        path.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".scalejax-sync-", dir=folder) as file:
+        for _ in range(_SYNCS):
+            begin = time.perf_counter()
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - begin)
     return median(times)

@@ -3,11 +3,9 @@
 Three comparisons. "Sizes": every other payload of each series is left out of the tables and of
 the fit, and predicted; then the others. "Devices": all rows of a group size are left out, 16
 together with 18, 32 with 36, 64 with 72 and so on, and predicted from the other sizes. "Systems":
-all rows of a machine of `all_reduce_times.csv` are left out, and predicted from its data sheet and
-the other machines: a V100 has the constants of A100's links, and one of AWS's networks those of the
-other. The
-constants fitted without them are kept in `held_out_constants.json`; `--refit` fits them again,
-which takes some minutes.
+all rows of a machine of `all_reduce_times.csv` are left out, and predicted from what is published
+of it and from the other machines (`with_constants_of_others`). The constants fitted without them
+are kept in `held_out_constants.json`; `--refit` fits them again, which takes some minutes.
 
     python experiments/collectives_against_tables/compare.py
 """
@@ -19,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, geometric_mean, median, pstdev
 
 from cases import CLUSTERS, adapted, family_of, gradient_sync_of
 from fit import (
@@ -74,12 +72,13 @@ SYSTEMS = (
     "a800",
 )
 """Machines of `all_reduce_times.csv`."""
-ALIKE = {
-    "vtrain_ar_v100": ("link", "dgx1-v100", "dgx-a100-80gb"),
-    "aws_p4de": ("network", "aws-p4de", "aws-p5"),
-    "aws_p5": ("network", "aws-p5", "aws-p4de"),
-}
-"""(link or network, of a cluster that is left out, of the one whose constants it gets)."""
+OTHER_NETWORK = {"aws_p4de": ("aws-p4de", "aws-p5"), "aws_p5": ("aws-p5", "aws-p4de")}
+"""(cluster whose network is left out, that whose network it is predicted from), both EFA."""
+POINT_TO_POINT = {"vtrain_ar_v100": ("dgx1-v100", 0.958)}
+"""(cluster whose links are left out, share of their rate that a copy from device to device was
+published to reach). V100: 47.9 of 50 GB/s over two wires (Dell, HPC solution for deep learning,
+table 3, p2pBandwidthLatencyTest). Rings of NCCL reach what copies do: on H100 0.829 of the rate,
+and copies 0.83 (NVIDIA/nccl#1264)."""
 DEVICE_FOLDS = ((2,), (3, 5, 7), (4,), (8,), (16, 18), (32, 36), (64, 72), (24, 144, 1440))
 UNFITTED = {"attainable_fraction": 0.85, "message_seconds": 1e-7, "ramp_seconds": 1e-8}
 """A network's constants before anything was measured on it."""
@@ -213,6 +212,32 @@ def _table(points: Iterable[Point], family: str) -> MeasuredTimes:
     )
 
 
+def with_constants_of_others(system: str, constants: Constants) -> Constants:
+    """`constants` of a fit without `system`, with its own by those of others.
+
+    A network gets the message and the share of the other, and its ramp in proportion to the time of
+    a byte: what fills a pipeline are chunks of so many bytes. A link gets the published share of a
+    copy, and the mean ramp of all other links.
+    """
+    found = dict(constants)
+    if (networks := OTHER_NETWORK.get(system)) is not None:
+        rates = [network.bytes_per_second for n in networks if (network := catalogued(n).network)]
+        owner, other = networks
+        for field in UNFITTED:
+            found["network", owner, field] = constants["network", other, field]
+        found["network", owner, "ramp_seconds"] *= rates[1] / rates[0]
+    if (link := POINT_TO_POINT.get(system)) is not None:
+        owner, share = link
+        ramps = [
+            value
+            for (kind, name, field), value in constants.items()
+            if kind == "link" and field == "ramp_seconds" and name != owner
+        ]
+        found["link", owner, "attainable_fraction"] = share
+        found["link", owner, "ramp_seconds"] = geometric_mean(ramps)
+    return found
+
+
 def refit(points: list[Point], all_folds: dict[str, list[Fold]]) -> dict[str, Constants]:
     """The constants of each fold, fitted without what it holds out."""
     start = catalogue_constants(LIBRARY + LINKS + NETWORKS)
@@ -221,12 +246,7 @@ def refit(points: list[Point], all_folds: dict[str, list[Fold]]) -> dict[str, Co
     for fold in (fold for some in all_folds.values() for fold in some):
         kept = [point for point in points if point not in fold.held_out]
         constants = fit_all(kept, start, rounds=12)
-        kind, owner, other = ALIKE.get(fold.name.removeprefix("system "), ("", "", ""))
-        constants |= {
-            (kind, owner, field): constants[kind, other, field]
-            for k, o, field in constants
-            if (k, o) == (kind, owner)
-        }
+        constants = with_constants_of_others(fold.name.removeprefix("system "), constants)
         found[fold.name] = constants
         print(f"fitted without {fold.name}", file=sys.stderr)
     rounded = {

@@ -142,15 +142,20 @@ def test_tables_speak_of_what_was_measured_alone():
 
 
 def test_a_group_over_nodes_takes_no_less_than_its_members_of_one():
-    """16 MiB to the next of 72 GB200 take long; to the next rack's, by the network, no less."""
+    """16 MiB gathered over PCIe by 8 RTX PRO 6000 take long; over two nodes no less."""
+    cluster = load_cluster("rtx-pro-6000")
+    inside, across = (_seconds("all_gather", 16 * MIB, n, cluster) for n in (8, 16))
+
+    assert across == inside > _seconds("all_gather", 16 * MIB, 16, _linked(cluster, measured=None))
+
+
+def test_a_message_between_racks_takes_no_less_than_within_one():
+    """16 MiB to the next of 72 GB200, and to the next rack's: XLA's table of permutations, in which
+    the first takes 14 times as long as NCCL's, is not used."""
     cluster = load_cluster("gb200-nvl72")
     inside, across = (_seconds("collective_permute", 16 * MIB, n, cluster) for n in (72, 144))
 
-    assert (
-        across
-        == inside
-        > _seconds("collective_permute", 16 * MIB, 144, _linked(cluster, measured=None))
-    )
+    assert 30e-6 < inside <= across < 100e-6
 
 
 def test_an_operation_that_was_not_measured_is_modelled():

@@ -16,6 +16,7 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
+    require_at_most,
     require_fraction,
 )
 from scalejax.core.metrics import steps_per_epoch
@@ -106,6 +107,7 @@ class ScheduleConfig(LearningRateConfig):
 
     def __post_init__(self) -> None:
         require_above("schedule.base_learning_rate", self.base_learning_rate, 0)
+        require_at_most("schedule.base_learning_rate", self.base_learning_rate, 1e6)
         require_at_least("schedule.reference_batch", self.reference_batch, 1)
         require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
         require_at_least("schedule.end_learning_rate", self.end_learning_rate, 0)

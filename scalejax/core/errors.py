@@ -10,6 +10,7 @@
 Knows nothing of what is being refused: callers give the field, the value and what is accepted.
 """
 
+import dataclasses
 import difflib
 import math
 import unicodedata
@@ -156,6 +157,16 @@ def require_at_least(field: str, value: float | None, minimum: float) -> None:
         raise ConfigError(refusal(field, value, f"it must be at least {minimum}, and finite"))
 
 
+def require_at_most(field: str, value: float | None, maximum: float) -> None:
+    """Refuse `value` above `maximum`, or NaN; None, of what is not given, is accepted.
+
+    Raises:
+        ConfigError: naming the field and the maximum.
+    """
+    if value is not None and not value <= maximum:
+        raise ConfigError(refusal(field, value, f"it must be at most {maximum:g}"))
+
+
 def require_above(field: str, value: float | None, bound: float) -> None:
     """Refuse `value` at or below `bound`, infinite or NaN; None, of what is not given, is accepted.
 
@@ -164,6 +175,41 @@ def require_above(field: str, value: float | None, bound: float) -> None:
     """
     if value is not None and not bound < value < math.inf:
         raise ConfigError(refusal(field, value, f"it must be above {bound}, and finite"))
+
+
+_LARGEST = {
+    "bytes_per_second": 1e18,
+    "flop_per_second": 1e20,
+    "bytes": 2**60,
+    "seconds": 1e5,
+    "hz": 1e12,
+    "count": 1e6,
+    "per_sm": 1e9,
+    "per_node": 1e6,
+}
+"""Larger values of a machine than any, by the unit that ends a field's name: an exabyte per second
+or of memory, a day, a terahertz, a million of anything."""
+
+
+def require_physical(where: str, machine: object) -> None:
+    """Refuse numbers of a machine, a dataclass, that are negative, not finite, or larger than those
+    of any machine, by the unit that ends the name of a field; None is accepted.
+
+    Args:
+        where: prefix of the field names in messages: "cuda."; may be empty.
+        machine: what has the fields.
+
+    Raises:
+        ConfigError: naming the field and what is accepted.
+    """
+    for each in dataclasses.fields(machine):  # type: ignore[arg-type]  any dataclass
+        value = getattr(machine, each.name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        found = [bound for unit, bound in _LARGEST.items() if each.name.endswith(unit)]
+        if found and not 0 <= value <= max(found):
+            accepted = f"it must be from 0 to {max(found):.3g}"
+            raise ConfigError(refusal(f"{where}{each.name}", value, accepted))
 
 
 def require_fraction(field: str, value: float | None) -> None:

@@ -169,7 +169,21 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
     """
     _require_plain(value, where)
     # Through JSON, because strict JSON mode lets a list be a tuple and nothing else.
-    return _validate(type_, json.dumps(value, default=str), where)
+    built = _validate(type_, json.dumps(value, default=str), where)
+    _require_no_boolean_for_a_number(value, built, where)
+    return built
+
+
+def _require_no_boolean_for_a_number(value: JsonValue, built: object, where: str) -> None:
+    """Refuse true where 1 is among the choices of a field: pydantic takes it for that, as Python
+    does."""
+    match value:
+        case bool() if isinstance(built, int) and not isinstance(built, bool):
+            raise ConfigError(refusal(where, value, "it must be a whole number"))
+        case dict() if dataclasses.is_dataclass(built):
+            for name, inner in value.items():
+                named = f"{where}.{name}" if where else name
+                _require_no_boolean_for_a_number(inner, getattr(built, name, None), named)
 
 
 def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:

@@ -12,7 +12,9 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
+    require_at_most,
     require_fraction,
+    require_physical,
 )
 from scalejax.hardware.measured import MeasuredRates, nearby
 
@@ -29,6 +31,10 @@ _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
 _LARGEST_WINOGRAD_SHARE = 2.4
 """(4 - 1) / (2.25 - 1): tiles of 4 x 4 results of a 3 x 3 window (Lavin & Gray 2015, arXiv
 1509.09308, section 4.3)."""
+
+
+_LARGEST_RESIDUAL = 2.0
+"""Of a standard deviation of logarithms: times that are off by a factor of seven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,11 @@ class CudaArchitecture:
     stands_in: bool = False
     """Whether this is no NVIDIA GPU (AMD's): programs are compiled for this target in place of the
     chip, whose compiler is not used here, and costed at the chip's own rates."""
+
+    def __post_init__(self) -> None:
+        require_physical("cuda.", self)
+        for name in ("sm_count", "clock_hz", "fpus_per_sm"):
+            require_above(f"cuda.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +167,7 @@ class Attainable:
     """Time of a step outside its operations: host work that devices wait for."""
 
     def __post_init__(self) -> None:
+        require_physical("attainable.", self)
         for name in (each.name for each in fields(self)):
             if name.endswith("_seconds"):
                 require_at_least(name, getattr(self, name), 0)
@@ -204,7 +216,10 @@ class Residuals:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            require_at_least(f"residuals.{each.name}", getattr(self, each.name), 0)
+            value = getattr(self, each.name)
+            if not 0 <= value <= _LARGEST_RESIDUAL:
+                accepted = f"it must be from 0 to {_LARGEST_RESIDUAL}: 0.1 is about 10 %"
+                raise ConfigError(refusal(f"residuals.{each.name}", value, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +273,8 @@ class Chip:
             )
         for dtype, rate in self.peak_flop_per_second.items():
             require_above(f"peak_flop_per_second.{dtype}", rate, 0)
+            require_at_most(f"peak_flop_per_second.{dtype}", rate, 1e20)
+        require_physical("", self)
         require_above("memory_bytes", self.memory_bytes, 0)
         require_above("memory_bytes_per_second", self.memory_bytes_per_second, 0)
         require_at_least("runtime_reserve_bytes", self.runtime_reserve_bytes, 0)

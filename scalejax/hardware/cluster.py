@@ -15,6 +15,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_fraction,
+    require_physical,
 )
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.site import CalibratedRange
@@ -76,6 +77,7 @@ class Link:
     there is none."""
 
     def __post_init__(self) -> None:
+        require_physical("link.", self)
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         require_fraction("link.attainable_fraction", self.attainable_fraction)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
@@ -119,6 +121,7 @@ class Network:
     """Whether the switches add up what nodes send (SHARP)."""
 
     def __post_init__(self) -> None:
+        require_physical("network.", self)
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
         require_fraction("network.attainable_fraction", self.attainable_fraction)
         require_above(
@@ -140,6 +143,7 @@ class HostMemory:
     """Memory of a node; None if unknown."""
 
     def __post_init__(self) -> None:
+        require_physical("host.", self)
         require_above("host.bytes_per_second", self.bytes_per_second, 0)
         if self.memory_bytes is not None:
             require_above("host.memory_bytes", self.memory_bytes, 0)
@@ -165,6 +169,7 @@ class CollectiveMethod:
     """Parameter servers, each on a host of its own; None: one on every node of the workers."""
 
     def __post_init__(self) -> None:
+        require_physical("method.", self)
         require_at_least("method.servers", self.servers, 1)
         require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
         for name in ("base_seconds", "link_hop_seconds", "network_hop_seconds"):
@@ -307,6 +312,7 @@ class Cluster:
     """Where each number above comes from, by its dotted name (chip and library have their own)."""
 
     def __post_init__(self) -> None:
+        require_physical("", self)
         require_at_least("devices_per_node", self.devices_per_node, 1)
         if self.link.wires is not None and len(self.link.wires) < self.devices_per_node:
             accepted = f"it must have a row for each of devices_per_node={self.devices_per_node}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scalejax.config.training import LayoutConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import (
     build,
@@ -195,3 +196,9 @@ def test_integers_are_numbers_and_nothing_else_is_converted():
 def test_plain_is_the_inverse_of_build():
     """Tables, lists and scalars only."""
     assert plain(_Pair(left=1)) == {"left": 1, "right": 0.0}
+
+
+def test_true_is_no_whole_number_of_a_choice():
+    """Of the stages 0 to 2, where Python would find that 1 is meant."""
+    with pytest.raises(ConfigError, match=r"^layout\.zero_stage=True is refused: .* whole number"):
+        build(LayoutConfig, {"zero_stage": True}, where="layout")

@@ -1,7 +1,9 @@
 """The hardware catalogue: complete, sourced, and open to a user's own files."""
 
+import math
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,30 @@ def test_damaged_cluster_file_is_refused(tmp_path: Path, wrong: str, right: str,
 
     with pytest.raises(ConfigError, match=message):
         load_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("owner", "changes", "field"),
+    [
+        ("cuda", {"sm_count": -1}, r"cuda\.sm_count=-1"),
+        ("cuda", {"clock_hz": math.nan}, r"cuda\.clock_hz=nan"),
+        ("residuals", {"compute": 1e308}, r"residuals\.compute=1e\+308"),
+        ("attainable", {"launch_seconds": 1e300}, r"attainable\.launch_seconds=1e\+300"),
+        ("", {"memory_bytes": 2**62}, r"memory_bytes=4611686018427387904"),
+    ],
+)
+def test_a_chip_that_cannot_be_is_refused(owner: str, changes: dict[str, float], field: str):
+    """Negative, not finite, or larger than any."""
+    chip = load_chip("h100")
+
+    with pytest.raises(ConfigError, match=f"^{field} is refused"):
+        replace(getattr(chip, owner) if owner else chip, **changes)
+
+
+def test_a_node_of_more_devices_than_there_are_is_refused():
+    """It ended in a traceback, of a number too large."""
+    with pytest.raises(ConfigError, match=r"^devices_per_node=.* from 0 to 1e\+06"):
+        replace(load_cluster("dgx-h100"), devices_per_node=2**62)
 
 
 def test_own_file_with_an_unknown_chip_is_refused(tmp_path: Path):

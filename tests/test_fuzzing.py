@@ -99,9 +99,9 @@ def test_texts_that_once_went_wrong(tmp_path, capsys, line, said):
          r"schedule\.decay_epochs=\(1\.0, 1e\+300\) .*steps are counted"),
         ('{ name = "piecewise", learning_rates = "0.1;1e12;0.01" }',
          r"schedule\.learning_rates='0\.1;1e12;0\.01' .*steps are counted"),
-        ("{ base_learning_rate = 1e39 }", r"schedule\.base_learning_rate=1e\+39 .*float32"),
+        ("{ base_learning_rate = 1e39 }", r"schedule\.base_learning_rate=1e\+39 .*at most 1e\+06"),
         ('{ base_learning_rate = 1, decay = "step", decay_epochs = [1, 2], decay_factor = 1e308 }',
-         r"schedule\.decay_factor=1e\+308 .*float32"),
+         r"schedule\.decay_factor=1e\+308 .*at most 1e\+06"),
         ('{ name = "horovod", initial_learning_rate = 1, workers = 8, '
          "multipliers = [{ multiplier = 1, start_epoch = 1e12 }] }",
          r"schedule\.multipliers\.start_epoch=1000000000000\.0 .*steps are counted"),

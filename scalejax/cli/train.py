@@ -31,6 +31,9 @@ class Train(RunFileCommand):
     replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end the run after the
     current update and a checkpoint; without a checkpoint 20 s later, if the update does not finish;
     within 5 s before training.
+
+    Exit codes: 0 when the run is completed, 2 when its input is refused, 3 when it diverged (no
+    weights are kept), 75 or 76 when a process is lost, 128 + n after signal n.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None
@@ -58,7 +61,7 @@ class Train(RunFileCommand):
         traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem
         with process_group.leaving_at_once(place):
-            train(
+            record = train(
                 config,
                 folder,
                 resume=self.resume,
@@ -66,11 +69,12 @@ class Train(RunFileCommand):
                 startup_seconds=process_seconds(),
                 leave=os._exit,
             )
-        if place is not None and place.process:
-            return
-        if traces is not None:
-            print(f"traces are in {folder / 'traces'}, by their first step")
-        print(f"scalejax report {folder} draws its curves.")
+        if place is None or place.process == 0:
+            if traces is not None:
+                print(f"traces are in {folder / 'traces'}, by their first step")
+            print(f"scalejax report {folder} draws its curves.")
+        if record.status == "diverged":
+            raise SystemExit(process_group.DIVERGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ from scalejax.config.schedule import (
     Phase,
     changes,
     ramp,
-    require_single_precision,
+    require_learnable,
 )
 from scalejax.config.training import (
     AveragingConfig,
@@ -316,7 +316,7 @@ def resolve(
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
     config.schedule.scaled_optimizer(config.optimizer, global_batch)  # refuses invalid scaling
-    require_single_precision(config.schedule, global_batch)
+    require_learnable(config.schedule, global_batch)
     groups = _bn_groups(wanted, split)
     if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
         accepted = 'more than a device has; statistics of several need layout.mode="jit"'

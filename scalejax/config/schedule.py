@@ -16,7 +16,6 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
-    require_at_most,
     require_fraction,
 )
 from scalejax.core.metrics import steps_per_epoch
@@ -107,7 +106,6 @@ class ScheduleConfig(LearningRateConfig):
 
     def __post_init__(self) -> None:
         require_above("schedule.base_learning_rate", self.base_learning_rate, 0)
-        require_at_most("schedule.base_learning_rate", self.base_learning_rate, 1e6)
         require_at_least("schedule.reference_batch", self.reference_batch, 1)
         require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
         require_at_least("schedule.end_learning_rate", self.end_learning_rate, 0)
@@ -329,8 +327,9 @@ def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
 
 # What a scaling rule changes with the batch, and the largest rates.
 
-_LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number of float32 (IEEE 754, binary32)."""
+_LARGEST_RATE = 1e6
+"""Far above any rate at which a network learns, and far below the largest number of float32, in
+which rates are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,17 +348,17 @@ class Change:
         return f"{self.name} scaled from {self.before:.6g} to {self.after:.6g}"
 
 
-def require_single_precision(schedule: LearningRateConfig, global_batch: int) -> None:
-    """Refuse learning rates beyond float32, in which they are computed.
+def require_learnable(schedule: LearningRateConfig, global_batch: int) -> None:
+    """Refuse learning rates, as scaled, at which nothing can learn.
 
     Raises:
         ConfigError: naming the field that makes them so large.
     """
     for name, value, largest in schedule.largest_rates(global_batch):
-        if not largest <= _LARGEST:
+        if not largest <= _LARGEST_RATE:
             accepted = (
-                "learning rates, and what makes them, must stay below "
-                f"{_LARGEST:.2g}, the largest of float32"
+                f"learning rates, and what makes them, must be at most {_LARGEST_RATE:g}: "
+                "nothing learns at larger ones"
             )
             raise ConfigError(refusal(f"schedule.{name}", value, accepted))
 

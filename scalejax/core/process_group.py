@@ -35,6 +35,8 @@ REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
 
 REFUSED = 2
 """Exit code of a process whose input was refused."""
+DIVERGED = 3
+"""Exit code of every process of a run that diverged: to start it again would change nothing."""
 LOST_PEER = 76
 """Exit code of a process that could not reach another: EX_PROTOCOL of <sysexits.h>."""
 LOOPBACK = "127.0.0.1"

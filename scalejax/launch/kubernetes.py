@@ -16,7 +16,7 @@ from typing import Any
 
 from scalejax.core import process_group
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
-from scalejax.launch.watchdog import REFUSED
+from scalejax.core.process_group import DIVERGED, REFUSED
 
 PORT = 29400
 """Port of the coordinator; any would do, since every pod has its own address."""
@@ -105,7 +105,7 @@ def _config_map(run: JobSetRun) -> dict[str, Any]:
 def _job_set(run: JobSetRun) -> dict[str, Any]:
     job = {"name": _REPLICA, "replicas": 1, "template": {"spec": _job(run)}}
     refused = {
-        "name": "refused",
+        "name": "refused",  # or diverged
         "action": "FailJobSet",  # refused input would be refused again
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
@@ -127,7 +127,7 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
 
 def _job(run: JobSetRun) -> dict[str, Any]:
     """The job of all pods, which fails if one of them fails."""
-    codes = {"containerName": _REPLICA, "operator": "In", "values": [REFUSED]}
+    codes = {"containerName": _REPLICA, "operator": "In", "values": [REFUSED, DIVERGED]}
     return {
         "completionMode": "Indexed",
         "completions": run.pods,

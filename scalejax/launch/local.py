@@ -23,7 +23,7 @@ from scalejax.core import heartbeat, process_group
 from scalejax.core.environment import handling, process_fields
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
-from scalejax.core.process_group import REFUSED
+from scalejax.core.process_group import DIVERGED, REFUSED
 from scalejax.launch.gpus import share
 from scalejax.launch.watchdog import STOPPED, Loss, Watch, lost
 
@@ -246,13 +246,16 @@ class _Attempt:
             # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
             reason = "or another one was asked to stop"
             return lost(stopped[0], reason, beats)
+        if DIVERGED in codes:
+            return DIVERGED
         return (codes[stopped[0]] if stopped else 0) or 0
 
     def _left_behind(self) -> int | Loss:
         """The outcome if one process finished or was refused, and others still run."""
         codes, beats = self._codes(), self._beats()
-        if REFUSED in codes:
-            return REFUSED
+        for code in (REFUSED, DIVERGED):
+            if code in codes:
+                return code
         if stopped := [code for code in codes if code in STOPPED]:
             return stopped[0]
         return lost(codes.index(None), "did not end when the others did", beats)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
-from scalejax.core.process_group import REFUSAL_MARKER
+from scalejax.core.process_group import DIVERGED, REFUSAL_MARKER
 from scalejax.launch.local import LOST, GlooFilter
 from scalejax.launch.watchdog import REFUSED, STOPPED
 
@@ -255,7 +255,7 @@ def _after(run: SlurmRun) -> list[str]:
     # srun returns the highest code, and processes that lost a refused one exit with a higher one.
     lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={REFUSED}; fi']
     if run.most_restarts:
-        ends = "|".join(str(code) for code in (0, REFUSED, STOPPED[0]))
+        ends = "|".join(str(code) for code in (0, REFUSED, DIVERGED, STOPPED[0]))
         lines += [
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {run.most_restarts} ]; then',
             "  case $code in",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scalejax.core.heartbeat import Beat
-from scalejax.core.process_group import LOST_PEER, REFUSED
+from scalejax.core.process_group import DIVERGED, LOST_PEER, REFUSED
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of processes that a signal stopped, after a checkpoint."""
@@ -69,7 +69,7 @@ class Watch:
             beats: last heartbeat of each.
         """
         ended = [(number, code) for number, code in enumerate(codes) if code not in (None, 0)]
-        meant = (REFUSED, *STOPPED)
+        meant = (REFUSED, DIVERGED, *STOPPED)
         if any(code in meant for _, code in ended):  # no loss, and neither are its lost peers
             ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
         # A killed process is the cause, not one that only lost its peer.

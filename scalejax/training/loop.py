@@ -383,24 +383,34 @@ class TrainingLoop:
             self._checkpoints.rated[measurement.step] = measurement.test_accuracy
 
     def _end(self, member: _Member, state: TrainState) -> None:
-        """Save the final weights of a run, and append its final status."""
+        """Save the final weights of a run, and append its final status.
+
+        Of a run that diverged none are saved, but those of its best epoch if so configured: nobody
+        should take them for a result.
+        """
         status, logger = member.status, member.logger
-        save_weights(logger.files.weights, self._final_weights(member, state))
         measured = [update.step_seconds for update in status.updates]
         remarks = measured_and_predicted(logger.files, measured) + self._programs.together
         seconds = logger.elapsed_seconds
         ending = status.ending(self._step, seconds, remarks, is_tuned=self._is_tuned)
+        if ending[0] != "diverged" or self._restored_step(member) is not None:
+            save_weights(logger.files.weights, self._final_weights(member, state))
         self._change_status(member, *ending)
         self._open.remove(member)
 
     def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
         """Final parameters and running statistics: of the best epoch, if so configured."""
-        wanted, best_step = self._config.early_stopping, member.status.best_step
-        if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
-            state = self._checkpoints.restore(best_step, self._programs.step.state)
+        if (earlier := self._restored_step(member)) is not None:
+            state = self._checkpoints.restore(earlier, self._programs.step.state)
         params, model_state = self._programs.evaluation.weights(state)
         weights = {"params": params, "model_state": model_state}
         return self._programs.of_run(member.index, weights)
+
+    def _restored_step(self, member: _Member) -> int | None:
+        """Step of the best epoch, if the final weights are its, and it is not the last."""
+        wanted, best_step = self._config.early_stopping, member.status.best_step
+        restores = wanted is not None and wanted.restores_best_weights
+        return best_step if restores and best_step != self._step else None
 
     def _interrupt(self, signal_number: int) -> None:
         with self._logger.clock.within("checkpoint"):

@@ -80,13 +80,13 @@ def test_pods_meet_at_the_first_by_the_name_that_jobset_gives_it():
 
 
 def test_what_was_refused_is_not_tried_again_and_all_else_is():
-    """Exit code 2 fails the JobSet; a lost process starts all pods again."""
+    """Exit codes 2 and 3 fail the JobSet; a lost process starts all pods again."""
     _, job_set = parts(run())
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     (of_set,) = job_set["spec"]["failurePolicy"]["rules"]
 
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 3])
     assert of_set["action"] == "FailJobSet"
     assert of_set["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert job_set["spec"]["failurePolicy"]["maxRestarts"] == 3

@@ -133,7 +133,15 @@ def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
 @needs_submitit
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
-    [(0, 0, False), (2, 0, False), (130, 0, False), (76, 0, True), (143, 1, True), (137, 2, False)],
+    [
+        (0, 0, False),
+        (2, 0, False),
+        (3, 0, False),
+        (130, 0, False),
+        (76, 0, True),
+        (143, 1, True),
+        (137, 2, False),
+    ],
 )
 def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
     tmp_path, code, restarts, is_requeued

@@ -60,6 +60,8 @@ def watch(clock):
         ((LOST_PEER, None), r"process 0 lost contact"),
         ((-6, -9), r"process 1 was killed by SIGKILL"),
         ((2, -6), None),
+        ((3, 3), None),  # diverged: to start again would change nothing
+        ((3, -6), None),
         ((LOST_PEER, 2), None),
         ((130, -6), None),
         ((2, -9), r"process 1 was killed by SIGKILL"),

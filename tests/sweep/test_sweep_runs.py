@@ -95,7 +95,7 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
 
 
 @pytest.mark.slow_except("20-100000.0")
-@pytest.mark.parametrize(("every", "rate"), [(1, 1e30), (20, 1e5)])
+@pytest.mark.parametrize(("every", "rate"), [(1, 1e6), (20, 1e5)])
 def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, rate):
     """At the same update, for the same cause; the other one goes on as if it were alone."""
     run_file.write_text(

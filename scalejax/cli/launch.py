@@ -48,8 +48,8 @@ class LaunchRun(RunFileCommand):
     of any process. SIGINT and SIGTERM end the run after the current update and a checkpoint;
     without a checkpoint 20 s later, if the update does not finish; within 5 s before training. A
     file that cannot be written ends it within 30 s, a checkpoint at the next one at the latest.
-    Exit codes: 0 done; 2 refused, or a file cannot be written; 3 diverged; 75 a process was lost; 130, 143
-    stopped by a signal.
+    Exit codes: 0 done; 2 refused, or a file cannot be written; 3 diverged; 75 a process was lost;
+    130, 143 stopped by a signal.
     """
 
     np: Annotated[int, flag("N")]

@@ -215,5 +215,7 @@ def _store_version(about: Mapping[str, Any]) -> str | None:
 
 def _url(location: str, path: str) -> str:
     """The URL, or the path if `location` is none, of `path` in the file system of `location`."""
+    if is_url(path):  # that of HTTP is a whole URL
+        return path
     protocol, separator, _ = location.partition("://")
     return f"{protocol}{separator}{path}" if separator else path

@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pyarrow as pa
@@ -106,6 +109,29 @@ def test_files_are_read_where_fsspec_finds_them(folder):
 
         np.testing.assert_array_equal(rows["inputs"], IMAGES)
         assert read_facts(config).test_examples == 10
+
+
+def test_files_are_read_from_a_server(folder):
+    """Of HTTP, whose paths are whole URLs; this one knows no ranges and sends files whole."""
+    pytest.importorskip("aiohttp")
+    serves = partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serves) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://127.0.0.1:{server.server_port}"
+        config = config_of(folder, train=f"{where}/train.parquet", test=f"{where}/test.parquet")
+
+        rows = open_source(config, "train", seed=0).take(np.arange(39, -1, -1))
+
+        np.testing.assert_array_equal(rows["inputs"], IMAGES[::-1])
+        assert read_facts(config).test_examples == 10
+        server.shutdown()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """Writes no log."""
+
+    def log_message(self, *args):
+        """Nothing."""
 
 
 def test_filters_keep_the_rows_for_which_they_hold(folder):

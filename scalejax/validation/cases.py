@@ -578,7 +578,8 @@ _MEGATRON_MODULES = {"norm", "act", "shared_expert"}
 def _recomputes(row: LedgerRow) -> list[JsonValue]:
     """Candidate recompute settings; of MaxText all but the input of a block, and what it names;
     none, then full, where a row of a transformer states none; with Megatron-Core the selective one
-    between them."""
+    between them. nanotron recomputes nothing unless it is asked to (huggingface/nanotron,
+    config/parallelism_config.py: recompute_layer = False)."""
     stated = (row.work.recompute or "").rstrip("?") or None
     if stated == _MAXTEXT_CUSTOM:
         if _KEEPS_CONTEXT.search(row.notes or ""):
@@ -598,6 +599,8 @@ def _recomputes(row: LedgerRow) -> list[JsonValue]:
         return ["none"]
     if stated is None and _is_on_megatron_core(row):
         return ["none", "selective", "full"]
+    if stated is None and "nanotron" in (row.framework or ""):
+        return ["none"]
     return ["none", "full"] if stated is None else [stated]
 
 

@@ -43,6 +43,13 @@ def test_what_a_row_leaves_open_is_tried_in_order(row):
     assert tried == [(n, remat) for n in (1, 2, 4) for remat in ("none", "full")]
 
 
+def test_nanotron_recomputes_nothing(row):
+    """Unless it is asked to: a run that died for want of memory is not said to fit with it."""
+    found = case(row(GPT | {"recompute": "", "framework": "nanotron (a sweep)"}))
+
+    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["none"]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

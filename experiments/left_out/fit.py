@@ -26,6 +26,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from scalejax import validation
+from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.hardware import NO_SITE, Cluster
 from scalejax.simulator import frameworks
 from scalejax.simulator.frameworks import FRAMEWORKS, XLA
@@ -92,6 +93,12 @@ CONSTANTS = {
     ),
     "dispatch_seconds": Constant(
         typical=1e-6, deviation=1.5, least=1e-8, most=400e-6, chip_deviation=0.5
+    ),
+    "collective_dispatch_seconds": Constant(
+        typical=1e-5, deviation=1.5, least=1e-8, most=2e-3, chip_deviation=0.5
+    ),
+    "member_dispatch_seconds": Constant(
+        typical=1e-6, deviation=2.0, least=1e-8, most=1e-3, chip_deviation=0.5
     ),
     "step_overhead_seconds": Constant(
         typical=1e-4, deviation=1.5, least=1e-6, most=30e-3, chip_deviation=0.5
@@ -252,6 +259,11 @@ def free_constants(settings: Sequence[Setting]) -> list[str]:
         for each in settings[:: max(1, len(settings) // 8)]
         for item, _ in each.case.program.walk()
     }
+    has_stages = any(
+        dict(each.case.program.mesh_axes).get(PIPELINE, 1) > 1
+        and dict(each.case.program.mesh_axes).get(TENSOR, 1) > 1
+        for each in settings
+    )
     return [
         name
         for name in CONSTANTS
@@ -259,6 +271,7 @@ def free_constants(settings: Sequence[Setting]) -> list[str]:
         and name != ("attention_share" if owns else "attention_fraction")
         and not (name == "convolution_share" and "convolution" not in kinds)
         and not (name == "matmul_share" and "matmul" not in kinds)
+        and not (name == "member_dispatch_seconds" and not has_stages)
     ]
 
 
@@ -276,6 +289,9 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
         # Where the host is nowhere the slower one, nothing tells how slow: it starts slow too.
         starts += [middle | {"dispatch_seconds": 30e-6, "collective_seconds": 50e-6}]
         starts += [middle | {"dispatch_seconds": 120e-6}]
+        if "member_dispatch_seconds" in names:
+            host = {"collective_dispatch_seconds": 300e-6, "member_dispatch_seconds": 200e-6}
+            starts += [middle | {"dispatch_seconds": 20e-6} | host]
     return nearest(settings, around or Rates(), CONSTANTS, middle, spread, starts)
 
 

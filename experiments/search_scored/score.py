@@ -1,30 +1,29 @@
 """How well predicted step times rank the layouts that were measured.
 
-python experiments/search_scored/score.py [--axes] [--host] [--framework NAME]
+python experiments/search_scored/score.py [--axes] [--left-out AXIS] [--framework NAME]
 
 Predicts nanotron's sweep, which comes with scalejax, as `scalejax validate --closed-form` does;
 runs that stalled are left out. Layouts whose allocator would reserve nearly all of a device come
 last: they free and allocate again in every microbatch. --axes prints the error by each axis of the
-layout; --host fits the time that the host takes for a layer and microbatch, which predictions lack,
-and ranks by the longer of the two, with each size left out of the fit.
+layout; --left-out layers (or devices, tensor, pipeline) the error of steps by constants that were
+fitted without the sizes of networks that are predicted, one after the other.
 """
 
 import argparse
+import runpy
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import minimize
 from scipy.stats import rankdata
 
-from scalejax.config.parallelism import balanced_layers
 from scalejax.hardware import load_chip
 from scalejax.simulator.frameworks import framework_named
-from scalejax.validation.evaluation import compile_cases, evaluate
+from scalejax.validation.evaluation import CompiledCase, compile_cases, evaluate
 from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.summary import RowResult
 
@@ -34,8 +33,6 @@ SHORT = 0.92
 """Share of a device's memory beyond which what is reserved leaves no room for the libraries:
 context and communicators take 5 to 8 % of an H100."""
 H100 = load_chip("h100")
-NODE, VOCABULARY = 8, 131072
-"""Devices of a node, and words, of the sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +97,7 @@ def groups(found: list[tuple[LedgerRow, RowResult]]) -> Iterator[Ranked]:
 
 def by_axis(found: list[tuple[LedgerRow, RowResult]]) -> Iterator[str]:
     """Yield a line for each axis: the median of predicted over measured, by its values."""
-
-    axes = {
-        "layers": lambda row: row.model.layers,
-        "devices": lambda row: row.device_count,
-        "data": lambda row: row.spread.data,
-        "tensor": lambda row: row.spread.tensor,
-        "pipeline": lambda row: row.spread.pipeline,
-        "ZeRO": lambda row: row.spread.zero_stage,
-        "microbatch": lambda row: row.work.microbatch,
-        "microbatches": _microbatches,
-    }
-    for name, value in axes.items():
+    for name, value in AXES.items():
         ratios: dict[int, list[float]] = defaultdict(list)
         for row, each in found:
             ratios[value(row)].append((each.error or 0.0) + 1)
@@ -123,48 +109,51 @@ def _microbatches(row: LedgerRow) -> int:
     return round((row.work.per_device_batch or 0) / (row.work.microbatch or 1))
 
 
-def host_terms(row: LedgerRow) -> tuple[float, float, float]:
-    """What multiplies the seconds of the host for a layer and microbatch of the longest stage: of
-    every run, for each device along tensor of a pipeline over nodes, and for each along tensor
-    over nodes."""
-    stages, tensor = row.spread.pipeline or 1, row.spread.tensor or 1
-    model = row.model
-    layers, hidden = model.layers or 0, model.hidden or 0
-    weights = 4 * hidden**2 + 3 * hidden * (model.ffn_hidden or 0)
-    longest = max(balanced_layers(layers, stages, weights, VOCABULARY * hidden))
-    passes = (_microbatches(row) + stages - 1) * longest
-    is_wide = stages > 1 and row.device_count > NODE
-    return passes, passes * tensor * is_wide, passes * tensor * (tensor > NODE)
+AXES = {
+    "layers": lambda row: row.model.layers,
+    "devices": lambda row: row.device_count,
+    "data": lambda row: row.spread.data,
+    "tensor": lambda row: row.spread.tensor,
+    "pipeline": lambda row: row.spread.pipeline,
+    "ZeRO": lambda row: row.spread.zero_stage,
+    "microbatch": lambda row: row.work.microbatch,
+    "microbatches": _microbatches,
+}
+"""What the runs of the sweep differ in, by rows."""
 
 
-def with_host(found: list[tuple[LedgerRow, RowResult]]) -> list[tuple[LedgerRow, RowResult]]:
-    """Predictions no shorter than the host takes, by a fit that leaves out each size of model."""
-    terms = np.array([host_terms(row) for row, _ in found])
-    predicted = np.array([each.predicted_seconds for _, each in found])
-    measured = np.array([row.step_seconds for row, _ in found])
-    layers = np.array([row.model.layers for row, _ in found])
+def left_out(axis: str) -> Iterator[str]:
+    """Yield a line for each value of an axis of `AXES`: errors of its rows, by what is fitted to
+    all others as `experiments/left_out/fit.py` fits them; and one of all these errors."""
+    fit = runpy.run_path(str(Path(__file__).parents[1] / "left_out" / "fit.py"))
+    rows = [row for row in read_ledger(Path(str(LEDGER))) if not row.stalled and _mfu(row) >= 5]
+    cases = compile_cases(rows, closed_form=True, compiles=False)
+    settings = fit["settings_of"]([case for case in cases if isinstance(case, CompiledCase)])
+    values = np.array([AXES[axis](each.case.row) for each in settings])
+    used = np.array([_mfu(each.case.row) for each in settings])
+    errors = np.zeros(len(settings))
+    for value in np.unique(values):
+        rest = [each for each, of in zip(settings, values, strict=True) if of != value]
+        rates = fit["fit"](fit["spaced"](rest))
+        held = [each for each, of in zip(settings, values, strict=True) if of == value]
+        errors[values == value] = np.abs(np.expm1(fit["log_errors"](held, rates)))
+        yield f"{axis} {value}: {_by_use(errors[values == value], used[values == value])}"
+    yield f"all: {_by_use(errors, used)}"
 
-    def seconds(constants: np.ndarray) -> np.ndarray:
-        return np.maximum(predicted, terms @ constants)
 
-    def fitted(of: np.ndarray) -> np.ndarray:
-        def error(constants: np.ndarray) -> float:
-            if min(constants) < 0:
-                return np.inf
-            return float(np.mean(np.abs(np.log(seconds(constants) / measured))[of]))
+def _by_use(errors: np.ndarray, mfu_percent: np.ndarray) -> str:
+    """Median errors of runs by their use of the device's FLOP."""
+    parts = (
+        f"{np.median(errors[chosen]):.1%} where MFU is {name} ({chosen.sum()})"
+        for name, chosen in (("above 10 %", mfu_percent > 10), ("5 to 10 %", mfu_percent <= 10))
+        if chosen.any()
+    )
+    return ", ".join(parts)
 
-        start = np.array([4e-3, 2e-3, 2e-4])
-        return minimize(error, start, method="Nelder-Mead").x
 
-    print(f"ms of the host, fitted to all: {np.round(1e3 * fitted(layers > 0), 2)}")
-    longer = predicted.copy()
-    for size in np.unique(layers):
-        out = layers == size
-        longer[out] = seconds(fitted(~out))[out]
-    return [
-        (row, replace(each, predicted_seconds=float(value)))
-        for (row, each), value in zip(found, longer, strict=True)
-    ]
+def _mfu(row: LedgerRow) -> float:
+    """Percent of peak FLOP/s that a run printed."""
+    return float((row.notes or "").split("MFU ")[1].split(" ")[0])
 
 
 def main() -> None:
@@ -172,11 +161,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--axes", action="store_true", help="print the error by each axis")
     parser.add_argument("--framework", help="predict with this framework instead of nanotron")
-    parser.add_argument("--host", action="store_true", help="rank with the time of the host")
+    parser.add_argument("--left-out", choices=AXES, help="fit without each value of this")
     arguments = parser.parse_args()
+    if arguments.left_out:
+        print(*left_out(arguments.left_out), sep="\n")
+        return
     found = predictions(arguments.framework)
-    if arguments.host:
-        found = with_host(found)
     ranked = list(groups(found))
     print("| layers | devices | layouts | rank correlation | regret | best measured | predicted |")
     print("|---|---|---|---|---|---|---|")
@@ -188,8 +178,10 @@ def main() -> None:
         )
     correlations = [each.correlation for each in ranked]
     regrets = [each.regret for each in ranked]
-    errors = [abs(each.error) for _, each in found if each.error is not None]
+    errors = np.array([abs(each.error or 0.0) for _, each in found])
     print(f"{len(found)} runs: median error of the step {np.median(errors):.1%}")
+    used = np.array([_mfu(row) for row, _ in found])
+    print(_by_use(errors[used >= 5], used[used >= 5]))
     print(
         f"{len(ranked)} groups: median rank correlation {np.median(correlations):.2f}; regret "
         f"{np.median(regrets):.1%} in the median, {np.percentile(regrets, 90):.1%} at p90"

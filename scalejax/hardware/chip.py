@@ -163,6 +163,11 @@ class Attainable:
     dispatch_seconds: float = 0.0
     """Time in which the host dispatches one operation. Dispatch is asynchronous: devices wait for
     it only in steps whose operations together take less."""
+    collective_dispatch_seconds: float = 0.0
+    """Time in which the host dispatches one collective, beyond that of an operation."""
+    member_dispatch_seconds: float = 0.0
+    """Time that it takes besides for each device of a collective over tensor, where a pipeline
+    sends over the network meanwhile."""
     step_overhead_seconds: float = 0.0
     """Time of a step outside its operations: host work that devices wait for."""
 

@@ -69,10 +69,14 @@ def _in_graph(chip: Chip) -> Chip:
     """`chip` whose operations are launched from a CUDA graph, without the host."""
     attainable = chip.attainable
     launch = min(attainable.launch_seconds, GRAPH_LAUNCH_SECONDS)
-    if launch == attainable.launch_seconds and not attainable.dispatch_seconds:
-        return chip
-    graphed = replace(attainable, launch_seconds=launch, dispatch_seconds=0.0)
-    return replace(chip, attainable=graphed)
+    graphed = replace(
+        attainable,
+        launch_seconds=launch,
+        dispatch_seconds=0.0,
+        collective_dispatch_seconds=0.0,
+        member_dispatch_seconds=0.0,
+    )
+    return chip if graphed == attainable else replace(chip, attainable=graphed)
 
 
 def _shared_chip(cluster: Cluster, device_count: int) -> Chip:
@@ -108,6 +112,8 @@ def slowed(chip: Chip, factor: float) -> Chip:
             attainable,
             launch_seconds=attainable.launch_seconds * factor,
             dispatch_seconds=attainable.dispatch_seconds * factor,
+            collective_dispatch_seconds=attainable.collective_dispatch_seconds * factor,
+            member_dispatch_seconds=attainable.member_dispatch_seconds * factor,
             step_overhead_seconds=attainable.step_overhead_seconds * factor,
         ),
     )

@@ -194,8 +194,9 @@ def test_a_cluster_sends_at_its_measured_bus_bandwidth(
     assert sent / seconds / 1e9 == pytest.approx(bus_bandwidth, rel=0.005)  # four digits are kept
 
 
-def test_what_one_payload_took_longer_is_latency():
-    """So a GiB takes as much longer than modelled as 256 MiB, and a kilobyte next to nothing."""
+def test_what_one_payload_took_longer_is_latency_below_it_and_a_rate_above():
+    """So a MiB takes as much longer than modelled as 256 MiB, a GiB four times, and a kilobyte next
+    to nothing."""
     cluster = load_cluster("hf-ultrascale")
     assert cluster.network is not None
     network = dataclasses.replace(cluster.network, measured=None)
@@ -207,7 +208,8 @@ def test_what_one_payload_took_longer_is_latency():
         for payload in (1024, MIB, 256 * MIB, 1024 * MIB)
     ]
 
-    assert beyond[1:] == pytest.approx([beyond[2]] * 3)
+    assert beyond[1] == pytest.approx(beyond[2])
+    assert beyond[3] == pytest.approx(4 * beyond[2])
     assert beyond[0] == pytest.approx(beyond[2] / 1024)
     assert 0.01 < beyond[2] < 0.0243  # of the 24.3 ms that were measured
 

@@ -42,6 +42,8 @@ def test_rates_scale_those_of_a_chip_and_add_to_its_times():
         memory_share=0.5,
         gap_seconds=9e-6,
         dispatch_seconds=3e-6,
+        collective_dispatch_seconds=5e-6,
+        member_dispatch_seconds=6e-6,
         step_overhead_seconds=4e-3,
     )
     chip = replace(ATTAINABLE, dispatch_seconds=1e-6, step_overhead_seconds=1e-3)
@@ -58,6 +60,8 @@ def test_rates_scale_those_of_a_chip_and_add_to_its_times():
         memory_fraction=0.45,
         launch_seconds=made.launch_seconds,
         dispatch_seconds=made.dispatch_seconds,
+        collective_dispatch_seconds=5e-6,
+        member_dispatch_seconds=6e-6,
         step_overhead_seconds=made.step_overhead_seconds,
     )
     assert attention_share(HEADS, made) == 0.35

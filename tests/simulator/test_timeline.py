@@ -311,3 +311,29 @@ def test_a_host_that_is_ahead_costs_nothing():
 
     assert times.host_seconds == 0
     assert times.step_seconds == pytest.approx(2e-3)
+
+
+def test_a_host_takes_longer_for_collectives_and_most_beside_sends_over_the_network():
+    """Ten of 10 us over 2 devices of a node and a send: 10 x (30 + 400) us and 430 for the send;
+    where it goes to another node, 2 x 200 us more for each of the ten. In a graph there is none."""
+    attainable = replace(
+        CHIP.attainable,
+        dispatch_seconds=30e-6,
+        collective_dispatch_seconds=400e-6,
+        member_dispatch_seconds=200e-6,
+    )
+    cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
+
+    def sent(stride: int) -> Operation:
+        group = DeviceGroup(extents=((2, stride),), axes=("pipeline",))
+        made = Collective(name="collective_permute", payload_bytes=8, group=group, is_async=False)
+        return Operation(name="send", kind="collective", dtype="bf16", collective=made)
+
+    gathers = tuple(gather(f"g{index}", 0.01, axis="tensor") for index in range(10))
+    steps = [program_of(*gathers, sent(stride)) for stride in (1, 8)]
+    graph = replace(cluster, launch_mode="graph")
+
+    assert timeline(steps[0], cluster).dispatch_seconds == pytest.approx(11 * 430e-6)
+    assert timeline(steps[1], cluster).dispatch_seconds == pytest.approx(11 * 430e-6 + 4e-3)
+    assert timeline(steps[1], cluster).step_seconds == pytest.approx(8.73e-3)
+    assert timeline(steps[1], graph).dispatch_seconds == 0

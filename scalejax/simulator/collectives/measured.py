@@ -170,9 +170,9 @@ def seconds_over_nodes(
     Where the table has many payloads, what the model takes is scaled by measured over modelled time
     of all devices of so many nodes: its logarithm is linear in that of the payload, and constant
     beyond the table. Where it has one, latency and rate cannot be told apart: what it takes longer
-    than the model is latency, and added, in proportion to payloads below `LOW_LATENCY_BYTES`. Of
-    nanotron's published steps with tensor parallelism over nodes and no pipeline this leaves 14 to
-    31 % in the median, where none of it leaves 35 to 64 % and all as a rate 43 to 63 %.
+    than the model is latency for smaller ones, and added, in proportion to payloads below
+    `LOW_LATENCY_BYTES`; for larger ones it is a rate, as beyond a table of many. Which of both was
+    tried on nanotron's published steps (`experiments/collectives_against_tables`).
     All-to-alls and reduce-scatters that were not measured are as all-gathers.
 
     None for an operation, or a library, that was not measured.
@@ -195,7 +195,9 @@ def seconds_over_nodes(
         return None
     # Beyond the most nodes that were measured in proportion: a ring has as many more messages.
     excess = _interpolated(excesses, nodes) * max(1.0, nodes / max(excesses))
-    return modelled_seconds + excess * min(1.0, payload_bytes / LOW_LATENCY_BYTES)
+    [(measured_bytes, _)] = next(iter(times.curves[operation].values()))
+    excess *= max(min(1.0, payload_bytes / LOW_LATENCY_BYTES), payload_bytes / measured_bytes)
+    return modelled_seconds + excess
 
 
 @cache

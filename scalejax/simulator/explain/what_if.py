@@ -115,8 +115,14 @@ def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
 
 
 def _less_dispatch(chip: Chip) -> Chip:
-    dispatch = chip.attainable.dispatch_seconds / FACTOR
-    return replace(chip, attainable=replace(chip.attainable, dispatch_seconds=dispatch))
+    attainable = chip.attainable
+    attainable = replace(
+        attainable,
+        dispatch_seconds=attainable.dispatch_seconds / FACTOR,
+        collective_dispatch_seconds=attainable.collective_dispatch_seconds / FACTOR,
+        member_dispatch_seconds=attainable.member_dispatch_seconds / FACTOR,
+    )
+    return replace(chip, attainable=attainable)
 
 
 def _arithmetic(chip: Chip) -> Chip:

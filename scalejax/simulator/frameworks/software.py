@@ -44,6 +44,13 @@ class Rates:
     dispatch_seconds: float = 0.0
     """Time in which the host dispatches one operation; devices wait for it where their own work
     takes less."""
+    collective_dispatch_seconds: float = 0.0
+    """Time in which the host dispatches one collective, beyond that of an operation: a call of
+    torch.distributed makes events, waits of streams and a function of autograd."""
+    member_dispatch_seconds: float = 0.0
+    """Time that it takes besides for each device of a collective over tensor in a step that sends
+    between stages over the network. Seen in nanotron's sweep (`experiments/search_scored`); why is
+    not known."""
     collective_seconds: float = 0.0
     """Time that each collective takes besides, of a host and of streams that wait for each
     other."""
@@ -97,6 +104,12 @@ class Rates:
             memory_fraction=part(attainable.memory_fraction, self.memory_share),
             launch_seconds=attainable.launch_seconds + self.gap_seconds,
             dispatch_seconds=attainable.dispatch_seconds + self.dispatch_seconds,
+            collective_dispatch_seconds=(
+                attainable.collective_dispatch_seconds + self.collective_dispatch_seconds
+            ),
+            member_dispatch_seconds=(
+                attainable.member_dispatch_seconds + self.member_dispatch_seconds
+            ),
             collective_seconds=attainable.collective_seconds + self.collective_seconds,
             step_overhead_seconds=attainable.step_overhead_seconds + self.step_overhead_seconds,
             **changed,

@@ -6,7 +6,7 @@ of operations on one cluster, whose timelines add up to that of a step (`total`)
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
@@ -14,6 +14,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
@@ -174,7 +175,7 @@ def _timeline(
     events: Sequence[Event],
     axes: Mapping[str, Axes],
     *,
-    dispatches: float,
+    dispatch_seconds: float,
     scales: Scales = NOMINAL,
     **seconds: float,
 ) -> Timeline:
@@ -185,7 +186,7 @@ def _timeline(
         streams: idle streams, with the times of all segments and collectives.
         events: what runs on them.
         axes: mesh axes that each collective spans, by its name.
-        dispatches: operations that the host dispatches.
+        dispatch_seconds: time in which the host dispatches all operations.
         scales: factors on the time of each class of cost.
         **seconds: the terms of all compute operations, and the time of all collectives.
     """
@@ -200,10 +201,33 @@ def _timeline(
         contention_seconds=streams.contention_seconds,
         exposed_by_name=tuple(streams.exposed.items()),
         exposed=tuple(sorted(exposed.items())),
-        dispatch_seconds=attainable.dispatch_seconds * dispatches * scales.launch,
+        dispatch_seconds=dispatch_seconds * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
         launches_block=cluster.launch_mode == "blocking",
     )
+
+
+def _dispatch_seconds(
+    cluster: Cluster, dispatches: float, collectives: Iterable[tuple[Collective, int]]
+) -> float:
+    """Time in which the host dispatches so many operations.
+
+    Args:
+        cluster: the hardware.
+        dispatches: operations, the collectives among them.
+        collectives: each distinct collective, and how often it runs.
+    """
+    attainable = cluster.chip.attainable
+    seconds = attainable.dispatch_seconds * dispatches
+    each, member = attainable.collective_dispatch_seconds, attainable.member_dispatch_seconds
+    if not (each or member):
+        return seconds
+    groups = [(one, one.share * runs) for one, runs in collectives if one.group.size > 1]
+    seconds += each * sum(runs for _, runs in groups)
+    if not any(PIPELINE in one.group.axes and links(one, cluster) == 1 for one, _ in groups):
+        return seconds
+    over_tensor = [(one.group.size, runs) for one, runs in groups if one.group.axes == (TENSOR,)]
+    return seconds + member * sum(size * runs for size, runs in over_tensor)
 
 
 _Seen = tuple[Operation, Start | Wait | None, int, float]
@@ -251,6 +275,7 @@ class OperationCosts:
         self._indices: dict[tuple[object, ...] | Collective, int] = {}
         self._times: list[OperationTime] = []
         self._shares: list[float] = []
+        self._collectives: list[Collective] = []
         self._collective_seconds: list[float] = []
         self._collective_shares: list[float] = []
         self._links: list[int] = []
@@ -273,13 +298,14 @@ class OperationCosts:
             dispatches += runs * self._shares[index]
         seconds, shares = self._collective_seconds, self._collective_shares
         dispatches += sum([runs * shares[i] for i, runs in found.collectives.items()])
+        collectives = ((self._collectives[i], runs) for i, runs in found.collectives.items())
         contention = self._cluster.chip.attainable.contention_fraction
         return _timeline(
             self._cluster,
             Streams(found.segments, seconds, self._links, contention),
             events,
             found.axes,
-            dispatches=dispatches,
+            dispatch_seconds=_dispatch_seconds(self._cluster, dispatches, collectives),
             compute_seconds=busy["compute"],
             memory_seconds=busy["memory"],
             launch_seconds=launch,
@@ -337,6 +363,7 @@ class OperationCosts:
         if (collective := item.collective) is not None:
             index = self._indices.setdefault(collective, len(self._links))
             if index == len(self._links):
+                self._collectives.append(collective)
                 self._collective_seconds.append(collective_seconds(collective, self._cluster))
                 self._collective_shares.append(collective.share)
                 self._links.append(links(collective, self._cluster))
@@ -422,7 +449,11 @@ class WhatIf:
             streams,
             schedule.events,
             schedule.axes,
-            dispatches=schedule.dispatches,
+            dispatch_seconds=_dispatch_seconds(
+                cluster,
+                schedule.dispatches,
+                zip(schedule.collectives, schedule.collective_runs, strict=True),
+            ),
             scales=scales,
             communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
             compute_seconds=float(total @ times.is_compute_bound),

@@ -29,6 +29,7 @@ from scalejax.simulator.frameworks.eager import (
 from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
+from scalejax.simulator.frameworks.listed_gathers import with_listed_gathers
 from scalejax.simulator.frameworks.megatron import (
     with_attention_dropout,
     with_full_recompute,
@@ -301,6 +302,12 @@ def _eager_blocks(
     return with_eager_blocks(program, size, model.layers)
 
 
+def _listed_gathers(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+    del larger
+    recomputes = getattr(run.config.model, "remat", "none") != "none"
+    return with_listed_gathers(program, recomputes=recomputes)
+
+
 _REENTRANT = Property(
     title="full recompute runs the whole block again, its last product too",
     source="Narayanan et al. 2021, arXiv 2104.04473, eq. 3; torch.utils.checkpoint, re-entrant",
@@ -364,6 +371,14 @@ _SUMS_OVERLAP = Property(
     title="gradients are summed while the last microbatch's backward pass runs",
     source="torch/nn/parallel/distributed.py: DistributedDataParallel, no_sync before the last",
     transform=lambda program, *_: with_sums_in_last_pass(program),
+)
+_LISTED_GATHERS = Property(
+    title="parameters are gathered one by one into lists, while nothing computes",
+    source=(
+        "microsoft/DeepSpeed of 2021, runtime/zero/partition_parameters.py: _allgather_param; "
+        "Rajbhandari et al. 2021, arXiv 2104.07857, section 4.1: three times with recompute"
+    ),
+    transform=_listed_gathers,
 )
 _EAGER_LOSS = Property(
     title="the loss is not compiled, and holds three or four float32 copies of the logits",
@@ -477,7 +492,12 @@ FRAMEWORKS = {
         _of_jax("horovod-2018", "Horovod with TensorFlow", 2018),
         _of_pytorch(name="pytorch-eager-2020", title="PyTorch, not compiled", year=2020),
         _of_pytorch(name="pytorch-fsdp-2023", title="PyTorch FSDP", year=2023),
-        _of_pytorch(name="deepspeed-2021", title="DeepSpeed ZeRO-3, fp16", year=2021),
+        _of_pytorch(
+            name="deepspeed-2021",
+            title="DeepSpeed ZeRO-3, fp16",
+            year=2021,
+            properties=(_LISTED_GATHERS,),
+        ),
         _of_pytorch(
             name="megatron-lm-2022",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",

@@ -15,7 +15,7 @@ from build import ARCHIVE
 from scalejax.core import metrics
 from scalejax.core.units import format_seconds
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.hardware.catalogue import load_library
+from scalejax.simulator.frameworks.one_device import through_one_device
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.validation.archive import read_archive
@@ -23,6 +23,8 @@ from scalejax.validation.archive import read_archive
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 XCEPTION_BYTES = 22_855_952 * 4
 """Weights of Xception in float32."""
+XCEPTION_IMAGE_BYTES, IMAGE_BYTES = 299 * 299 * 3 * 4, 224 * 224 * 3 * 4
+"""An image in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +73,13 @@ def caltech() -> Iterator[Run]:
     images, sample = 27_546, 2_755  # nine tenths of 30,607, and a tenth of that
     machine = load_cluster("aws-p2")
     apart = load_cluster("aws-p2-xlarge")
-    keras = through_one_device(machine, 8)
 
-    def epoch(name: str, devices: int, batch: int, cluster: Cluster, payload: float = 0) -> float:
+    def epoch(
+        name: str, devices: int, batch: int, cluster: Cluster, *, keras: bool = False
+    ) -> float:
         program = program_of(name, devices)
-        if payload:
-            program = with_payload(program, payload)
+        if keras:
+            program = by_multi_gpu_model(program, batch // devices)
         step = predict(program, cluster).step_seconds
         return metrics.epoch_seconds(sample if batch == 2 else images, batch, step)
 
@@ -90,9 +93,6 @@ def caltech() -> Iterator[Run]:
             alone_seconds=alone,
         )
 
-    # Keras' multi_gpu_model has the weights on one GPU, and the 7 others take them for every
-    # step: half of what `through_one_device` moves, which also brings gradients back.
-    pulled = XCEPTION_BYTES / 2
     yield run(
         "one K80, a tenth of the images, batch 2: epoch", epoch("xception_2", 1, 2, machine), 65
     )
@@ -100,13 +100,13 @@ def caltech() -> Iterator[Run]:
     yield run("one K80, batch 16: epoch", single, 630)
     yield run(
         "8 K80 by multi_gpu_model, batch 16: epoch",
-        epoch("xception_2_data", 8, 16, keras, pulled),
+        epoch("xception_2_data", 8, 16, machine, keras=True),
         270,
         (single, 630),
     )
     yield run(
         "8 K80 by multi_gpu_model, batch 256: epoch",
-        epoch("xception_32_data", 8, 256, keras, pulled),
+        epoch("xception_32_data", 8, 256, machine, keras=True),
         135,
         (single, 630),
     )
@@ -121,21 +121,22 @@ def caltech() -> Iterator[Run]:
 def imagenette() -> Iterator[Run]:
     """ResNet-50 on imagenette, 15 epochs on T4 (Data-drone/DAIS2022-Scaling-Deep-Learning-Talk)."""
     machine = load_cluster("aws-g4")
-    # With DataParallel weights go out and gradients back at every step.
-    two, four = through_one_device(machine, 2), through_one_device(machine, 4)
     alone: dict[str, tuple[float, float]] = {}
     for title, name, devices, batch, cluster, published in (
         ("one T4, f32, batch 32", "imagenette_f32_32", 1, 32, machine, 34),
         ("one T4, f32, batch 128", "imagenette_f32_128", 1, 128, machine, 30),
         ("one T4, f16, batch 128", "imagenette_half_128", 1, 128, machine, 16),
-        ("2 T4 by DataParallel, f16", "imagenette_half_64_data", 2, 128, two, 21),
-        ("4 T4 by DataParallel, f16", "imagenette_half_32_data", 4, 128, four, 20),
+        ("2 T4 by DataParallel, f16", "imagenette_half_64_data", 2, 128, machine, 21),
+        ("4 T4 by DataParallel, f16", "imagenette_half_32_data", 4, 128, machine, 20),
         ("2 T4, all-reduce, f16", "imagenette_half_128_data", 2, 256, machine, 10),
         ("3 T4, all-reduce, f16", "imagenette_half_128_data", 3, 384, machine, 8),
         ("2 T4, all-reduce, f32", "imagenette_f32_128_data", 2, 256, machine, 22),
         ("8 T4 of 2 machines, all-reduce, f32", "imagenette_f32_128_data", 8, 1024, machine, 7),
     ):
-        step = predict(program_of(name, devices), cluster).step_seconds
+        program = program_of(name, devices)
+        if "DataParallel" in title:
+            program = by_data_parallel(program, batch // devices)
+        step = predict(program, cluster).step_seconds
         # 3,925 images are evaluated after each epoch, at a third of a training step's work.
         evaluation = 3_925 / 3 / batch * step
         epoch = metrics.epoch_seconds(9_469, batch, step) + evaluation
@@ -179,6 +180,24 @@ def bert() -> Iterator[Run]:
     )
 
 
+def by_multi_gpu_model(program: Program, images: int) -> Program:
+    """The step of Keras' multi_gpu_model, so many images for each device: all weights go out, and
+    gradients of the one layer that is trained come back."""
+    changed = through_one_device(
+        program,
+        is_relayed=False,
+        input_bytes=images * XCEPTION_IMAGE_BYTES,
+        weight_bytes=XCEPTION_BYTES,
+    )
+    return replace(changed, framework="keras-multi-gpu-model")
+
+
+def by_data_parallel(program: Program, images: int) -> Program:
+    """The step of PyTorch's DataParallel, so many images for each device."""
+    changed = through_one_device(program, is_relayed=True, input_bytes=images * IMAGE_BYTES)
+    return replace(changed, framework="pytorch-dataparallel")
+
+
 def program_of(name: str, devices: int) -> Program:
     """A program of the archive, on as many devices along the data axis, as the software of its time
     ran it."""
@@ -216,30 +235,6 @@ def on_devices(program: Program, devices: int) -> Program:
         global_batch=None,  # of the two devices, as is the FLOP of the model
         model_flop=None,
     )
-
-
-def through_one_device(cluster: Cluster, devices: int) -> Cluster:
-    """`cluster`, where so many devices exchange all through the link of one of them."""
-    rate = cluster.link.bytes_per_second * cluster.link.attainable_fraction
-    rate *= devices / (devices - 1)  # the one itself needs no link
-    return replace(
-        cluster,
-        library=load_library("parameter-server"),
-        link=replace(cluster.link, host_bytes_per_second=rate),
-    )
-
-
-def with_payload(program: Program, payload_bytes: float) -> Program:
-    """`program`, whose largest exchange is of so many bytes."""
-    collectives = [each.collective for each, _ in program.walk() if each.collective is not None]
-    largest = max(collectives, key=lambda collective: collective.payload_bytes)
-
-    def changed(item: Operation | Loop) -> Operation | Loop:
-        if isinstance(item, Loop) or item.collective is not largest:
-            return item
-        return replace(item, collective=replace(largest, payload_bytes=int(payload_bytes)))
-
-    return replace(program, operations=tuple(map(changed, program.operations)))
 
 
 if __name__ == "__main__":

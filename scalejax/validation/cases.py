@@ -375,6 +375,7 @@ _TRAINED_BY = (
     ("MaxText|MaxDiffusion", "maxtext-2025"),
     ("PaxML", "pax-2023"),
     (r"TensorFlow 1\.x \(May 2017\)", "tensorflow-2017"),
+    ("multi_gpu_model", "keras-multi-gpu-model"),
     ("TensorFlow", "tensorflow-2020"),
     ("MXNet", "mxnet-2020"),
     ("OneFlow", "oneflow-2020"),
@@ -389,6 +390,7 @@ _TRAINED_BY = (
     ("Megatron", "megatron-lm-2022"),
     ("nanotron", "nanotron-2025"),
     ("neuronx", "neuronx-2025"),
+    ("(?<!Distributed)DataParallel", "pytorch-dataparallel"),
     ("FSDP|Colossal-AI|PyTorch NVIDIA", "pytorch-fsdp-2023"),
     ("PyTorch", "pytorch-eager-2020"),
 )

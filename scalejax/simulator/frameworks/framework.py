@@ -4,6 +4,7 @@ A framework is a value: a name, a year, and properties, each with its source and
 program to a program. `scalejax.xla` applies them to the compiled step. Knows nothing of hardware.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ from scalejax.simulator.frameworks.megatron import (
     with_unpadded_heads,
 )
 from scalejax.simulator.frameworks.memory import MEGATRON_CORE, NANOTRON, EagerMemory, memory_use
+from scalejax.simulator.frameworks.one_device import through_one_device
 from scalejax.simulator.frameworks.overlap import (
     with_overlapped_layers,
     with_overlapped_state,
@@ -109,6 +111,9 @@ class Framework:
     memory: EagerMemory | None = None
     """What it holds in memory, and its allocator reserves; None where that is what the compiled
     step holds, or not known."""
+    software_of: str | None = None
+    """Framework that it is a part of, and whose rates it has where no row of its own was fitted;
+    its band is that of frameworks that nobody measured."""
 
     def __post_init__(self) -> None:
         accepted = get_args(TrainedSchedule)
@@ -130,7 +135,16 @@ class Framework:
         """What it makes of a chip; if it was not fitted, what is typical of others, with the band
         of frameworks that were left out as a whole."""
         known = software_by_name()
-        return known.get(self.name, known["unknown"])
+        unknown = known["unknown"]
+        if self.name in known or self.software_of is None:
+            return known.get(self.name, unknown)
+        return replace(
+            known[self.software_of],
+            residual=unknown.residual,
+            expert_residual=None,
+            chip_residual=unknown.chip_residual,
+            rows={},
+        )
 
     def title_of(self, step: str) -> str:
         """Title of `step` as this framework trains it: it names all frameworks but XLA."""
@@ -308,6 +322,12 @@ def _listed_gathers(program: Program, run: ResolvedRun, larger: Sequence[Program
     return with_listed_gathers(program, recomputes=recomputes)
 
 
+def _through_one_device(program: Program, run: ResolvedRun, *, is_relayed: bool) -> Program:
+    part = run.split.per_device_batch * math.prod(run.dataset.input_shape) * _INPUT_BYTES
+    return through_one_device(program, is_relayed=is_relayed, input_bytes=part)
+
+
+_INPUT_BYTES = 4  # of a float32 of an image, or a number of a token
 _REENTRANT = Property(
     title="full recompute runs the whole block again, its last product too",
     source="Narayanan et al. 2021, arXiv 2104.04473, eq. 3; torch.utils.checkpoint, re-entrant",
@@ -379,6 +399,19 @@ _LISTED_GATHERS = Property(
         "Rajbhandari et al. 2021, arXiv 2104.07857, section 4.1: three times with recompute"
     ),
     transform=_listed_gathers,
+)
+_DATA_PARALLEL = Property(
+    title="one device sends weights out and sums gradients every step, while nothing computes",
+    source=(
+        "pytorch/pytorch, torch/nn/parallel/data_parallel.py and _functions.py: Broadcast, by "
+        "NCCL (torch/csrc/cuda/comm.cpp)"
+    ),
+    transform=lambda program, run, _: _through_one_device(program, run, is_relayed=True),
+)
+_MULTI_GPU_MODEL = Property(
+    title="towers read the weights of one device and send gradients back, each by itself",
+    source="keras-team/keras 2.1, keras/utils/training_utils.py: multi_gpu_model",
+    transform=lambda program, run, _: _through_one_device(program, run, is_relayed=False),
 )
 _EAGER_LOSS = Property(
     title="the loss is not compiled, and holds three or four float32 copies of the logits",
@@ -491,6 +524,20 @@ FRAMEWORKS = {
         _of_jax("paddlepaddle-2020", "PaddlePaddle", 2020),
         _of_jax("horovod-2018", "Horovod with TensorFlow", 2018),
         _of_pytorch(name="pytorch-eager-2020", title="PyTorch, not compiled", year=2020),
+        Framework(
+            name="keras-multi-gpu-model",
+            title="Keras' multi_gpu_model on TensorFlow 1",
+            year=2018,
+            properties=(_MULTI_GPU_MODEL,),
+            software_of="tensorflow-2017",
+        ),
+        _of_pytorch(
+            name="pytorch-dataparallel",
+            title="PyTorch's DataParallel, one process for all devices",
+            year=2020,
+            properties=(_DATA_PARALLEL,),
+            software_of="pytorch-eager-2020",
+        ),
         _of_pytorch(name="pytorch-fsdp-2023", title="PyTorch FSDP", year=2023),
         _of_pytorch(
             name="deepspeed-2021",

@@ -40,6 +40,9 @@ _GPT3_ON_V5P = "training/v5p/GPT3-175B-MaxText/"
 """Of AI-Hypercomputer/tpu-recipes: its log is of MaxText's configs/v5p/gpt3_175b/v5p_1024.sh, which
 sets quantization=int8, remat_policy=full, tensor 8 and 4 samples of 2,048 tokens for each chip. The
 ledger has bfloat16, in which its rate would be 96 % of the peak, and a layout of another file."""
+_NEMOTRON = "NVIDIA/dgxc-benchmarking@85380ff", "nemotron/README.md:93"
+"""Its table says VP "NA" of 340B on 8 stages, as of networks without a pipeline, where the
+releases before and after say 12: not stated. The ledger has 1."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
@@ -64,6 +67,8 @@ def as_published(row: LedgerRow) -> LedgerRow:
         )
     if (network := _SAME_NETWORK.get(row.model.model)) is not None:
         row = replace(row, model=replace(row.model, model=network))
+    if _NEMOTRON[0] in row.source and (row.source_locator or "").startswith(_NEMOTRON[1]):
+        row = replace(row, spread=replace(row.spread, pipeline_chunks=None))
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(

@@ -201,6 +201,19 @@ NEMO = TRAINED | {
 TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (PyTorch FSDP2)"}
 
 
+def test_interleaving_that_its_source_does_not_state_is_not_taken_from_the_ledger(row):
+    """A table of NVIDIA's says "NA" of Nemotron-4 340B, the ledger 1: chunks of two layers."""
+    place = {"source": "github:NVIDIA/dgxc-benchmarking@85380ff", "layers": "16"}
+    stated = GPT | NEMO | place | {"framework": "NeMo", "pipeline_chunks": "1"}
+
+    def chunks(locator: str) -> int:
+        made = case(row(stated | {"source_locator": locator}))
+        return made.runs[0].config.layout.pipeline_chunks
+
+    assert chunks('nemotron/README.md:93 column "256x H100 GPUs"') == 2
+    assert chunks('llama/README.md:93 column "256x H100 GPUs"') == 1
+
+
 def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
     """Chunks of two layers, embedding and loss as layers where they must be, and the distributed
     optimizer; what a row states is believed, and a network that divides counts no ends."""

@@ -562,7 +562,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/timeline/timeline.py",
-        old="return max(0.0, self.dispatch_seconds - busy_seconds)",
+        old="return max(0.0, self.dispatch_seconds + waited_seconds - busy_seconds)",
         new="return self.dispatch_seconds",
         mistake="a host that is ahead of its devices is waited for",
         first_tests=("tests/simulator/test_timeline.py",),

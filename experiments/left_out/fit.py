@@ -119,10 +119,14 @@ CONSTANTS = {
 EXPERT_CONSTANTS = {
     "grouped_share": Constant(typical=0.9, deviation=0.3, least=0.2, most=1.3, chip_deviation=0.1),
     "token_exchange_share": Constant(
-        typical=1.0, deviation=0.7, least=0.1, most=20.0, chip_deviation=0.1
+        typical=1.0, deviation=0.5, least=0.1, most=4.0, chip_deviation=0.2
+    ),
+    "routed_dispatch_seconds": Constant(
+        typical=20e-6, deviation=1.5, least=1e-7, most=400e-6, chip_deviation=0.5
     ),
 }
-"""Constants that only networks with experts have, fitted to those with all else as it is."""
+"""Constants that only networks with experts have, fitted to those with all else as it is: on each
+chip too, as its hosts dispatch."""
 OWN_ATTENTION = ("pytorch-fsdp-2023", "pax-2023")
 """Frameworks whose attention was no library's of today, FlashAttention-2 in Triton and XLA's own
 products: they have a share of the peak of their own."""
@@ -295,11 +299,21 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
     return nearest(settings, around or Rates(), CONSTANTS, middle, spread, starts)
 
 
-def fit_experts(settings: Sequence[Setting], rates: Rates) -> Rates:
-    """`rates` with the constants of experts that bring predictions nearest to `settings`."""
-    middle = {name: each.typical for name, each in EXPERT_CONSTANTS.items()}
-    spread = {name: each.deviation for name, each in EXPERT_CONSTANTS.items()}
-    return nearest(settings, rates, EXPERT_CONSTANTS, middle, spread, [middle])
+def fit_experts(settings: Sequence[Setting], rates: Rates, around: Rates | None = None) -> Rates:
+    """`rates` with the constants of experts that bring predictions nearest to `settings`, around
+    their priors or those of all chips."""
+    middle = {
+        name: getattr(around, name) if around else each.typical
+        for name, each in EXPERT_CONSTANTS.items()
+    }
+    spread = {
+        name: each.chip_deviation if around else each.deviation
+        for name, each in EXPERT_CONSTANTS.items()
+    }
+    starts = [middle]
+    if around is None:
+        starts += [middle | {"routed_dispatch_seconds": seconds} for seconds in (2e-6, 100e-6)]
+    return nearest(settings, rates, EXPERT_CONSTANTS, middle, spread, starts)
 
 
 def nearest(
@@ -344,6 +358,17 @@ def nearest(
     return rates_of(min(found, key=lambda each: each.cost).x)
 
 
+def fit_all_of_experts(settings: Sequence[Setting]) -> Rates:
+    """Rates of a framework that is known by networks with experts alone: how long its host takes
+    where there are none stays at the prior."""
+    names = [name for name in free_constants(settings) if name != "dispatch_seconds"]
+    constants = {name: CONSTANTS[name] for name in names} | EXPERT_CONSTANTS
+    middle = {name: each.typical for name, each in constants.items()}
+    spread = {name: each.deviation for name, each in constants.items()}
+    starts = [middle | {"routed_dispatch_seconds": seconds} for seconds in (2e-6, 20e-6, 100e-6)]
+    return nearest(settings, Rates(dispatch_seconds=1e-6), constants, middle, spread, starts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """Rates of a framework."""
@@ -370,14 +395,23 @@ def fit_framework(settings: Sequence[Setting], known: Software | None = None) ->
     by_chip: dict[str, list[Setting]] = defaultdict(list)
     for each in others:
         by_chip[each.chip].append(each)
-    pooled = fit(spaced(others))
-    if experts:
-        pooled = fit_experts(spaced(experts), pooled)
+    if others is experts:
+        pooled = fit_all_of_experts(spaced(experts))
+    else:
+        pooled = fit(spaced(others))
+        if experts:
+            pooled = fit_experts(spaced(experts), pooled)
     on_chip = {
         chip: fit(spaced(rows, MOST_SETTINGS // 2), pooled)
         for chip, rows in sorted(by_chip.items())
-        if len(rows) >= LEAST_ROWS and len(by_chip) > 1
+        if others is not experts and len(rows) >= LEAST_ROWS and len(by_chip) > 1
     }
+    of_chip: dict[str, list[Setting]] = defaultdict(list)
+    for each in experts:
+        of_chip[each.chip].append(each)
+    for chip, rows in sorted(of_chip.items()):
+        if len(rows) >= LEAST_ROWS and len(of_chip) > 1:
+            on_chip[chip] = fit_experts(spaced(rows), on_chip.get(chip, pooled), pooled)
     if known is not None:
         for chip, rates in known.on_chip.items():
             rows = by_chip.get(chip, [])

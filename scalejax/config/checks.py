@@ -182,7 +182,7 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         require_multiple("batch.microbatches", batch.microbatches, stages, "layout.pipeline")
 
 
-def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
+def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: LayoutConfig) -> None:
     """Refuse an expert axis for networks without experts, and one that does not divide them; and
     layouts that networks with experts do not have.
 
@@ -192,6 +192,18 @@ def require_divisible_experts(model: ModelConfig, layout: LayoutConfig) -> None:
     if model.expert_count and layout.mode != "jit":
         accepted = 'loads of experts are of all devices; use "jit"'
         raise ConfigError(refusal("layout.mode", layout.mode, accepted))
+    if layout.overlap_expert_exchange and (batch.microbatches or 1) < 2:
+        accepted = (
+            "another microbatch computes meanwhile: it needs batch.microbatches of at least 2"
+        )
+        raise ConfigError(refusal("layout.overlap_expert_exchange", True, accepted))
+    if layout.spreads_experts and model.expert_count:
+        spread, named = layout.expert * layout.tensor, "layout.expert*layout.tensor"
+        require_multiple("model.moe.experts", model.expert_count, spread, named)
+    for name in ("expert_tensor", "overlap_expert_exchange"):
+        if (value := getattr(layout, name)) and not model.expert_count:
+            accepted = f"it is of experts, and {model.name!r} has none here; leave it out"
+            raise ConfigError(refusal(f"layout.{name}", value, accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:

@@ -686,10 +686,10 @@ class LlamaConfig(DecoderConfig):
 
     def _require_experts(self, moe: MoeConfig) -> None:
         """Refuse what layers of experts do not have."""
-        if self.compute_dtype in NARROW_TYPES and moe.capacity_factor is not None:
+        if self.compute_dtype in NARROW_TYPES and moe.capacity_factor not in (None, 1):
             accepted = (
-                f"in {self.compute_dtype} experts are costed where no token is dropped; leave it "
-                'out, or use model.compute_dtype="bfloat16"'
+                f"in {self.compute_dtype} experts are costed where no token is dropped, or padded "
+                'to the mean load, 1; leave it out, or use model.compute_dtype="bfloat16"'
             )
             raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
         if moe.dense_layers >= self.layers:

@@ -137,7 +137,7 @@ class RunConfig:
         model, layout, train = self.model, self.layout, self.train
         require_divisible_heads(model, layout)
         require_divisible_blocks(model, self.batch, layout)
-        require_divisible_experts(model, layout)
+        require_divisible_experts(model, self.batch, layout)
         if (facts := self.data.known_facts) is not None:
             require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)

@@ -58,6 +58,14 @@ class LayoutConfig:
     expert: int = 1
     """Devices along the expert axis, which shards the batch, and of the parameters those of experts
     alone (mixtures of experts)."""
+    expert_tensor: int | None = None
+    """Devices of the tensor axis that shard each expert (Megatron-LM's
+    --expert-tensor-parallel-size): all of them if absent; with 1 each holds whole experts, to which
+    tokens are sent, and the experts are spread over expert times tensor devices: costed, not
+    trained."""
+    overlap_expert_exchange: bool = False
+    """Whether tokens are on their way to the experts, and back, while another microbatch computes
+    (Megatron-LM's --overlap-moe-expert-parallel-comm): costed, not trained."""
     tensor: int = 1
     """Devices along the tensor axis, which shards each layer (Megatron tensor parallelism)."""
     context: int = 1
@@ -150,9 +158,20 @@ class LayoutConfig:
                 'different times, which XLA confuses with the ring; use "all_gather"'
             )
             raise ConfigError(refusal("layout.context_strategy", self.context_strategy, accepted))
+        if self.expert_tensor not in (None, 1, self.tensor):
+            accepted = f"it must be 1, or layout.tensor={self.tensor}"
+            raise ConfigError(refusal("layout.expert_tensor", self.expert_tensor, accepted))
+        if self.spreads_experts and not self.sequence_parallel:
+            accepted = "tokens are sent from where they are: it needs layout.sequence_parallel=true"
+            raise ConfigError(refusal("layout.expert_tensor", self.expert_tensor, accepted))
         if self.tensor == 1 and self.sequence_parallel:
             accepted = "it needs layout.tensor above 1, between whose devices tokens are split"
             raise ConfigError(refusal("layout.sequence_parallel", True, accepted))
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether devices of the tensor axis hold experts of their own."""
+        return self.tensor > 1 and self.expert_tensor == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

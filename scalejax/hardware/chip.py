@@ -168,6 +168,10 @@ class Attainable:
     member_dispatch_seconds: float = 0.0
     """Time that it takes besides for each device of a collective over tensor, where a pipeline
     sends over the network meanwhile."""
+    routed_dispatch_seconds: float = 0.0
+    """`dispatch_seconds` of a step that sends tokens to experts, where that is longer: how many
+    come is known to the device alone, so that a host launches what follows one by one, and once it
+    has read it."""
     step_overhead_seconds: float = 0.0
     """Time of a step outside its operations: host work that devices wait for."""
 

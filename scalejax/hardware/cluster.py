@@ -214,9 +214,12 @@ class DispatchRates:
     """Time for each token of a device, whatever its size."""
     link_bytes_per_second: float
     """Rate of each device to all others of its node, which copying multiprocessors limit."""
+    message_seconds: float = 0.0
+    """Time for each token and each other node that it goes to, whatever its size: of a network that
+    takes messages from a proxy on the host, where the device does not post them itself."""
 
     def __post_init__(self) -> None:
-        for name in ("base_seconds", "token_seconds"):
+        for name in ("base_seconds", "token_seconds", "message_seconds"):
             require_at_least(f"dispatch.{name}", getattr(self, name), 0)
         require_above("dispatch.link_bytes_per_second", self.link_bytes_per_second, 0)
 

@@ -52,6 +52,15 @@ def with_software(cluster: Cluster, framework: str) -> Cluster:
     return replace(cluster, chip=chip)
 
 
+def with_routing(cluster: Cluster) -> Cluster:
+    """`cluster` whose hosts dispatch the operations of a step that sends tokens to experts."""
+    attainable = cluster.chip.attainable
+    if attainable.routed_dispatch_seconds <= attainable.dispatch_seconds:
+        return cluster
+    routed = replace(attainable, dispatch_seconds=attainable.routed_dispatch_seconds)
+    return replace(cluster, chip=replace(cluster.chip, attainable=routed))
+
+
 def in_graph(cluster: Cluster) -> Cluster:
     """`cluster` with the launches of CUDA graphs if it has them; the part of `under_load` that
     needs no program."""
@@ -75,6 +84,7 @@ def _in_graph(chip: Chip) -> Chip:
         dispatch_seconds=0.0,
         collective_dispatch_seconds=0.0,
         member_dispatch_seconds=0.0,
+        routed_dispatch_seconds=0.0,
     )
     return chip if graphed == attainable else replace(chip, attainable=graphed)
 
@@ -114,6 +124,7 @@ def slowed(chip: Chip, factor: float) -> Chip:
             dispatch_seconds=attainable.dispatch_seconds * factor,
             collective_dispatch_seconds=attainable.collective_dispatch_seconds * factor,
             member_dispatch_seconds=attainable.member_dispatch_seconds * factor,
+            routed_dispatch_seconds=attainable.routed_dispatch_seconds * factor,
             step_overhead_seconds=attainable.step_overhead_seconds * factor,
         ),
     )

@@ -106,12 +106,16 @@ def of_fullest_device(program: Program, site: Site) -> tuple[Program, Site]:
 def with_expert_load(program: Program, exponent: float) -> Program:
     """`program` with the rows of its fullest device, where loads of experts have that exponent."""
     devices = dict(program.mesh_axes).get(EXPERT, 1)
-    routed = [
-        item.collective.tokens
+    routed = {
+        item.collective
         for item, _ in program.walk()
         if item.collective is not None and item.collective.tokens is not None
-    ]
-    grouped_per_token = max((tokens.experts_per_token for tokens in routed), default=1)
+    }
+    # Of experts over the tensor axis too, those of both.
+    devices = max((each.group.size for each in routed), default=devices)
+    tokens = [each.tokens for each in routed if each.tokens is not None]
+    grouped_per_token = max((each.experts_per_token for each in tokens), default=1)
+    is_padded = any(each.has_capacity for each in tokens)
 
     def factor(experts: int, per_token: int) -> float:
         return device_load_factor(
@@ -122,7 +126,7 @@ def with_expert_load(program: Program, exponent: float) -> Program:
         )
 
     def loaded(item: Operation) -> Operation:
-        if item.grouped_pass is not None and item.shape:
+        if item.grouped_pass is not None and item.shape and not is_padded:
             return _with_rows(item, factor(item.shape[0] * devices, grouped_per_token))
         collective = item.collective
         if collective is None or collective.tokens is None or collective.tokens.has_capacity:

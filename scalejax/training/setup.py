@@ -122,6 +122,16 @@ def _require_trained(config: RunConfig) -> None:
             'two stages a device; use "1f1b"'
         )
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
+    for name, is_asked in (
+        ("expert_tensor", config.layout.spreads_experts),
+        ("overlap_expert_exchange", config.layout.overlap_expert_exchange),
+    ):
+        if is_asked:
+            accepted = (
+                "it is for costing only: predict and explain know what it takes of frameworks that "
+                "have it (--framework megatron-core-2026), and nothing here trains so; leave it out"
+            )
+            raise ConfigError(refusal(f"layout.{name}", getattr(config.layout, name), accepted))
     if model.compute_dtype == "float4":
         accepted = (
             "it is for costing only: predict, explain and search know what linear layers in it "

@@ -21,6 +21,7 @@ from scalejax.validation.clusters import cluster_of
 from scalejax.validation.experts import (
     MIXTURES,
     block_table,
+    exchange_of,
     expert_axes,
     moe_table,
     nearest,
@@ -293,7 +294,7 @@ in its submissions to MLPerf: INTERLEAVED_PIPELINE=8 of 126 layers on 8 stages
 
 def _is_nemo(row: LedgerRow) -> bool:
     """Whether NeMo or Megatron-Bridge trained it, as NVIDIA's submissions to MLPerf."""
-    return framework_of(row).name.startswith("nemo-")
+    return framework_of(row).name.startswith(("nemo-", "megatron-bridge-"))
 
 
 def _has_groups(row: LedgerRow) -> bool:
@@ -369,8 +370,9 @@ def framework_of(row: LedgerRow) -> Framework:
         name = "megatron-lm-2021"
     if name == "megatron-lm-2022" and (row.year or 0) >= _MEGATRON_CORE:
         name = "megatron-core-2024" if row.year == _MEGATRON_CORE else "nemo-2025"
-    if name == "nemo-2025" and (found := _NEMO_RELEASE.search(named)) and found[0] >= _NEMO_2026:
-        name = "nemo-2026"
+    if name == "megatron-bridge-2025":
+        found = _NEMO_RELEASE.search(named)
+        name = "nemo-2026" if found is not None and found[0] >= _NEMO_2026 else name
     if name == "mxnet-2020" and (row.year or 0) >= _MXNET_2023:
         name = "mxnet-2023"
     return framework_named(name)
@@ -391,7 +393,9 @@ _TRAINED_BY = (
     ("Primus|ROCm", "primus-2025"),
     ("Megatron-Core r0", "megatron-core-2024"),
     (r"Megatron-LM 0\.", "megatron-core-2025"),
-    (r"NeMo|Megatron-Bridge|Megatron-Core", "nemo-2025"),
+    (r"Megatron-Bridge 0\.", "megatron-core-2026"),
+    ("Megatron-Bridge", "megatron-bridge-2025"),
+    (r"NeMo|Megatron-Core", "nemo-2025"),
     ("Megatron", "megatron-lm-2022"),
     ("nanotron", "nanotron-2025"),
     ("neuronx", "neuronx-2025"),
@@ -478,6 +482,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "fsdp": axes.fsdp,
                 "expert": axes.expert,
                 "tensor": tensor,
+                **exchange_of(row),
                 "context": spread.context or 1,
                 "context_strategy": _context_strategy(row),
                 "pipeline": stages,

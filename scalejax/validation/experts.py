@@ -30,8 +30,6 @@ _BETWEEN = {("llama4_moe", 128): 2}
 """Layers of which one has experts, by network and experts: Llama 4 Maverick's
 interleave_moe_layer_step is 2 (config.json of the checkpoint)."""
 _CAPACITY = re.compile(r"capacity_factor ([\d.]+)")
-_OVERLAP = "all-to-all overlap "
-"""Mark of rows that say whether the all-to-alls of experts were overlapped."""
 _DEEPEP = re.compile("(?:dispatcher|kernels).*?(deepep|hybridep)(_uccl)?", re.IGNORECASE)
 
 
@@ -82,7 +80,8 @@ def moe_table(row: LedgerRow) -> JsonValue:
         "dense_layers": _dense_layers(row),
     }
     capacity = _capacity(row)
-    if capacity not in (None, 1):
+    is_megatron = "Megatron" in (row.framework or "")
+    if capacity is not None and (capacity != 1 or is_megatron):
         table["capacity_factor"] = capacity
     return table
 
@@ -162,9 +161,47 @@ def _batch_devices(row: LedgerRow) -> int:
 
 
 def dispatch_of(row: LedgerRow) -> str | None:
-    """The library that sends tokens to experts, by its name in the catalogue; None where the row
-    names none, and for NCCL's all-to-all."""
-    return "deepep" if _DEEPEP.search(row.notes or "") else None
+    """The library that sends tokens to experts, by its name in the catalogue; None for NCCL's
+    all-to-all, and where the row names none but is of no table of NVIDIA's recipes.
+
+    Those of Megatron-Bridge's performance summary do not say; its recipes of GB200, GB300, B200,
+    B300 and H100 have moe_flex_dispatcher_backend "hybridep" or "deepep"
+    (NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs/*/*_workload_base_configs.py).
+    """
+    if found := _DEEPEP.search(row.notes or ""):
+        if found[2]:
+            return "deepep-uccl"
+        return "deepep-efa" if "EFA" in (row.machine.intra_node_link or "") else "deepep"
+    is_recipe = "performance-summary" in (row.source_locator or "")
+    is_expert = (row.model.experts or 0) > 1
+    return "deepep" if is_expert and is_recipe and "Bridge" in (row.framework or "") else None
+
+
+def exchange_of(row: LedgerRow) -> dict[str, JsonValue]:
+    """Words of the layout on where experts are along the tensor axis, and on what computes while
+    tokens travel to them."""
+    words: dict[str, JsonValue] = {}
+    if is_spread_over_tensor(row):
+        words["expert_tensor"] = 1
+    if _ON_MEGATRON_CORE.search(row.framework or "") and _OVERLAPPED.search(row.notes or ""):
+        words["overlap_expert_exchange"] = True
+    return words
+
+
+def is_spread_over_tensor(row: LedgerRow) -> bool:
+    """Whether devices of the tensor axis have experts of their own: as stated, by Megatron-Core,
+    where the expert axis has a multiple of the tensor axis's devices."""
+    spread, tensor = row.spread, row.spread.tensor or 1
+    if tensor == 1 or (row.model.experts or 0) < 2:
+        return False
+    if not _ON_MEGATRON_CORE.search(row.framework or ""):
+        return False
+    return _expert_tensor(row) == 1 and (spread.expert_parallel or 1) % tensor == 0
+
+
+_ON_MEGATRON_CORE = re.compile(r"Megatron-(Core|Bridge)|Megatron-LM 0\.")
+_OVERLAPPED = re.compile(r"overlap on|1f1b overlap")
+"""Mark of rows whose all-to-alls are beside compute."""
 
 
 def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
@@ -178,7 +215,11 @@ def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
     if (model.experts or 0) < 2:
         return ()
     tensor, within = spread.tensor or 1, _expert_tensor(row)
-    if tensor != within and "MaxText" not in (row.framework or ""):
+    if (
+        tensor != within
+        and not is_spread_over_tensor(row)
+        and "MaxText" not in (row.framework or "")
+    ):
         notes.append(
             f"experts over {spread.expert_parallel or 1} devices, each in {within}, by an expert "
             f"axis of {axes.expert}, each in {tensor}"
@@ -194,16 +235,14 @@ def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
     if model.model == "gpt_oss_moe":
         if "MaxText" in (row.framework or ""):
             notes.append("attention and products without sinks and biases")
-        else:
+        elif not _ON_MEGATRON_CORE.search(row.framework or ""):
             notes.append("fused attention with sinks by unfused attention")
     if found := _DEEPEP.search(row.notes or ""):
-        if found[2]:
-            notes.append("DeepEP over UCCL by DeepEP")
-        elif found[1].lower() == "hybridep":
+        if found[1].lower() == "hybridep":
             notes.append("HybridEP by DeepEP")
-    if _OVERLAP in (row.notes or ""):
-        notes.append("all-to-alls with overlap and without it by the same")
-    if _capacity(row) == 1:
+    elif dispatch_of(row) is not None:
+        notes.append("HybridEP or DeepEP, as recipes have them, by DeepEP")
+    if _capacity(row) == 1 and "Megatron" not in (row.framework or ""):
         notes.append("a capacity of the mean load by even loads without a capacity")
     if "," in (row.work.recompute or ""):
         notes.append(f"recompute of {row.work.recompute} by selective recompute")

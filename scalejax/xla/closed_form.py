@@ -20,6 +20,7 @@ from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Chip
+from scalejax.simulator.frameworks.kernels import Kernels
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
     AMPERE_WORKSPACE_BYTES,
@@ -53,7 +54,7 @@ def shape_of(
     facts: DatasetFacts | None = None,
     *,
     compiler: Compiler = "0.10",
-    has_fused_attention: bool = False,
+    kernels: Kernels | None = None,
 ) -> TransformerShape:
     """Dimensions of the network of `config`, as it would run on `chip`.
 
@@ -62,9 +63,9 @@ def shape_of(
         chip: a device.
         facts: counts and shapes of its data; if None, they are read.
         compiler: what would compile its step.
-        has_fused_attention: whether attention is one kernel on any chip, of windows too, as of a
-            framework with kernels of its own (MaxText): of its blocks biases, sinks and norms after
-            each half are left out then, which take little time, and experts may drop tokens.
+        kernels: those of its framework; None for XLA's program. Where their attention has windows
+            and sinks, biases, sinks and norms after each half of a block are left out, which take
+            little time, and experts may drop tokens.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
@@ -75,7 +76,8 @@ def shape_of(
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
     moe = model.moe if isinstance(model, LlamaConfig) else None
-    if moe is not None and moe.capacity_factor is not None and not has_fused_attention:
+    is_own = kernels is not None and kernels.window_block is not None
+    if moe is not None and moe.capacity_factor is not None and not is_own:
         accepted = "the closed form knows experts that drop no tokens; use scalejax predict"
         raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
     adapters = _adapters(config)
@@ -93,7 +95,7 @@ def shape_of(
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
-        if not has_fused_attention:
+        if not is_own:
             _require_known_block(model.block)
         elif config.layout.context > 1 and model.block.sliding_window is not None:
             accepted = "the closed form knows windows without a context axis; use scalejax predict"
@@ -103,12 +105,16 @@ def shape_of(
         accepted = "the closed form knows Llama's own blocks; use scalejax predict"
         if model.mtp is not None:
             raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
-        if model.scaled_embeddings and not has_fused_attention:
+        if model.scaled_embeddings and not is_own:
             raise ConfigError(refusal("model.scaled_embeddings", True, accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
     capability = chip.cuda and chip.cuda.compute_capability
-    lacks = None if has_fused_attention else model.lacks_for_fused_attention(capability)
+    is_fused = kernels is not None and kernels.has_fused_attention
+    known = model
+    if is_own and isinstance(model, LlamaConfig):
+        known = replace(model, block=replace(model.block, attention_sinks=False))
+    lacks = None if is_fused else known.lacks_for_fused_attention(capability)
     if isinstance(model, LlamaConfig) and model.mla is not None and lacks is not None:
         accepted = f"the closed form knows it in one kernel, and {chip.name} has {lacks}"
         raise ConfigError(refusal("model.mla", "given", accepted))
@@ -125,7 +131,7 @@ def shape_of(
         vocabulary=dataset.classes,
         tokens=dataset.input_shape[0],
         is_fused=model.attention != "unfused" and lacks is None,
-        scores_share=_scores_share(model, dataset.input_shape[0]),
+        scores_share=_scores_share(model, dataset.input_shape[0], kernels),
         compute_dtype=model.compute_dtype,
         head_width=model.head_size,
         normalises_heads=isinstance(model, LlamaConfig) and model.block.qk_norm == "head",
@@ -136,20 +142,17 @@ def shape_of(
     )
 
 
-_SPLASH_BLOCK = 1024
-"""Queries and keys of a block of splash attention on TPUs, which computes a block or leaves it out
-(sa_block_q, sa_block_kv of AI-Hypercomputer/tpu-recipes: 1024 or 2048)."""
-
-
-def _scores_share(model: DecoderConfig, tokens: int) -> float:
+def _scores_share(model: DecoderConfig, tokens: int, kernels: Kernels | None) -> float:
     """Share of the scores of causal attention that windows leave, in the mean over layers: those of
     the blocks that a window reaches into."""
     block = model.block if isinstance(model, LlamaConfig) else None
     if block is None or block.sliding_window is None or block.sliding_window >= tokens:
         return 1.0
+    if kernels is None or kernels.window_block is None:
+        return 1.0
     window, every = block.sliding_window, block.global_every
-    blocks = -(-tokens // _SPLASH_BLOCK)
-    reached = min(blocks, 1 + -(-(window - 1) // _SPLASH_BLOCK))
+    blocks = -(-tokens // kernels.window_block)
+    reached = min(blocks, 1 + -(-(window - 1) // kernels.window_block))
     local = reached * (2 * blocks - reached + 1) / (blocks * (blocks + 1))
     whole = model.layers // every if every else 0
     return (whole + (model.layers - whole) * local) / model.layers
@@ -260,11 +263,10 @@ def program_in_closed_form(job: ProfileJob) -> Program:
     if job.run.layout.pipeline > 1 and "gpipe" == schedule == job.framework.schedule:
         accepted = "the closed form knows pipelines in 1F1B"
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
-    is_own = kernels is not None and kernels.has_fused_attention
-    shape = shape_of(config, chip, job.run.dataset, has_fused_attention=is_own)
+    shape = shape_of(config, chip, job.run.dataset, kernels=kernels)
     program = transformer_program(
         job.framework.shape(shape),
-        strategy_of(job.run, knows_names=is_own),
+        strategy_of(job.run, knows_names=kernels is not None and kernels.has_fused_attention),
         workspace_bytes=workspace_bytes(chip),
     )
     return job.framework.with_memory(job.framework.applied(program, job.run), job.run)

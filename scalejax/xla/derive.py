@@ -212,6 +212,13 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     if not isinstance(model, DecoderConfig):
         return run
     compiled = model
+    moe = getattr(model, "moe", None)
+    if model.compute_dtype in _UNITS and moe is not None and moe.capacity_factor is not None:
+        accepted = (
+            f"in {model.compute_dtype} XLA's experts are costed where no token is dropped; leave "
+            'it out, or use model.compute_dtype="bfloat16"'
+        )
+        raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
     if model.compute_dtype in _UNITS:
         compiled = replace(compiled, compute_dtype="bfloat16")
     is_old = chip.cuda is not None and chip.cuda.compute_capability < OLDEST_CAPABILITY

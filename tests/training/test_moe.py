@@ -422,8 +422,8 @@ def test_experts_in_8_bits_are_costed_and_not_trained():
     without = resolve(with_fields(run.config, {"model.moe": None}))
     with pytest.raises(ConfigError, match=r"'mxfp8' is refused: with model\.mtp .* costing only"):
         train_setup(without)
-    with pytest.raises(ConfigError, match=r"capacity_factor=1\.0 is refused: in mxfp8"):
-        with_fields(run.config, {"model.moe.capacity_factor": 1.0})
+    with pytest.raises(ConfigError, match=r"capacity_factor=1\.25 is refused: in mxfp8"):
+        with_fields(run.config, {"model.moe.capacity_factor": 1.25})
 
 
 def test_routers_decay_as_other_matrices_do():

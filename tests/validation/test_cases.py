@@ -260,7 +260,8 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "Megatron-DeepSpeed"}, "megatron-lm-2022"),
         ({"framework": "Megatron-Core r0.8.0"}, "megatron-core-2024"),
         ({"framework": "NVIDIA NeMo Framework Release 24.09"}, "nemo-2025"),
-        ({"framework": "NeMo Megatron-Bridge 26.04"}, "nemo-2025"),
+        ({"framework": "NeMo Megatron-Bridge 26.04"}, "megatron-bridge-2025"),
+        ({"framework": "Megatron-Bridge 0.4.2 / Megatron-Core 0.17.1"}, "megatron-core-2026"),
         ({"framework": "NeMo Megatron-Bridge 26.06"}, "nemo-2026"),
         ({"framework": "Megatron-LM 0.14, TE 2.11"}, "megatron-core-2025"),
         ({"framework": "Primus-pipeline (Megatron)"}, "primus-2025"),
@@ -449,7 +450,7 @@ TENSOR = {"tensor": "8", "data": "4", "device_count": "32", "heads": "8", "per_d
         (
             TENSOR | {"expert_parallel": "32", "expert_tensor": "1", "experts": "32"},
             {"expert": 4, "data": 1, "tensor": 8},
-            ("experts over 32 devices, each in 1, by an expert axis of 4, each in 8",),
+            (),
         ),
         # Megatron-LM splits an expert over tensor where enough devices are left.
         (TENSOR | {"expert_parallel": "4"}, {"expert": 4, "data": 1, "tensor": 8}, ()),
@@ -481,10 +482,23 @@ def test_experts_lie_where_their_framework_has_them(change, axes, notes, row):
     assert model.kv_heads == layout.tensor if layout.tensor > 4 else 4
 
 
+def test_where_experts_are_and_what_hides_their_exchange_are_words_of_the_layout(row):
+    """Of Megatron-Core's rows, in which a run says what it is: two that differ in it are two."""
+    whole = TENSOR | {"expert_parallel": "32", "expert_tensor": "1", "experts": "32"}
+    notes = {"notes": "dispatcher nccl_alltoall; MoE all-to-all overlap on; "}
+    layout = case(row(MIXTURE | whole | notes | {"microbatch": "1"})).runs[0].config.layout
+    assert (layout.expert_tensor, layout.overlap_expert_exchange) == (1, True)
+    assert layout.spreads_experts
+
+    off = {"notes": "dispatcher nccl_alltoall; MoE all-to-all overlap off; "}
+    layout = case(row(MIXTURE | TENSOR | {"expert_parallel": "4"} | off)).runs[0].config.layout
+    assert (layout.expert_tensor, layout.overlap_expert_exchange) == (None, False)
+
+
 def test_what_networks_with_experts_lack_is_expressed_by_what_is_nearest(row):
     """And said: a capacity of the mean load, layers that alternate, libraries for the dispatch."""
     dropped = MIXTURE | {"model": "grok1_moe", "vocab": ""}
-    for balance, capacity, notes in (("1.0", None, 1), ("1.25", 1.25, 0)):
+    for balance, capacity, notes in (("1.0", 1.0, 0), ("1.25", 1.25, 0)):
         found = case(row(dropped | {"moe_balance": f"capacity_factor {balance}, pad"}))
         model = found.runs[0].config.model
         assert isinstance(model, LlamaConfig)
@@ -504,8 +518,15 @@ def test_what_networks_with_experts_lack_is_expressed_by_what_is_nearest(row):
 
     sent = case(row(MIXTURE | {"notes": "dispatcher deepep_uccl; MoE all-to-all overlap off;"}))
     assert sent.cluster.dispatch is not None
-    assert sent.cluster.dispatch.name == "deepep"
-    assert len(sent.nearest) == 2
+    assert sent.cluster.dispatch.name == "deepep-uccl"
+    assert not sent.nearest
+    over = {"intra_node_link": "NVLink; EFA between nodes", "notes": "dispatcher deepep_nvshmem;"}
+    assert (library := case(row(MIXTURE | over)).cluster.dispatch) is not None
+    assert library.name == "deepep-efa"
+    recipe = {"framework": "Megatron-Bridge, NeMo 26.04"}
+    recipe |= {"source_locator": "docs/performance-summary.md:45"}
+    assert (library := case(row(MIXTURE | recipe)).cluster.dispatch) is not None
+    assert library.name == "deepep"
     plain = case(row(MIXTURE | {"notes": "dispatcher nccl_alltoall;"}))
     assert plain.cluster.dispatch is None
 

@@ -47,6 +47,8 @@ SEARCHED_FIELDS: dict[str, JsonValue] = {
     "layout.pipeline_chunks": 1,
     "layout.pipeline_schedule": "gpipe",
     "layout.sequence_parallel": False,
+    "layout.expert_tensor": None,
+    "layout.overlap_expert_exchange": False,
     "layout.zero_stage": 0,
     "layout.mode": "jit",
     "batch.microbatches": 1,

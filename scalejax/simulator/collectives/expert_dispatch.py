@@ -25,7 +25,8 @@ def dispatch_seconds(
     A token of b bytes crosses the network once for each node with one of its experts, to the device
     of its sender's number there, and from there the links once for each device with one:
     seconds = base + tokens x token time
-            + max(tokens b devices / link, g tokens b (nodes reached elsewhere) / network),
+            + max(tokens b devices / link, g tokens b (nodes reached elsewhere) / network,
+                  tokens (nodes reached elsewhere) message time),
     for g devices of the group in a node, which share the network. A combine is the same backwards.
     The own device counts as one of the devices, as the kernels copy there too. Left out:
     congestion, which took 2.7 times as long over 8 nodes of one measured machine, and that a
@@ -52,6 +53,7 @@ def dispatch_seconds(
         elsewhere = nodes * (route.nodes - 1) / route.nodes
         rate = route.network_bytes_per_second * library.network_fraction
         between = route.members_per_node * once * elsewhere / rate
+        between = max(between, tokens.tokens * elsewhere * rates.message_seconds)
         alone += library.network_seconds + route.network_message_seconds
     return alone + max(inside, between)
 

@@ -121,6 +121,7 @@ def _less_dispatch(chip: Chip) -> Chip:
         dispatch_seconds=attainable.dispatch_seconds / FACTOR,
         collective_dispatch_seconds=attainable.collective_dispatch_seconds / FACTOR,
         member_dispatch_seconds=attainable.member_dispatch_seconds / FACTOR,
+        routed_dispatch_seconds=attainable.routed_dispatch_seconds / FACTOR,
     )
     return replace(chip, attainable=attainable)
 

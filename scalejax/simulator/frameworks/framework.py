@@ -27,6 +27,12 @@ from scalejax.simulator.frameworks.eager import (
     with_eager_blocks,
     with_eager_loss,
 )
+from scalejax.simulator.frameworks.expert_exchange import (
+    with_exchange_beside_compute,
+    with_exchange_in_turn,
+    with_exchange_of_shards,
+    with_experts_over_tensor,
+)
 from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
@@ -160,6 +166,7 @@ class Framework:
             run: its run.
             larger_vocabularies: the programs for `vocabulary_factors`, in order.
         """
+        self._require_exchange(program, run)
         rest, differences = list(larger_vocabularies), []
         if self.kernels is not None and program.backend == "closed_form":
             program = with_kernels(program, run, self.kernels)
@@ -177,6 +184,27 @@ class Framework:
         note = f"the step of {self.title}: "
         note += "; ".join(differences) or "no difference from XLA's is known for this run"
         return replace(program, framework=self.name, notes=(*program.notes, note))
+
+    def _require_exchange(self, program: Program, run: ResolvedRun) -> None:
+        """Refuse words on where experts are, and on their exchange, of a step that has neither.
+
+        Raises:
+            ConfigError: naming the word.
+        """
+        layout, knows = run.config.layout, _EXPERT_EXCHANGE in self.properties
+        words = (
+            ("expert_tensor", layout.spreads_experts),
+            ("overlap_expert_exchange", layout.overlap_expert_exchange),
+        )
+        for name, is_asked in words:
+            if is_asked and not (knows and program.backend == "closed_form"):
+                having = [each.name for each in FRAMEWORKS.values() if each.kernels is not None
+                          and _EXPERT_EXCHANGE in each.properties]  # fmt: skip
+                lacking = f"the step of {self.title} has none"
+                if knows:
+                    lacking = "it is known of steps in closed form, and this run has none"
+                accepted = f"{lacking}; leave it out, or use --framework {' or '.join(having)}"
+                raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
         """The network of `shape`, whose step is in closed form as this framework's."""
@@ -253,12 +281,15 @@ def _grouped_experts(
         return program
     factor, capacity = model.moe.capacity_factor, None
     if factor is not None:
-        if not has_matrices_once or program.backend != "closed_form":
+        # Padded to the mean load, experts take as long as with even loads.
+        is_even = factor == 1 and not has_matrices_once
+        if program.backend != "closed_form" or not (has_matrices_once or is_even):
             return program
         sample = run.dataset.input_shape[0]
-        capacity = Capacity(factor, run.split.microbatch, sample, model.hidden)
-    width = ELEMENT_BYTES[model.compute_dtype]
-    return with_grouped_experts(
+        if not is_even:
+            capacity = Capacity(factor, run.split.microbatch, sample, model.hidden)
+    width, layout = ELEMENT_BYTES[model.compute_dtype], run.config.layout
+    program = with_grouped_experts(
         program,
         tokens,
         model.hidden * width,
@@ -267,6 +298,19 @@ def _grouped_experts(
         has_matrices_once=has_matrices_once,
         capacity=capacity,
     )
+    if layout.spreads_experts:
+        return with_experts_over_tensor(program, layout.tensor, tokens, model.hidden * width)
+    if layout.sequence_parallel and program.backend == "closed_form":
+        return with_exchange_of_shards(program, layout.tensor)
+    return program
+
+
+def _expert_exchange(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+    del larger
+    program = with_exchange_in_turn(program)
+    if run.config.layout.overlap_expert_exchange:
+        program = with_exchange_beside_compute(program)
+    return program
 
 
 def _kept_attention(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
@@ -455,6 +499,14 @@ _LAYERS_OVERLAP = Property(
     ),
     transform=lambda program, *_: with_overlapped_layers(program),
 )
+_EXPERT_EXCHANGE = Property(
+    title="nothing computes while tokens are sent to their experts, unless another microbatch does",
+    source=(
+        "NVIDIA/Megatron-LM, core/transformer/moe/token_dispatcher.py, and "
+        "--overlap-moe-expert-parallel-comm; pytorch/torchtitan, distributed/expert_parallel.py"
+    ),
+    transform=_expert_exchange,
+)
 
 _MEGATRON = (_GROUPED_EXPERTS, _REENTRANT, _DROPOUT, _UNPADDED)
 _MEGATRON_FP16 = (_REENTRANT, _DROPOUT, _HALF_GRADIENTS, _HALF_WEIGHTS, _UNPADDED)
@@ -466,8 +518,18 @@ _of_pytorch = partial(Framework, schedule="1f1b")
 """Makes a framework upon PyTorch, all of which run pipelines in this order."""
 _EAGER = Kernels()
 """Of PyTorch without a compiler: gradients are added to float32 sums by a kernel."""
-_MEGATRON_CORE = Kernels(accumulates_in_products=True, overlaps_sends=True, casts_once=True)
-"""Of Megatron-Core on Transformer Engine."""
+_MEGATRON_CORE = Kernels(
+    window_block=128,
+    routes_on_matrix_units=True,
+    accumulates_in_products=True,
+    overlaps_sends=True,
+    casts_once=True,
+)
+"""Of Megatron-Core on Transformer Engine, whose softmax_type "learnable" and window_size are of
+cuDNN's attention, in tiles of 128 (as in Dao 2023, arXiv 2307.08691)."""
+_SPLASH_BLOCK = 1024
+"""Queries and keys of a block of splash attention on TPUs (sa_block_q, sa_block_kv of
+AI-Hypercomputer/tpu-recipes: 1024 or 2048)."""
 
 
 _NEMO_MEMORY = replace(MEGATRON_CORE, gradient_bytes=2, frozen_bytes=1, band=NANOTRON.band)
@@ -489,7 +551,13 @@ def _of_megatron_core(
         name=name,
         title=title,
         year=year,
-        properties=(_GROUPED_EXPERTS, *gradients, _TENSOR_OVERLAP, _STATE_OVERLAP),
+        properties=(
+            _GROUPED_EXPERTS,
+            _EXPERT_EXCHANGE,
+            *gradients,
+            _TENSOR_OVERLAP,
+            _STATE_OVERLAP,
+        ),
         kernels=_MEGATRON_CORE,
         closed_form=("sums_gradients_once", "flat_state", "stages_apart"),
         memory=memory,
@@ -513,7 +581,9 @@ FRAMEWORKS = {
             title="MaxText",
             year=2025,
             properties=(_MEGABLOX, _KEPT_ATTENTION, _LAYERS_OVERLAP),
-            kernels=Kernels(keeps_stacks=True, has_fused_attention=True),
+            kernels=Kernels(
+                keeps_stacks=True, has_fused_attention=True, window_block=_SPLASH_BLOCK
+            ),
         ),
         _of_jax("tensorflow-2017", "TensorFlow 1, replicated", 2017),
         _of_jax("tensorflow-2020", "TensorFlow 1 and 2 of NVIDIA's containers", 2020),
@@ -562,11 +632,19 @@ FRAMEWORKS = {
             name="megatron-core-2025",
             title="Megatron-LM 0.14 as it comes, nothing overlapped",
             year=2025,
-            properties=(_GROUPED_EXPERTS,),
+            properties=(_GROUPED_EXPERTS, _EXPERT_EXCHANGE),
             kernels=replace(_MEGATRON_CORE, overlaps_sends=False),
             memory=MEGATRON_CORE,
         ),
-        _of_nemo("nemo-2025", "NeMo and Megatron-Bridge, 24.11 to 26.04", 2025),
+        _of_nemo("nemo-2025", "NeMo, 24.11 to 25.09", 2025),
+        _of_nemo(
+            "megatron-bridge-2025",
+            "Megatron-Bridge, 25.09 to 26.04, its recipes with parts of a layer in CUDA graphs",
+            2025,
+        ),
+        _of_megatron_core(
+            "megatron-core-2026", "Megatron-Bridge 0.4 as it comes, without CUDA graphs", 2026
+        ),
         _of_nemo("nemo-2026", "Megatron-Bridge, from 26.06", 2026),
         _of_megatron_core("primus-2025", "AMD Primus on Megatron-LM, ROCm", 2025),
         _of_pytorch(
@@ -602,19 +680,19 @@ FRAMEWORKS = {
             name="torchtitan-2025",
             title="torchtitan, compiled",
             year=2025,
-            properties=(_GROUPED_EXPERTS,),
+            properties=(_GROUPED_EXPERTS, _EXPERT_EXCHANGE),
         ),
         _of_pytorch(
             name="torchtitan-2025-async-tp",
             title="torchtitan, compiled, with asynchronous tensor parallelism",
             year=2025,
-            properties=(_GROUPED_EXPERTS, _TENSOR_OVERLAP),
+            properties=(_GROUPED_EXPERTS, _EXPERT_EXCHANGE, _TENSOR_OVERLAP),
         ),
         _of_pytorch(
             name="torchtitan-2025-eager",
             title="torchtitan, only its loss compiled",
             year=2025,
-            properties=(_GROUPED_EXPERTS, _EAGER_BLOCKS),
+            properties=(_GROUPED_EXPERTS, _EXPERT_EXCHANGE, _EAGER_BLOCKS),
         ),
     )
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE
 from scalejax.config.run import ResolvedRun
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Loop, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import BUBBLE
 
 _Items = tuple[Operation | Loop, ...]
@@ -51,6 +51,13 @@ class Kernels:
     has_fused_attention: bool = False
     """Whether attention is one kernel also where XLA has none (MaxText's splash attention on
     TPUs)."""
+    window_block: int | None = None
+    """Queries and keys of a block of its attention kernel, which has sinks, and computes a block or
+    leaves it out where a window hides it; None if there are neither."""
+    routes_on_matrix_units: bool = False
+    """Whether the router's product reads 16 bits and those of its gradient may be rounded to tf32
+    (Megatron-LM, core/transformer/moe/moe_utils.py: RouterGatingLinearFunction by Transformer
+    Engine's general_gemm); else they are float32, of which nothing is rounded."""
     accumulates_in_products: bool = False
     """Whether the product that makes a matrix's gradient adds it to the float32 sum
     (Megatron-LM's gradient_accumulation_fusion); else a kernel reads both and writes the sum."""
@@ -78,11 +85,22 @@ def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Progra
         return program
     items = _without_stacks(program.operations, kernels)
     items = _summed_once(items)
+    if kernels.routes_on_matrix_units:
+        items = each_changed(items, _on_matrix_units)
     if run.layout.context > 1:
         items = _in_ring(_with_whole_steps(items), run.layout.context)
     if kernels.overlaps_sends and run.config.layout.pipeline_chunks > 1:
         items = tuple(_sending_beside(item) for item in items)
     return replace(program, operations=items)
+
+
+def _on_matrix_units(item: Operation) -> Operation:
+    if item.dtype != "f32_highest" or ".router" not in item.name:
+        return item
+    if not item.name.startswith("forward"):
+        return replace(item, dtype="f32")
+    batch, m, n, k = item.shape
+    return replace(item, dtype="bf16", read_bytes=_WIDE_BYTES * batch * (m + n) * k)
 
 
 def _plain(name: str) -> str:

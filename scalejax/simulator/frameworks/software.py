@@ -51,6 +51,9 @@ class Rates:
     """Time that it takes besides for each device of a collective over tensor in a step that sends
     between stages over the network. Seen in nanotron's sweep (`experiments/search_scored`); why is
     not known."""
+    routed_dispatch_seconds: float = 0.0
+    """`dispatch_seconds` of a step that sends tokens to experts, where that is longer: no CUDA
+    graph has a step whose numbers of rows the device alone knows."""
     collective_seconds: float = 0.0
     """Time that each collective takes besides, of a host and of streams that wait for each
     other."""
@@ -109,6 +112,9 @@ class Rates:
             ),
             member_dispatch_seconds=(
                 attainable.member_dispatch_seconds + self.member_dispatch_seconds
+            ),
+            routed_dispatch_seconds=(
+                attainable.routed_dispatch_seconds + self.routed_dispatch_seconds
             ),
             collective_seconds=attainable.collective_seconds + self.collective_seconds,
             step_overhead_seconds=attainable.step_overhead_seconds + self.step_overhead_seconds,

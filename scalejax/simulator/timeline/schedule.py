@@ -92,10 +92,20 @@ class Schedule:
         """Runs of each distinct operation per step."""
         self.collective_runs: list[int] = []
         """Runs of each distinct collective per step."""
+        self.exchanges: set[str] = set()
+        """Names of collectives that send tokens to experts, or back, while compute waits."""
         self.dispatches = 0.0
         """Operations that the host dispatches per step, averaged over all steps."""
         self.events = self._read(operations, 1)
         """Events for the streams, in order."""
+
+    @cached_property
+    def routes_tokens(self) -> bool:
+        """Whether rows of experts are as many as tokens chose them, so that the device alone knows
+        how many: not where experts are padded to a capacity."""
+        tokens = [each.tokens for each in self.collectives if each.tokens is not None]
+        is_padded = bool(tokens) and all(each.has_capacity for each in tokens)
+        return not is_padded and any(each.grouped_pass is not None for each in self.operations)
 
     @cached_property
     def flop_by_dtype(self) -> Counter[str]:
@@ -125,6 +135,8 @@ class Schedule:
                 self.collective_runs[index] += runs
                 self.dispatches += runs * item.collective.share
                 self.axes[item.name] = item.collective.group.axes
+                if item.collective.tokens is not None and not item.collective.is_async:
+                    self.exchanges.add(item.name)
                 events.append(Start(item.name, index, item.collective.is_async))
             elif item.waits_for is not None:
                 events.append(Wait(item.waits_for))

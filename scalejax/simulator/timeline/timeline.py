@@ -6,7 +6,7 @@ of operations on one cluster, whose timelines add up to that of a step (`total`)
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
-from scalejax.simulator.device_state import under_load
+from scalejax.simulator.device_state import under_load, with_routing
 from scalejax.simulator.operations.roofline import OperationTime, operation_time
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.timeline.schedule import (
@@ -82,6 +82,9 @@ class Timeline:
     """Time of all collectives, overlapped or not."""
     launches_block: bool
     """Whether the host waits for each operation before it dispatches the next."""
+    exchange_seconds: float = 0.0
+    """Part of the exposed time, of sending tokens to experts: the host waits for it too, as it
+    reads how many came before it dispatches what follows."""
     exposed_by_name: tuple[tuple[str, float], ...] = ()
     """Exposed time of each collective, by the compiler's name for it; not where timelines were
     added up."""
@@ -95,24 +98,27 @@ class Timeline:
     def device_seconds(self) -> float:
         """Time of the step if all collectives took no time."""
         alone = math.fsum((self.compute_seconds, self.memory_seconds, self.launch_seconds))
-        return alone + self._waits_for_host(alone) + self.overhead_seconds
+        return alone + self._waits_for_host(alone, 0.0) + self.overhead_seconds
 
     @property
     def host_seconds(self) -> float:
         """Time that devices wait for the host to dispatch their operations."""
-        return self._waits_for_host(self._walked_seconds)
+        return self._waits_for_host(self._walked_seconds, self.exchange_seconds)
 
     @property
     def step_seconds(self) -> float:
         """Time of the step."""
-        walked = self._walked_seconds
-        return walked + self._waits_for_host(walked) + self.overhead_seconds
+        walked, waited = self._walked_seconds, self.exchange_seconds
+        return walked + self._waits_for_host(walked, waited) + self.overhead_seconds
 
-    def _waits_for_host(self, busy_seconds: float) -> float:
-        """Time beyond `busy_seconds` until the host has dispatched all operations."""
+    def _waits_for_host(self, busy_seconds: float, waited_seconds: float) -> float:
+        """Time beyond `busy_seconds` until the host has dispatched all operations, between which
+        it waits for that long."""
         if self.launches_block:
             return self.dispatch_seconds
-        return max(0.0, self.dispatch_seconds - busy_seconds)
+        if not self.dispatch_seconds:
+            return 0.0
+        return max(0.0, self.dispatch_seconds + waited_seconds - busy_seconds)
 
     @property
     def _walked_seconds(self) -> float:
@@ -133,7 +139,7 @@ def total(runs: Sequence[tuple[Timeline, int]]) -> Timeline:
 
     Exact for operations that wait for all collectives they start. The overhead is that of one step.
     """
-    compute = memory = launch = contention = dispatch = communication = 0.0
+    compute = memory = launch = contention = dispatch = communication = exchange = 0.0
     exposed: dict[Axes, float] = {}
     for part, times in runs:
         if times:
@@ -143,6 +149,7 @@ def total(runs: Sequence[tuple[Timeline, int]]) -> Timeline:
             contention += times * part.contention_seconds
             dispatch += times * part.dispatch_seconds
             communication += times * part.communication_seconds
+            exchange += times * part.exchange_seconds
             for axes, seconds in part.exposed:
                 exposed[axes] = exposed.get(axes, 0.0) + times * seconds
     step, _ = runs[0]
@@ -155,6 +162,7 @@ def total(runs: Sequence[tuple[Timeline, int]]) -> Timeline:
         dispatch_seconds=dispatch,
         overhead_seconds=step.overhead_seconds,
         communication_seconds=communication,
+        exchange_seconds=exchange,
         launches_block=step.launches_block,
     )
 
@@ -176,6 +184,7 @@ def _timeline(
     axes: Mapping[str, Axes],
     *,
     dispatch_seconds: float,
+    exchanges: Collection[str] = (),
     scales: Scales = NOMINAL,
     **seconds: float,
 ) -> Timeline:
@@ -187,6 +196,7 @@ def _timeline(
         events: what runs on them.
         axes: mesh axes that each collective spans, by its name.
         dispatch_seconds: time in which the host dispatches all operations.
+        exchanges: names of collectives that the host waits for.
         scales: factors on the time of each class of cost.
         **seconds: the terms of all compute operations, and the time of all collectives.
     """
@@ -200,6 +210,7 @@ def _timeline(
         **seconds,
         contention_seconds=streams.contention_seconds,
         exposed_by_name=tuple(streams.exposed.items()),
+        exchange_seconds=math.fsum(streams.exposed.get(name, 0.0) for name in exchanges),
         exposed=tuple(sorted(exposed.items())),
         dispatch_seconds=dispatch_seconds * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
@@ -428,6 +439,8 @@ class WhatIf:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
         cluster = under_load(cluster, self.program)
+        if self.schedule.routes_tokens:
+            cluster = with_routing(cluster)
         times = self._chip_times(cluster.chip)
         busy, launch = times.busy_seconds, times.launch_seconds * scales.launch
         if scales is not NOMINAL:
@@ -454,6 +467,7 @@ class WhatIf:
                 schedule.dispatches,
                 zip(schedule.collectives, schedule.collective_runs, strict=True),
             ),
+            exchanges=schedule.exchanges,
             scales=scales,
             communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
             compute_seconds=float(total @ times.is_compute_bound),

@@ -158,7 +158,7 @@ class ExpertLayer:
             self._blocks_forward()
         if self.layout.expert > 1:
             narrow = gathered_bytes(self.shard)
-            write.fusion("sums.cast", wide, narrow)
+            write.narrowing("sums.cast", wide, narrow)
             write.start("sums", "reduce_scatter", narrow, (EXPERT,))
         self._start_report("loads")
 
@@ -234,7 +234,7 @@ class ExpertLayer:
             self._blocks_backward()
         narrow = gathered_bytes(self.shard)
         if self.layout.expert > 1:
-            write.fusion("tokens.gradient.cast", wide, narrow)
+            write.narrowing("tokens.gradient.cast", wide, narrow)
             write.start("tokens.gradient", "reduce_scatter", narrow, (EXPERT,))
         self._start_report("losses.gradient")
         write.scalars("weights.gradient", 2)

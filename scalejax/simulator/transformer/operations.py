@@ -71,6 +71,10 @@ class Writer:
         """Add a fusion that reads and writes the given bytes."""
         self.operations.append(_fusion(self._prefix, name, read, write))
 
+    def narrowing(self, name: str, read: int, write: int) -> None:
+        """Add a fusion that makes of the float32 that it reads the type of activations."""
+        self.operations.append(_fusion(self._prefix, name, read, write, self._dtype))
+
     def copy(self, name: str, size: int) -> None:
         """Add a fusion that reads and writes `size` bytes each, such as a slice of a stack."""
         self.operations.append(_fusion(self._prefix, name, size, size))
@@ -187,9 +191,9 @@ class Writer:
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def _fusion(prefix: str, name: str, read: int, write: int) -> Operation:
+def _fusion(prefix: str, name: str, read: int, write: int, dtype: str = _F32) -> Operation:
     return Operation(
-        name=f"{prefix}.{name}", kind="fusion", dtype=_F32, read_bytes=read, write_bytes=write
+        name=f"{prefix}.{name}", kind="fusion", dtype=dtype, read_bytes=read, write_bytes=write
     )
 
 

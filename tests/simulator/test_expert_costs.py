@@ -90,7 +90,7 @@ def test_groups_on_a_tpu_share_tiles_and_fill_its_matrix_units():
     """1,000 rows of 4 groups are 2 tiles of 512, and 3 more in which a group ends and the next
     begins. Widths of 704 fill three quarters and a bit of units of 256; operands are loaded for
     each step of 512 x 1024 x 1024."""
-    chip = replace(load_chip("tpu-v6e"), memory_bytes_per_second=1e20)
+    chip = replace(load_chip("tpu-v6e"), memory_bytes_per_second=1e18)
     fraction = chip.attainable.matmul_fraction
 
     time = grouped_product_time(grouped(4, 1000, 1024, 704), chip)
@@ -109,7 +109,7 @@ def test_sides_on_a_tpu_are_padded_to_its_matrix_units():
     attention = replace(product, kind="attention", shape=(8, 4096, 4096, 64))
 
     for name, filled in (("tpu-v6e", 1 / 4), ("tpu-v5p", 1 / 2)):
-        chip = replace(load_chip(name), memory_bytes_per_second=1e20)
+        chip = replace(load_chip(name), memory_bytes_per_second=1e18)
         attainable = chip.attainable
         least = product.flop / chip.peak("bf16")
         ramp = attainable.matmul_ramp_seconds

@@ -29,6 +29,7 @@ ROUTERS: dict[str, dict[str, JsonValue] | None] = {
     "experts, bias 0.03": biased(0.03),
     "experts, bias 0.05": biased(0.05),
     "experts, bias 0.1": biased(0.1),
+    "experts, bias by error": biased(0.03, bias_update="error"),
     "experts, weights of sum 1": biased(0.01, scaling=1.0),
     "experts, auxiliary loss": {"scores": "softmax", "scaling": 2.0},
 }
@@ -37,6 +38,7 @@ BEST = {"dense": 0.006}
 """Learning rates that were best of the grid; 0.003 of all networks with experts."""
 GRID = [(name, rate, 0) for name in ("dense", "experts") for rate in (0.003, 0.006, 0.012)]
 SEEDS = [(name, BEST.get(name, 0.003), seed) for seed in (0, 1, 2) for name in ("dense", "experts")]
+BALANCED = [("experts, bias by error", 0.003, seed) for seed in (0, 1, 2)]
 OTHERS = [(name, 0.003, 0) for name in ROUTERS if name not in ("dense", "experts")]
 """Runs: network, learning rate, seed."""
 
@@ -118,7 +120,7 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="only print and draw what was kept")
     wants_only_kept = parser.parse_args().kept
     runs: dict[tuple[str, float, int], list[Any]] = kept()
-    for run in () if wants_only_kept else dict.fromkeys([*GRID, *SEEDS, *OTHERS]):
+    for run in () if wants_only_kept else dict.fromkeys([*GRID, *SEEDS, *BALANCED, *OTHERS]):
         if STEPS not in losses_of(runs.get(run, [])):
             runs[run] = trained(*run)
             write(runs)

@@ -99,7 +99,13 @@ class RouterConfig:
     auxiliary_loss_weight: float = 0.01
     """Weight of the auxiliary loss of each layer (Fedus et al. 2021, section 2.2: 0.01)."""
     bias_update_rate: float = 0.001
-    """What the bias of an expert changes by in a step (DeepSeek-V3, section 4.2: 0.001)."""
+    """What the bias of an expert changes by in a step (DeepSeek-V3, section 4.2: 0.001); with
+    bias_update="error", for each mean load that its own is off by."""
+    bias_update: Literal["sign", "error"] = "sign"
+    """By what the bias moves in a step, times `bias_update_rate`: sign(mean load - load)
+    (DeepSeek-V3), or error, (mean load - load) / mean load, by which experts that are far off move
+    further: loads are even in the first steps too (Wang et al. 2024, arXiv 2408.15664, section
+    4.3)."""
     z_loss_weight: float = 0.0
     """Weight of the router z-loss of each layer, the mean square of the logarithm of the sum of
     exponentials of a token's logits (Zoph et al. 2022, arXiv 2202.08906, equation 5: 0.001)."""
@@ -119,6 +125,7 @@ class RouterConfig:
         for name, read_by in (
             ("auxiliary_loss_weight", "auxiliary_loss"),
             ("bias_update_rate", "bias"),
+            ("bias_update", "bias"),
         ):
             default = usual[name].default
             if self.balance != read_by and (value := getattr(self, name)) != default:

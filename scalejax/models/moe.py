@@ -154,13 +154,14 @@ def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[
     """The statistics of a network after a step, in which counting begins anew, and metrics of them.
 
     Where experts are balanced by a bias, it is moved against their loads in that step's global
-    batch: bias += bias_update_rate x sign(mean load - load).
+    batch: bias += bias_update_rate x sign(mean load - load), or, with `bias_update` "error",
+    bias_update_rate x (mean load - load) / mean load.
 
     With a window of loads its metric is of the last whole one, the largest of all layers; 0 before
     the first.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664,
-    algorithm 1.
+    algorithm 1 and section 4.3.
     """
     moe = model.moe if isinstance(model, LlamaConfig) else None
     if moe is None or not moe.counts_loads:
@@ -171,8 +172,11 @@ def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[
         load_LE = layers["load"]
         after = {**layers, "load": jnp.zeros_like(load_LE)}
         if moe.router.balance == "bias":
-            error_LE = load_LE.mean(axis=-1, keepdims=True) - load_LE
-            after["bias"] += moe.router.bias_update_rate * jnp.sign(error_LE)
+            mean_L1 = load_LE.mean(axis=-1, keepdims=True)
+            error_LE = mean_L1 - load_LE
+            is_by_sign = moe.router.bias_update == "sign"
+            move_LE = jnp.sign(error_LE) if is_by_sign else error_LE / mean_L1
+            after["bias"] += moe.router.bias_update_rate * move_LE
         if moe.load_window is not None:
             load_LE += layers["window_load"]
             is_whole_L1 = load_LE.sum(axis=-1, keepdims=True) >= moe.load_window

@@ -303,6 +303,10 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
             {**MOE, "model.moe": _experts_with(bias_update_rate=0.2)},
             r'bias_update_rate=0\.2 .*"auxiliary_loss" does not read it',
         ),
+        (
+            {**MOE, "model.moe": _experts_with(bias_update="error")},
+            r"bias_update='error' .*\"auxiliary_loss\" does not read it",
+        ),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.pipeline_schedule": "1f1b"}, r"needs layout\.pipeline above 1"),
         (

@@ -26,7 +26,7 @@ from scalejax.config.optimizer import SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.models.moe import MoeFeedForward, _Blocks, routed
+from scalejax.models.moe import MoeFeedForward, _Blocks, routed, with_counted_loads
 from scalejax.simulator.program import Loop, Operation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers import _weights
@@ -456,6 +456,23 @@ def test_a_bias_evens_the_loads():
     assert np.mean(loads[15:]) < 1.35
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)
     assert 2 < np.abs(steps).max() <= 25
+
+
+@pytest.mark.parametrize(
+    ("rule", "moves"),
+    [("sign", [-1, 1, 1, 0]), ("error", [-1, 1 / 3, 2 / 3, 0])],
+)
+def test_a_bias_moves_by_the_sign_or_by_the_size_of_what_a_load_is_off(rule, moves):
+    """Loads of 6, 2, 1 and 3 are 3 in the mean; counting begins anew."""
+    router = RouterConfig(scores="sigmoid", balance="bias", bias_update_rate=0.5, bias_update=rule)
+    model = LlamaConfig(layers=1, moe=layer(experts=4, router=router))
+    load, bias = jnp.asarray([[6.0, 2, 1, 3]]), jnp.asarray([[1.0, 1, 1, 1]])
+    state = {"blocks": {"feed_forward": {"load": load, "bias": bias}}}
+
+    after = with_counted_loads(model, state)[0]["blocks"]["feed_forward"]
+
+    assert after["bias"][0].tolist() == pytest.approx([1 + 0.5 * move for move in moves])
+    assert not after["load"].any()
 
 
 def test_matrices_of_experts_are_gathered_again_and_no_loop_over_them_is_run_again():

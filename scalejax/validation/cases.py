@@ -17,6 +17,7 @@ from scalejax.core.serialization import JsonValue, build
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import Framework, framework_named
+from scalejax.simulator.transformer.shape import ENDS
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.experts import (
     MIXTURES,
@@ -239,6 +240,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             framework=_with_ends(framework_of(row), row),
             nearest=(
                 *_nearest_layers(row),
+                *_nearest_chunks(row),
                 *_nearest_blocks(row),
                 *nearest(row, expert_axes(row, _fsdp(row))),
             ),
@@ -271,7 +273,8 @@ def _interleaving(row: LedgerRow) -> int:
     Megatron-LM of 2021 interleaved stages: "the interleaved pipeline schedule with the
     scatter/gather optimization enabled" (Narayanan et al. 2021, arXiv 2104.04473, section 5.1);
     the number is not stated: the fewest that divide the layers evenly are assumed. NVIDIA's recipes
-    of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK`.
+    of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK` or what is nearest to
+    it of what divides the layers, alone or with embedding and loss.
     """
     spread, layers = row.spread, row.model.layers or 0
     stages = spread.pipeline or 1
@@ -280,9 +283,22 @@ def _interleaving(row: LedgerRow) -> int:
     if "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES:
         of_stage = -(-layers // stages)
         return next((count for count in range(2, of_stage + 1) if of_stage % count == 0), 1)
-    if spread.pipeline_chunks is None and row.kind == "dense" and _is_nemo(row):
-        return max(1, -(-layers // (stages * _LAYERS_OF_CHUNK)))
-    return spread.pipeline_chunks or 1
+    if not _is_interleaving_open(row):
+        return spread.pipeline_chunks or 1
+    wanted = max(1.0, layers / stages / _LAYERS_OF_CHUNK)
+    fitting = [
+        count
+        for count in range(1, layers // stages + 2)
+        if any(each % (stages * count) == 0 for each in (layers, layers + ENDS))
+    ]
+    return min(fitting, key=lambda count: abs(math.log(count / wanted)), default=1)
+
+
+def _is_interleaving_open(row: LedgerRow) -> bool:
+    """Whether a pipeline of a dense network by NeMo states no interleaving."""
+    stages = row.spread.pipeline or 1
+    is_open = stages > 1 and row.spread.pipeline_chunks is None
+    return is_open and row.kind == "dense" and _is_nemo(row)
 
 
 _LAYERS_OF_CHUNK = 2
@@ -311,7 +327,7 @@ def _layers(row: LedgerRow) -> int | None:
     parts = (row.spread.pipeline or 1) * chunks
     if layers is None or chunks == 1 or layers % parts == 0:
         return layers
-    return layers + 2 if (layers + 2) % parts == 0 and _has_groups(row) else layers
+    return layers + ENDS if (layers + ENDS) % parts == 0 and _has_groups(row) else layers
 
 
 def _nearest_layers(row: LedgerRow) -> tuple[str, ...]:
@@ -326,6 +342,12 @@ def _with_ends(framework: Framework, row: LedgerRow) -> Framework:
     if _layers(row) == row.model.layers:
         return framework
     return replace(framework, layers_of_stages="with_ends")
+
+
+def _nearest_chunks(row: LedgerRow) -> tuple[str, ...]:
+    if not _is_interleaving_open(row):
+        return ()
+    return (f"{_chunks(row)} chunks a stage: its interleaving is not stated",)
 
 
 def _nearest_blocks(row: LedgerRow) -> tuple[str, ...]:

@@ -227,6 +227,10 @@ def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
     assert found({"layers": "16"}) == (2, 1, "equal")
     assert found({"layers": "16", "pipeline_chunks": "1", "zero_stage": "0"}) == (1, 0, "equal")
     assert found({"layers": "16", "framework": "nanotron", "source": "its paper"})[:2] == (1, 0)
+    odd = {"layers": "36", "device_count": "12", "data": "1", "pipeline": "12"}
+    assert found(odd | {"per_device_batch": "24", "global_batch": "24"})[0] == 1
+    assert found(odd | {"layers": "72", "per_device_batch": "24", "global_batch": "24"})[0] == 3
+    assert case(row(GPT | NEMO)).nearest[1] == "2 chunks a stage: its interleaving is not stated"
     flat = NEMO | {"data": "8", "pipeline": "", "microbatch": "", "per_device_batch": "2"}
     tried = [
         (getattr(each.config.model, "remat", ""), each.split.microbatches)

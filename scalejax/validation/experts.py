@@ -146,10 +146,13 @@ def expert_axes(row: LedgerRow, fsdp: int) -> ExpertAxes:
 
 def _expert_tensor(row: LedgerRow) -> int:
     """Devices that shard an expert: as stated, else with Megatron-LM those of the tensor axis
-    (its --expert-tensor-parallel-size), unless too few devices are left for all experts."""
+    (its --expert-tensor-parallel-size), unless too few devices are left for all experts, or it is
+    of recipes of NVIDIA's that have 1 throughout."""
     spread, tensor = row.spread, row.spread.tensor or 1
     if spread.expert_tensor is not None:
         return spread.expert_tensor
+    if _WHOLE_EXPERTS.search(f"{row.source} {row.framework}"):
+        return 1
     left = _batch_devices(row) * (spread.context or 1)
     return tensor if left % (spread.expert_parallel or 1) == 0 else 1
 
@@ -199,6 +202,10 @@ def is_spread_over_tensor(row: LedgerRow) -> bool:
     return _expert_tensor(row) == 1 and (spread.expert_parallel or 1) % tensor == 0
 
 
+_WHOLE_EXPERTS = re.compile("Megatron-MoE-ModelZoo|Megatron-Bridge")
+"""Recipes with expert_tensor_parallel_size = 1 (NVIDIA-NeMo/Megatron-Bridge,
+scripts/performance/configs/*/*_workload_base_configs.py; yanring/Megatron-MoE-ModelZoo,
+model_configs/benchmarking/*.yaml)."""
 _ON_MEGATRON_CORE = re.compile(r"Megatron-(Core|Bridge)|Megatron-LM 0\.")
 _OVERLAPPED = re.compile(r"overlap on|1f1b overlap")
 """Mark of rows whose all-to-alls are beside compute."""

@@ -15,7 +15,7 @@ from scalejax.hardware import load_dispatch
 from scalejax.simulator.collectives import find_route
 from scalejax.simulator.collectives.expert_dispatch import dispatch_seconds, expected_reach
 from scalejax.simulator.frameworks import FRAMEWORKS
-from scalejax.simulator.program import Operation, Program, RoutedTokens
+from scalejax.simulator.program import Loop, Operation, Program, RoutedTokens
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.training.setup import train_setup
 from scalejax.xla import ProfileJob
@@ -240,3 +240,18 @@ def test_kernels_of_transformer_engine_have_sinks_windows_and_routers_in_16_bits
     assert sinks["backward.router.gradient"].dtype == "f32"
     with pytest.raises(ConfigError, match=r"block\.sliding_window=128 is refused"):
         program_in_closed_form(job("xla-2026", model={"layers": 4, "block": block}))
+
+
+def test_megatron_gathers_over_fsdp_while_the_layers_beside_compute():
+    """Gathers start with each layer and are waited for at its end (--overlap-param-gather)."""
+    sharded = job(expert=1, tensor=1, fsdp=8, sequence_parallel=False)
+    program = program_in_closed_form(sharded)
+    passes = next(item for item in program.operations if isinstance(item, Loop))
+    layers = next(item for item in passes.body if isinstance(item, Loop))
+    body = [item for item in layers.body if isinstance(item, Operation)]
+    gathers = [item for item in body if item.collective and item.collective.name == "all_gather"]
+    names = {item.name for item in gathers}
+    waits = [item for item in body if item.waits_for in names]
+    assert len(gathers) == len(waits) > 1
+    assert body[: len(gathers)] == gathers
+    assert body[-len(waits) :] == waits

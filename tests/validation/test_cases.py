@@ -494,6 +494,11 @@ def test_where_experts_are_and_what_hides_their_exchange_are_words_of_the_layout
     assert (layout.expert_tensor, layout.overlap_expert_exchange) == (1, True)
     assert layout.spreads_experts
 
+    # NVIDIA's recipes have whole experts, said or not.
+    recipe = {"source": "github:yanring/Megatron-MoE-ModelZoo@e865", "experts": "32"}
+    layout = case(row(MIXTURE | TENSOR | recipe | {"expert_parallel": "16"})).runs[0].config.layout
+    assert (layout.expert, layout.expert_tensor) == (2, 1)
+
     off = {"notes": "dispatcher nccl_alltoall; MoE all-to-all overlap off; "}
     layout = case(row(MIXTURE | TENSOR | {"expert_parallel": "4"} | off)).runs[0].config.layout
     assert (layout.expert_tensor, layout.overlap_expert_exchange) == (None, False)

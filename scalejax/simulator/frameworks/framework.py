@@ -499,6 +499,13 @@ _LAYERS_OVERLAP = Property(
     ),
     transform=lambda program, *_: with_overlapped_layers(program),
 )
+_FSDP_OVERLAP = replace(
+    _LAYERS_OVERLAP,
+    source=(
+        "NVIDIA/Megatron-LM, core/distributed/fsdp: --use-megatron-fsdp with "
+        "--overlap-param-gather, --overlap-grad-reduce"
+    ),
+)
 _EXPERT_EXCHANGE = Property(
     title="nothing computes while tokens are sent to their experts, unless another microbatch does",
     source=(
@@ -556,6 +563,7 @@ def _of_megatron_core(
             _EXPERT_EXCHANGE,
             *gradients,
             _TENSOR_OVERLAP,
+            _FSDP_OVERLAP,
             _STATE_OVERLAP,
         ),
         kernels=_MEGATRON_CORE,

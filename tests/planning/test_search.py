@@ -1,6 +1,7 @@
 """Searches over strategies: all of them, none that does not fit, and the times of `predict`."""
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from scalejax.planning.search import (
     strategies,
 )
 from scalejax.planning.search import run as searched_run
+from scalejax.planning.search.parallel import collecting_seldom
 from scalejax.planning.search.run import left_out_notes, run_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.transformer import (
@@ -682,3 +684,18 @@ def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "fine_tuning.lora='given' is refused: search ranks training in full" in said
     run.write_text(RUN + "[fine_tuning.rate_factors]\nnorm = 0.1\n")
     assert shape_of(load_config(run), CLUSTER.chip).layers == 4
+
+
+def test_a_search_looks_for_garbage_seldom_and_leaves_the_process_as_it_was():
+    """A program that searches keeps its own settings, an error or not."""
+    before = gc.get_threshold()
+
+    def fail() -> None:
+        with collecting_seldom():
+            assert gc.get_threshold()[0] >= 200_000
+            raise ConfigError("one")
+
+    with pytest.raises(ConfigError):
+        fail()
+
+    assert gc.get_threshold() == before

@@ -15,7 +15,7 @@ from scalejax.core.errors import require_at_least
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
-from scalejax.planning.search.parallel import SearchSpec, candidates
+from scalejax.planning.search.parallel import SearchSpec, candidates, collecting_seldom
 from scalejax.planning.search.space import groups, left_out, strategies
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.predict import RUN_CONDITIONS
@@ -96,7 +96,7 @@ def search(
     ranked: list[Candidate] = []
     done, considered = 0, sum(map(len, every))
     on_progress(Progress(done=done, total=considered))
-    with closing(candidates(spec, parts, processes)) as answers:
+    with collecting_seldom(), closing(candidates(spec, parts, processes)) as answers:
         for part, found in zip(parts, answers, strict=True):
             ranked += found
             done += sum(map(len, part))

@@ -281,6 +281,7 @@ def test_a_file_that_says_its_rows_are_huge_is_read_in_pieces(tmp_path):
         {"name": "a\rb"},
         {"partition": "gpu\n#SBATCH --wrap=x"},
         {"options": ("account=a\nb",)},
+        {"options": ("exclusive\ntouch called",)},
     ],
 )
 def test_a_newline_in_a_name_adds_nothing_to_a_batch_script(changes):

@@ -3,6 +3,7 @@
 Imported without JAX, which is imported when it runs.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -67,6 +68,7 @@ class Search(CostCommand):
     def execute(self, overrides: Overrides) -> None:
         """Search, compile the best strategies, print the table, write the results."""
         from scalejax.planning.search.run import (
+            NOT_VARIED,
             SEARCHED_FIELDS,
             confirm_search,
             left_out_notes,
@@ -84,7 +86,8 @@ class Search(CostCommand):
         framework = framework_named(self.framework)
         cluster, site, overrides = take_conditions(self.cluster, overrides)
         for name in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
-            accepted = "search tries every value; leave it out, or ask predict for one"
+            tried = "knows the default alone" if name in NOT_VARIED else "tries every value"
+            accepted = f"search {tried}; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
@@ -99,6 +102,10 @@ class Search(CostCommand):
             is_given = given_name(run_file, overrides, table="gradient_sync") is not None
             config = load_config(run_file, {**overrides, **({} if is_given else SEARCHED_FIELDS)})
             name = given_name(run_file, overrides)
+            layout = serialization.load_toml(run_file).get("layout")
+            for each in (field.partition(".")[2] for field in NOT_VARIED):
+                if isinstance(layout, dict) and layout.get(each):
+                    print(f"note: layout.{each} is left out of the search.", file=sys.stderr)
         facts = facts_of(config, run_file, overrides, self.facts)
         costed = costed_note(name, config.model, facts)
         with progress.searching() as on_progress:

@@ -188,7 +188,8 @@ _LARGEST = {
     "per_node": 1e6,
 }
 """Larger values of a machine than any, by the unit that ends a field's name: an exabyte per second
-or of memory, a day, a terahertz, a million of anything."""
+or of memory, a hundred exaFLOP/s, a day or so, a terahertz, a gigabyte in a multiprocessor, a
+million of anything."""
 
 
 def require_physical(where: str, machine: object) -> None:

@@ -37,6 +37,17 @@ _LARGEST_RESIDUAL = 2.0
 """Of a standard deviation of logarithms: times that are off by a factor of seven."""
 
 
+def require_residual(field: str, value: float | None) -> None:
+    """Refuse a residual that is negative, not finite or absurd; None is accepted.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if value is not None and not 0 <= value <= _LARGEST_RESIDUAL:
+        accepted = f"it must be from 0 to {_LARGEST_RESIDUAL}: 0.1 is about 10 %"
+        raise ConfigError(refusal(field, value, accepted))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaArchitecture:
     """Target description of a chip for a compiler for NVIDIA GPUs."""
@@ -63,6 +74,9 @@ class CudaArchitecture:
         require_physical("cuda.", self)
         for name in ("sm_count", "clock_hz", "fpus_per_sm"):
             require_above(f"cuda.{name}", getattr(self, name), 0)
+        if not 0 <= min(self.compute_capability) <= max(self.compute_capability) < 100:
+            accepted = "both must be from 0 to 99, as (9, 0) of an H100"
+            raise ConfigError(refusal("cuda.compute_capability", self.compute_capability, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +196,9 @@ class Attainable:
                 require_at_least(name, getattr(self, name), 0)
             elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
                 require_fraction(name, getattr(self, name))
-        require_above("attention_scale", self.attention_scale, 0)
+        for name in ("attention_scale", "grouped_scale", "token_exchange_scale"):
+            require_above(name, getattr(self, name), 0)
+            require_at_most(name, getattr(self, name), 1e3)
         for tokens, head_size, fraction in self.attention_by_shape:
             require_above("attention_by_shape", min(tokens, head_size), 0)
             require_fraction("attention_by_shape", fraction)
@@ -225,10 +241,7 @@ class Residuals:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if not 0 <= value <= _LARGEST_RESIDUAL:
-                accepted = f"it must be from 0 to {_LARGEST_RESIDUAL}: 0.1 is about 10 %"
-                raise ConfigError(refusal(f"residuals.{each.name}", value, accepted))
+            require_residual(f"residuals.{each.name}", getattr(self, each.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

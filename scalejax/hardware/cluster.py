@@ -14,10 +14,11 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
+    require_at_most,
     require_fraction,
     require_physical,
 )
-from scalejax.hardware.chip import Chip
+from scalejax.hardware.chip import Chip, require_residual
 from scalejax.hardware.site import CalibratedRange
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
@@ -36,6 +37,10 @@ LaunchMode = Literal["asynchronous", "blocking", "graph"]
 """How a host launches operations: ahead of the devices; each only when the one before has ended
 (CUDA_LAUNCH_BLOCKING=1); or many at once, as a CUDA graph (XLA's command buffers, torch.cuda.graph,
 MXNET_ENABLE_CUDA_GRAPHS=1)."""
+
+
+_LARGEST_MULTIPLE = 1e3
+"""Of latencies and rates over those of the library's constants, or of the network's ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,8 @@ class Link:
         require_physical("link.", self)
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         require_fraction("link.attainable_fraction", self.attainable_fraction)
+        for name in ("own_share", "latency_fraction"):
+            require_at_most(f"link.{name}", getattr(self, name), _LARGEST_MULTIPLE)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         require_above("link.latency_fraction", self.latency_fraction, 0)
         require_at_least("link.ring_multiple", self.ring_multiple, 1)
@@ -131,6 +138,8 @@ class Network:
         require_at_least("network.ramp_seconds", self.ramp_seconds, 0)
         require_at_least("network.oversubscription", self.oversubscription, 1)
         require_at_least("network.nodes_per_switch", self.nodes_per_switch, 1)
+        require_at_most("network.nodes_per_switch", self.nodes_per_switch, 1e6)
+        require_at_most("network.oversubscription", self.oversubscription, _LARGEST_MULTIPLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +211,7 @@ class CommunicationLibrary:
         if not set(algorithms) - {"pairwise", "nvls", "sharp"}:
             accepted = "one must be able to reduce, such as a ring"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
+        require_residual("library.residual", self.residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +229,7 @@ class DispatchRates:
     takes messages from a proxy on the host, where the device does not post them itself."""
 
     def __post_init__(self) -> None:
+        require_physical("dispatch.", self)
         for name in ("base_seconds", "token_seconds", "message_seconds"):
             require_at_least(f"dispatch.{name}", getattr(self, name), 0)
         require_above("dispatch.link_bytes_per_second", self.link_bytes_per_second, 0)
@@ -251,6 +262,7 @@ class DispatchLibrary:
 
     def __post_init__(self) -> None:
         require_fraction("dispatch.network_fraction", self.network_fraction)
+        require_physical("dispatch.", self)
         require_at_least("dispatch.network_seconds", self.network_seconds, 0)
 
     def rates_on(self, chip: str) -> DispatchRates:
@@ -268,6 +280,7 @@ class SharedChip:
     """Each of them then, with its rates under load."""
 
     def __post_init__(self) -> None:
+        require_physical("shared.", self)
         require_at_least("shared.device_count", self.device_count, 2)
 
 

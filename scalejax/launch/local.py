@@ -83,9 +83,9 @@ class Launch:
 def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = None) -> int:
     """The joint exit code of the processes of `job`, once they have ended.
 
-    0 if all succeeded; 2 if their input was refused; 128 + n if signal n stopped them, after a
-    checkpoint; `LOST` if one of them was lost and `most_restarts` are used up. Signals to this
-    process are forwarded to them; the second one kills them.
+    0 if all succeeded; 2 if their input was refused; 3 if the run diverged; 128 + n if signal n
+    stopped them, after a checkpoint; `LOST` if one of them was lost and `most_restarts` are used
+    up. Signals to this process are forwarded to them; the second one kills them.
 
     Args:
         job: the processes to start.

@@ -86,7 +86,7 @@ class SlurmRun(SlurmResources):
             raise ConfigError(refusal("gpus_per_node", self.gpus_per_node, accepted))
         for name in ("folder", "name", "partition", "time", "run_marker"):
             require_one_line(name, getattr(self, name))
-        for option in self.given.values():
+        for option in self.options:
             require_one_line("slurm", option)
 
     @property

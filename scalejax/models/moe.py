@@ -175,7 +175,7 @@ def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[
             mean_L1 = load_LE.mean(axis=-1, keepdims=True)
             error_LE = mean_L1 - load_LE
             is_by_sign = moe.router.bias_update == "sign"
-            move_LE = jnp.sign(error_LE) if is_by_sign else error_LE / mean_L1
+            move_LE = jnp.sign(error_LE) if is_by_sign else error_LE / jnp.maximum(mean_L1, 1)
             after["bias"] += moe.router.bias_update_rate * move_LE
         if moe.load_window is not None:
             load_LE += layers["window_load"]

@@ -214,7 +214,7 @@ def train_together(
                 )
     else:
         _train_at_once(programs, folders, checkpoints, reporter, leave)
-    shutil.rmtree(checkpoints)  # each run has its own weights; no resume is needed
+    shutil.rmtree(checkpoints)  # runs that were completed have their weights; no resume is needed
 
 
 def _has_state(checkpoints: Path) -> bool:

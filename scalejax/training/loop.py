@@ -10,6 +10,7 @@ Every process runs this loop over its own devices; only the first writes files a
 """
 
 import json
+import shutil
 import time
 from collections.abc import Collection, Sequence
 from contextlib import closing
@@ -34,7 +35,7 @@ from scalejax.training.logger import (
     evaluation_measurement,
     train_measurement,
 )
-from scalejax.training.multihost import all_gather_text
+from scalejax.training.multihost import all_gather_text, is_first
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
@@ -395,6 +396,8 @@ class TrainingLoop:
         ending = status.ending(self._step, seconds, remarks, is_tuned=self._is_tuned)
         if ending[0] != "diverged" or self._restored_step(member) is not None:
             save_weights(logger.files.weights, self._final_weights(member, state))
+        elif is_first():  # nor those of an earlier session that was completed
+            shutil.rmtree(logger.files.weights, ignore_errors=True)
         self._change_status(member, *ending)
         self._open.remove(member)
 

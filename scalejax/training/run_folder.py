@@ -35,7 +35,7 @@ measurements.jsonl   measurements, one per line: kinds "train", "evaluation", "u
 time.jsonl           wall time of its sessions by what they did, a line for each interval that
                      ends in an evaluation or a checkpoint
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
-weights/             final parameters
+weights/             final parameters; none if the run diverged
 traces/              profiler traces, if requested (--profile)
 processes/, slurm/   output of each process, if `scalejax launch` started them
 

@@ -1,5 +1,6 @@
 """Several processes of a run are started, watched and stopped together, whatever happens to one."""
 
+import io
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from record_cases import figures
 
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
-from scalejax.launch import LOST, Launch
+from scalejax.launch import LOST, Launch, launch
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import load_intervals, load_time_account
@@ -269,6 +270,18 @@ def test_what_is_refused_is_refused_once(start, run_file, tmp_path, capfd):
     code, said = ended(start(tmp_path / "run", "--batch.global_batch", "7"), ())
     assert (code, said.count("error:")) == (2, 1), said
     assert "batch.global_batch=7" in said
+
+
+def test_a_run_that_diverged_is_not_started_again(tmp_path):
+    """Every process ends with code 3, and so does the launcher."""
+    code = "import sys; print('begun'); sys.exit(3)"
+    job = Launch(
+        command=(sys.executable, "-c", code), processes=2, folder=tmp_path, most_restarts=2
+    )
+    said = io.StringIO()
+
+    assert launch(job, out=said) == 3
+    assert said.getvalue().count("begun") == 1  # of the first process
 
 
 def test_processes_of_mpirun_train_as_one(run_file, environment, tmp_path, alone):

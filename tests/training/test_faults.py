@@ -23,7 +23,7 @@ def test_runs_outlive_a_full_disk_and_a_torn_checkpoint(tmp_path):
     time, leaves nothing behind, and changes no bit.
 
     `test_launch` kills a process and the launcher, stops one, and asks all to stop; the campaign
-    has all kinds at all moments.
+    (`experiments/faults`) has all kinds at all moments, clocks that jump among them.
     """
     kinds = ("hang launcher", "full disk", "torn")
     results = tmp_path / "results.json"

@@ -16,6 +16,7 @@ import pytest
 import scalejax.training.logger
 import scalejax.training.loop as loop_module
 from scalejax.api import train
+from scalejax.cli.main import main
 from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import CheckpointMismatch, ConfigError, DoesNotFit
@@ -331,6 +332,19 @@ def test_a_run_that_diverges_ends_and_says_so(tmp_path):
     assert not record.folder.weights.exists()  # which somebody might take for a result
     for line in lines:
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_the_command_of_a_run_that_diverges_ends_with_its_code(tmp_path):
+    """And takes the weights of an earlier session with it, which was completed."""
+    folder = run(tmp_path / "run", {"train.epochs": 1}).folder.path
+    words = ["train", str(folder / "run.toml"), "--folder", str(folder), "--resume"]
+    assert (folder / "weights").exists()
+
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--train.epochs", "6", "--schedule.base_learning_rate", "1e6"])
+
+    assert ended.value.code == 3
+    assert not (folder / "weights").exists()
 
 
 def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):

@@ -107,7 +107,7 @@ def test_maxtext_keeps_attention_and_reaches_windows_by_blocks(row):
     def attention(notes: str) -> list[int]:
         job = case(row(maxtext | {"notes": notes})).job(0)
         found = program_in_closed_form(job).walk()
-        return [item.flop for item, times in found if item.kind == "attention" for _ in (times,)]
+        return [item.flop for item, _ in found if item.kind == "attention"]
 
     again, kept = attention("{}"), attention("{'context': 'offload'}")
     whole = 2 * 4 * 16 * 8192**2 * 64  # two products of half of the scores, of all heads

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal
 
 from scalejax.core.errors import ScalejaxError
@@ -33,15 +34,24 @@ objects: a search makes no cycles, and looks at the objects that it keeps took 3
 DeepSeek-V3's on 512 devices, and take 1.0."""
 
 
+_IS_ALONE = Lock()
+"""Held by the search that has changed how often garbage is looked for."""
+
+
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Context in which garbage in cycles is seldom looked for, in this process."""
+    """Context in which garbage in cycles is seldom looked for, in this process; where it is not
+    looked for at all, or another search is under way, nothing is changed."""
     before = gc.get_threshold()
+    if before[0] == 0 or not _IS_ALONE.acquire(blocking=False):
+        yield
+        return
     gc.set_threshold(*(max(pair) for pair in zip(before, _COLLECTED_EVERY, strict=True)))
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        _IS_ALONE.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

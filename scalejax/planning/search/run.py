@@ -53,7 +53,10 @@ SEARCHED_FIELDS: dict[str, JsonValue] = {
     "layout.mode": "jit",
     "batch.microbatches": 1,
 }
-"""Fields that a search varies; their values in a file are replaced before it is checked."""
+"""Fields that a search varies, and the two of experts that it leaves alone (`NOT_VARIED`): their
+values in a file are replaced before it is checked."""
+NOT_VARIED = "layout.expert_tensor", "layout.overlap_expert_exchange"
+"""Fields of frameworks' experts, of which a search knows the default alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

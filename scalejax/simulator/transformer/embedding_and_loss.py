@@ -544,11 +544,11 @@ def _start_gather(write: Writer, end: Update) -> None:
             write.fusion(f"{name}.cast", own * _F32_BYTES, own * used_bytes)
     experts = sum(count for name, count in counts.items() if is_of_experts(name))
     rest = (sum(counts.values()) - experts) * used_bytes
-    for name, payload, axes in (
-        ("gather", rest, (DATA, EXPERT, CONTEXT)),
-        ("gather.experts", experts * used_bytes, (DATA, CONTEXT)),
+    for name, payload, axes, buffers in (
+        ("gather", rest, (DATA, EXPERT, CONTEXT), 16),
+        ("gather.experts", experts * used_bytes, (DATA, CONTEXT), 2),
     ):
-        buffers, layout = (16 if payload == rest else 2), stage_layout(end.layout)
+        layout = stage_layout(end.layout)
         write.start(name, "all_gather", payload, axes, buffers=buffers, layout=layout)
 
 

@@ -119,7 +119,7 @@ CONSTANTS = {
 EXPERT_CONSTANTS = {
     "grouped_share": Constant(typical=0.9, deviation=0.3, least=0.2, most=1.3, chip_deviation=0.1),
     "token_exchange_share": Constant(
-        typical=1.0, deviation=0.5, least=0.1, most=4.0, chip_deviation=0.2
+        typical=1.0, deviation=0.5, least=0.1, most=2.5, chip_deviation=0.2
     ),
     "routed_dispatch_seconds": Constant(
         typical=20e-6, deviation=1.5, least=1e-7, most=400e-6, chip_deviation=0.5
@@ -459,12 +459,15 @@ def table(name: str, settings: Sequence[Setting], found: Fitted, turns: Sequence
     """The framework's part of `software.toml`; deviations are of what was left out, if it was."""
     inside = [math.log(seconds(s, found.rates(s.chip)) / s.seconds) for s in settings]
     own = [turn for turn in turns if turn["framework"] == name]
-    families_out = [logs for turn in own if (logs := _dense(turn)) and turn["kind"] == "family"]
-    chips_out = [logs for turn in own if (logs := _dense(turn)) and turn["kind"] == "chip"]
     are_experts = [s.case.row.kind == "expert" for s in settings]
+    logs_of = _log_errors if all(are_experts) else _dense
+    families_out = [logs for turn in own if turn["kind"] == "family" and (logs := logs_of(turn))]
+    chips_out = [logs for turn in own if turn["kind"] == "chip" and (logs := logs_of(turn))]
     mixed = any(are_experts) and not all(are_experts)
     dense = [log for log, is_expert in zip(inside, are_experts, strict=True) if not is_expert]
     # The median of families: one that nothing else is like would widen the band of all others.
+    # Of one family alone it is that of the rows fitted; what chips are off by when left out is in
+    # the band of other chips.
     within = float(np.median([deviation(logs) for logs in families_out or [dense or inside]]))
     beyond = CHIP_DEVIATION
     if chips_out:
@@ -481,9 +484,7 @@ def table(name: str, settings: Sequence[Setting], found: Fitted, turns: Sequence
     lines += [f"{key} = {float(f'{getattr(found.pooled, key):.4g}')!r}" for key in free]
     lines += [f"residual = {within:.3f}", f"chip_residual = {beyond:.3f}"]
     if mixed:
-        left = [log for turn in turns if turn["framework"] == name and turn["kind"] == "family"
-                for log, kind in zip(turn["log_errors"], turn["kinds"], strict=True)
-                if kind == "expert"]  # fmt: skip
+        left = _of_experts(own, "family")
         experts = [log for log, is_expert in zip(inside, are_experts, strict=True) if is_expert]
         lines.append(f"expert_residual = {deviation(left or experts):.3f}")
     lines += [
@@ -538,6 +539,22 @@ def unknown_table(rates: Rates, turns: Sequence[dict]) -> str:
     source += "frameworks that were left out as a whole"
     lines += ['["unknown".sources]', f'rates = "{source}"']
     return "\n".join(lines) + "\n"
+
+
+def _of_experts(turns: Sequence[dict], kind: str) -> list[float]:
+    """Log errors of networks with experts in turns of a kind."""
+    return [
+        log
+        for turn in turns
+        if turn["kind"] == kind
+        for log, each in zip(turn["log_errors"], turn["kinds"], strict=True)
+        if each == "expert"
+    ]
+
+
+def _log_errors(turn: dict) -> list[float]:
+    """Log errors of a turn."""
+    return turn["log_errors"]
 
 
 def _dense(turn: dict) -> list[float]:

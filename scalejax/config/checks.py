@@ -178,6 +178,8 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
             )
             raise ConfigError(refusal("batch.microbatches", count, accepted))
     if chunks > 1:
+        if layout.pipeline_counts_ends:
+            layers, field = layers + layout.pipeline_ends, f"{field}+2"
         require_multiple(field, layers, stages * chunks, "layout.pipeline*chunks")
         require_multiple("batch.microbatches", batch.microbatches, stages, "layout.pipeline")
 

@@ -81,6 +81,10 @@ class LayoutConfig:
     pipeline_chunks: int = 1
     """Model chunks per pipeline stage, with those of the other stages between them (interleaved
     schedule; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    pipeline_counts_ends: bool = False
+    """Whether stages share embedding and loss as if each were a layer (Megatron-LM's
+    --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split), so that 126
+    layers are dealt like 128: costed, not trained."""
     pipeline_schedule: PipelineSchedule = "gpipe"
     """Order of the microbatches in a pipeline: "gpipe", all forward and then all backward; "1f1b",
     alternating, which holds the activations of as many as there are stages (Narayanan et al. 2021,
@@ -131,6 +135,9 @@ class LayoutConfig:
         if self.pipeline == 1 and self.pipeline_chunks > 1:
             accepted = "it needs layout.pipeline above 1"
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
+        if self.pipeline == 1 and self.pipeline_counts_ends:
+            accepted = "it needs layout.pipeline above 1"
+            raise ConfigError(refusal("layout.pipeline_counts_ends", True, accepted))
         if self.context == 1 and self.context_strategy != "all_gather":
             accepted = "it needs layout.context above 1, between whose devices tokens are split"
             raise ConfigError(refusal("layout.context_strategy", self.context_strategy, accepted))
@@ -167,6 +174,11 @@ class LayoutConfig:
         if self.tensor == 1 and self.sequence_parallel:
             accepted = "it needs layout.tensor above 1, between whose devices tokens are split"
             raise ConfigError(refusal("layout.sequence_parallel", True, accepted))
+
+    @property
+    def pipeline_ends(self) -> int:
+        """Layers as which embedding and loss count together in a pipeline."""
+        return 2 if self.pipeline_counts_ends else 0
 
     @property
     def spreads_experts(self) -> bool:

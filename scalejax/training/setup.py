@@ -125,6 +125,7 @@ def _require_trained(config: RunConfig) -> None:
     for name, is_asked in (
         ("expert_tensor", config.layout.spreads_experts),
         ("overlap_expert_exchange", config.layout.overlap_expert_exchange),
+        ("pipeline_counts_ends", config.layout.pipeline_counts_ends),
     ):
         if is_asked:
             accepted = (

@@ -237,7 +237,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             row=row,
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
-            framework=_with_ends(framework_of(row), row),
+            framework=framework_of(row),
             nearest=(
                 *_nearest_layers(row),
                 *_nearest_chunks(row),
@@ -323,25 +323,28 @@ def _layers(row: LedgerRow) -> int | None:
     """Layers of the run: two more than the network's where it is dealt to chunks with embedding and
     loss as layers (Megatron-LM's account_for_embedding_in_pipeline_split), which is as near as
     equal chunks come."""
-    layers, chunks = row.model.layers, _interleaving(row)
-    parts = (row.spread.pipeline or 1) * chunks
-    if layers is None or chunks == 1 or layers % parts == 0:
-        return layers
-    return layers + ENDS if (layers + ENDS) % parts == 0 and _has_groups(row) else layers
+    layers = row.model.layers
+    return layers + ENDS if layers is not None and _counts_ends(row) else layers
+
+
+def _deals_ends(row: LedgerRow) -> bool:
+    """Whether its framework has a word for that: those with a closed form of their own."""
+    return _counts_ends(row) and _chunks(row) > 1 and framework_of(row).kernels is not None
 
 
 def _nearest_layers(row: LedgerRow) -> tuple[str, ...]:
-    if (layers := _layers(row)) == row.model.layers:
+    if (layers := _layers(row)) == row.model.layers or _deals_ends(row):
         return ()
     return (f"{row.model.layers} layers, embedding and loss in equal chunks by {layers} layers",)
 
 
-def _with_ends(framework: Framework, row: LedgerRow) -> Framework:
-    """`framework`, whose stages count embedding and loss of `row` as layers if so many were added
-    to those of its network."""
-    if _layers(row) == row.model.layers:
-        return framework
-    return replace(framework, layers_of_stages="with_ends")
+def _counts_ends(row: LedgerRow) -> bool:
+    """Whether stages count embedding and loss as layers."""
+    layers, chunks = row.model.layers, _interleaving(row)
+    parts = (row.spread.pipeline or 1) * chunks
+    if layers is None or chunks == 1 or layers % parts == 0:
+        return False
+    return (layers + ENDS) % parts == 0 and _has_groups(row)
 
 
 def _nearest_chunks(row: LedgerRow) -> tuple[str, ...]:
@@ -509,6 +512,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "context_strategy": _context_strategy(row),
                 "pipeline": stages,
                 "pipeline_chunks": _chunks(row),
+                "pipeline_counts_ends": _deals_ends(row),
                 # Without a tensor axis there is none, whatever the row states.
                 "sequence_parallel": _is_sequence_parallel(row) and tensor > 1,
                 "zero_stage": _zero_stage(row, axes.expert),
@@ -669,7 +673,7 @@ def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
     return {
         **sizes,
         "name": name,
-        "layers": _layers(row),
+        "layers": model.layers if _deals_ends(row) else _layers(row),
         "hidden": model.hidden,
         "heads": model.heads,
         "remat": remat,

@@ -95,9 +95,13 @@ def shape_of(
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     if isinstance(model, LlamaConfig):
-        if not is_own:
-            _require_known_block(model.block)
-        elif config.layout.context > 1 and model.block.sliding_window is not None:
+        known = model.block
+        if is_own:  # as wide, and computed in as many passes, whatever these are
+            usual = BlockConfig()
+            known = replace(known, **{name: getattr(usual, name) for name in _OF_OWN_KERNELS})
+            known = replace(known, activation="silu") if known.activation == "gelu" else known
+        _require_known_block(known)
+        if is_own and config.layout.context > 1 and model.block.sliding_window is not None:
             accepted = "the closed form knows windows without a context axis; use scalejax predict"
             raise ConfigError(
                 refusal("model.block.sliding_window", model.block.sliding_window, accepted)
@@ -107,6 +111,9 @@ def shape_of(
             raise ConfigError(refusal("model.mtp.loss_weight", model.mtp.loss_weight, accepted))
         if model.scaled_embeddings and not is_own:
             raise ConfigError(refusal("model.scaled_embeddings", True, accepted))
+    if config.layout.pipeline_counts_ends and kernels is None:
+        accepted = "it is known of Megatron-Core's frameworks: --framework megatron-core-2026"
+        raise ConfigError(refusal("layout.pipeline_counts_ends", True, accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
     capability = chip.cuda and chip.cuda.compute_capability
@@ -138,6 +145,7 @@ def shape_of(
         latent=model.mla if isinstance(model, LlamaConfig) else None,
         experts=moe,
         adapters=adapters,
+        layers_of_stages="with_ends" if config.layout.pipeline_counts_ends else "equal",
         compiler=compiler,
     )
 
@@ -160,6 +168,13 @@ def _scores_share(model: DecoderConfig, tokens: int, kernels: Kernels | None) ->
 
 _OF_NEMOTRON = {"activation": "squared_relu", "is_gated": False, "norm": "layer"}
 """What a block of Nemotron-4 has in place of Llama's, together."""
+
+
+_OF_OWN_KERNELS = (
+    *("qkv_bias", "sliding_window", "global_every", "local_rope_theta", "attention_sinks"),
+    "post_norms",
+)
+"""Fields of blocks that frameworks with attention by blocks of their own have besides."""
 
 
 def _require_known_block(block: BlockConfig) -> None:

@@ -49,14 +49,19 @@ SEARCHED_FIELDS: dict[str, JsonValue] = {
     "layout.sequence_parallel": False,
     "layout.expert_tensor": None,
     "layout.overlap_expert_exchange": False,
+    "layout.pipeline_counts_ends": False,
     "layout.zero_stage": 0,
     "layout.mode": "jit",
     "batch.microbatches": 1,
 }
-"""Fields that a search varies, and the two of experts that it leaves alone (`NOT_VARIED`): their
+"""Fields that a search varies, and those that it leaves alone (`NOT_VARIED`): their
 values in a file are replaced before it is checked."""
-NOT_VARIED = "layout.expert_tensor", "layout.overlap_expert_exchange"
-"""Fields of frameworks' experts, of which a search knows the default alone."""
+NOT_VARIED = (
+    "layout.expert_tensor",
+    "layout.overlap_expert_exchange",
+    "layout.pipeline_counts_ends",
+)
+"""Fields of other frameworks' steps, of which a search knows the default alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

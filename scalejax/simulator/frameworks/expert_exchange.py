@@ -176,10 +176,11 @@ def _of_fewer_tokens(item: Operation, tensor: int) -> Operation:
     if not _OF_TOKENS.fullmatch(_plain(item.name)):
         return item
     shape = item.shape
-    if item.kind == "matmul":  # the router's, whose rows are tokens, or sums over them
+    if item.kind == "matmul":  # the router's: rows are tokens, which its own gradient sums over
         batch, m, n, k = shape
-        rows = max(m, n, k)
-        shape = (batch, *(ceil(side / tensor) if side == rows else side for side in (m, n, k)))
+        is_summed = _plain(item.name).endswith("router.gradient")
+        m, k = (m, ceil(k / tensor)) if is_summed else (ceil(m / tensor), k)
+        shape = (batch, m, n, k)
     return replace(
         item,
         shape=shape,

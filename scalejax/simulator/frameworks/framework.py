@@ -53,7 +53,7 @@ from scalejax.simulator.frameworks.overlap import (
 )
 from scalejax.simulator.frameworks.software import Software, software_by_name
 from scalejax.simulator.program import Loop, Operation, Program
-from scalejax.simulator.transformer.shape import ENDS, TransformerShape
+from scalejax.simulator.transformer.shape import TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
 _KERNELS = "a tensor for each layer: no slices of stacks, buffers to clear or casts of matrices"
@@ -112,8 +112,8 @@ class Framework:
     closed_form: tuple[Literal["stages_apart", "sums_gradients_once", "flat_state"], ...] = ()
     """What the closed form of its step does otherwise than XLA's, by fields of `TransformerShape`;
     of compiled steps, of which it is not known, these are left out."""
-    layers_of_stages: Literal["equal", "by_weight", "with_ends"] = "equal"
-    """How its pipelines share the layers; `with_ends`, two of those of the run are the ends."""
+    layers_of_stages: Literal["equal", "by_weight"] = "equal"
+    """How its pipelines share the layers, unless the run says that they count the ends."""
     memory: EagerMemory | None = None
     """What it holds in memory, and its allocator reserves; None where that is what the compiled
     step holds, or not known."""
@@ -208,13 +208,8 @@ class Framework:
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
         """The network of `shape`, whose step is in closed form as this framework's."""
-        ends = ENDS if self.layers_of_stages == "with_ends" else 0
-        return replace(
-            shape,
-            layers=shape.layers - ends,
-            layers_of_stages=self.layers_of_stages,
-            **dict.fromkeys(self.closed_form, True),
-        )
+        dealt = {} if self.layers_of_stages == "equal" else {"layers_of_stages": "by_weight"}
+        return replace(shape, **dealt, **dict.fromkeys(self.closed_form, True))
 
     def with_memory(self, program: Program, run: ResolvedRun) -> Program:
         """`program` of `run` with the memory that this framework holds, where it is known; after
@@ -283,8 +278,11 @@ def _grouped_experts(
     if factor is not None:
         # Padded to the mean load, experts take as long as with even loads.
         is_even = factor == 1 and not has_matrices_once
-        if program.backend != "closed_form" or not (has_matrices_once or is_even):
+        if program.backend != "closed_form":
             return program
+        if not (has_matrices_once or is_even):
+            accepted = "this framework's experts are costed dropless, or padded to the mean load, 1"
+            raise ConfigError(refusal("model.moe.capacity_factor", factor, accepted))
         sample = run.dataset.input_shape[0]
         if not is_even:
             capacity = Capacity(factor, run.split.microbatch, sample, model.hidden)

@@ -124,7 +124,7 @@ def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]
     if model.compute_dtype == "float32" or layout.fsdp > 1:
         return
     tensor, stages, moe = layout.tensor, layout.pipeline, _experts(model)
-    kinds = _layers_of_stages(held, model, run.dataset.classes, stages)
+    kinds = _layers_of_stages(held, run, model)
     tokens = run.split.microbatch * run.dataset.input_shape[0] // layout.context
     vocabulary = run.dataset.classes // tensor
     for stage, layers in enumerate(kinds):
@@ -273,13 +273,15 @@ def _in_flight(run: ResolvedRun, stage: int) -> float:
     return min(warmup + 1, microbatches * chunks) / chunks
 
 
-def _layers_of_stages(
-    held: EagerMemory, model: DecoderConfig, vocabulary: int, stages: int
-) -> tuple[int, ...]:
+def _layers_of_stages(held: EagerMemory, run: ResolvedRun, model: DecoderConfig) -> tuple[int, ...]:
+    stages, layout = run.layout.pipeline, run.config.layout
+    if layout.pipeline_counts_ends:
+        first, *others, last = stage_layers(model.layers + layout.pipeline_ends, stages)
+        return (first - 1, *others, last - 1)
     if not held.balances_output or stages == 1:
         return stage_layers(model.layers, stages)
     layer = sum(_dense_matrices(model).values())
-    return balanced_layers(model.layers, stages, layer, vocabulary * model.hidden)
+    return balanced_layers(model.layers, stages, layer, run.dataset.classes * model.hidden)
 
 
 NANOTRON = EagerMemory(

@@ -88,6 +88,7 @@ class SlurmRun(SlurmResources):
             require_one_line(name, getattr(self, name))
         for option in self.options:
             require_one_line("slurm", option)
+        _ = self.given
 
     @property
     def given(self) -> dict[str, str]:

@@ -528,7 +528,8 @@ def routed_run(**moe: JsonValue) -> ResolvedRun:
 
 def test_frameworks_with_grouped_kernels_group_what_the_compiled_step_loops_over():
     """By the words of the run: 4 samples of 24 tokens in a microbatch. XLA's step stays as it is,
-    and a capacity is computed by batched products and all-to-alls already."""
+    and compiled with a capacity it has batched products and all-to-alls already; the closed form
+    knows none but that of the mean load."""
     run, program = routed_run(), step_in_blocks()
     tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
 
@@ -538,7 +539,11 @@ def test_frameworks_with_grouped_kernels_group_what_the_compiled_step_loops_over
         assert FRAMEWORKS[name].applied(program, run).operations == by_hand.operations
     assert FRAMEWORKS["xla-2026"].applied(program, run) == program
     capped = routed_run(capacity_factor=1.25)
-    assert FRAMEWORKS["torchtitan-2025"].applied(program, capped).operations == program.operations
+    compiled = replace(program, backend="cuda")
+    assert FRAMEWORKS["torchtitan-2025"].applied(compiled, capped).operations == program.operations
+    in_closed_form = replace(program, backend="closed_form")
+    with pytest.raises(ConfigError, match=r"^model\.moe\.capacity_factor=1\.25 is refused"):
+        FRAMEWORKS["torchtitan-2025"].applied(in_closed_form, capped)
     limited = routed_tokens(routed_run(router={"groups": 4, "groups_per_token": 2}))
     assert limited == replace(tokens, most_nodes=2)
 

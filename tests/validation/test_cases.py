@@ -230,7 +230,7 @@ def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
     odd = {"layers": "36", "device_count": "12", "data": "1", "pipeline": "12"}
     assert found(odd | {"per_device_batch": "24", "global_batch": "24"})[0] == 1
     assert found(odd | {"layers": "72", "per_device_batch": "24", "global_batch": "24"})[0] == 3
-    assert case(row(GPT | NEMO)).nearest[1] == "2 chunks a stage: its interleaving is not stated"
+    assert case(row(GPT | NEMO)).nearest[0] == "2 chunks a stage: its interleaving is not stated"
     flat = NEMO | {"data": "8", "pipeline": "", "microbatch": "", "per_device_batch": "2"}
     tried = [
         (getattr(each.config.model, "remat", ""), each.split.microbatches)

@@ -163,7 +163,8 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     is_gathered = strategy.zero_stage > 0
     # The last stage looks nothing up; of tied embeddings it needs the table.
     is_last_alone = stages > 1 and slowest.has_logits and not shape.has_tied_embeddings
-    own = accumulated // layout.data if is_scattered else accumulated
+    shards = end.parts if is_scattered else dict.fromkeys(end.counts, 1)
+    own = sum(count // shards[name] for name, count in end.counts.items())
     before = Part(zeros, (shape, own)) if accumulated else Part()
     if stages > 1:
         in_flight = PipelineTicks("1f1b", stages, microbatches, 1).in_flight

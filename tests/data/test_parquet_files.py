@@ -130,7 +130,7 @@ def test_files_are_read_from_a_server(folder):
 class _Quiet(SimpleHTTPRequestHandler):
     """Writes no log."""
 
-    def log_message(self, *args):
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 

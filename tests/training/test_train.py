@@ -336,12 +336,14 @@ def test_a_run_that_diverges_ends_and_says_so(tmp_path):
 
 def test_the_command_of_a_run_that_diverges_ends_with_its_code(tmp_path):
     """And takes the weights of an earlier session with it, which was completed."""
-    folder = run(tmp_path / "run", {"train.epochs": 1}).folder.path
+    rises = {"decay": "step", "decay_epochs": [1.5], "decay_factor": 9e8}
+    schedule = {"base_learning_rate": 1e-3, **rises}
+    folder = run(tmp_path / "run", {"train.epochs": 1, "schedule": schedule}).folder.path
     words = ["train", str(folder / "run.toml"), "--folder", str(folder), "--resume"]
     assert (folder / "weights").exists()
 
     with pytest.raises(SystemExit) as ended:
-        main([*words, "--train.epochs", "6", "--schedule.base_learning_rate", "1e6"])
+        main([*words, "--train.epochs", "6"])
 
     assert ended.value.code == 3
     assert not (folder / "weights").exists()

@@ -298,7 +298,7 @@ def test_three_million_rows_are_shuffled_in_bounded_memory(table, tmp_path):
     assert late - last_rows <= found["ones"] <= late
     # of 72 MB that the columns take; a row group takes twice its size while it is read
     assert found["arrow_bytes"] <= memory_bytes + 2 * 272_730 * 24
-    # and beside it the order, and what allocators hold on to: 31 to 85 MB, seen in seven runs
+    # and beside it the order, and what allocators hold on to, which differs from run to run
     assert found["grown_bytes"] <= memory_bytes + 8 * 3_000_000 + 96 * 2**20
     # it starts after two thirds, and would take as much of the time to read up to there
     assert found["resume_cpu_seconds"] < 0.5 * found["epoch_cpu_seconds"]

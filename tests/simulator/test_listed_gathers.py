@@ -6,7 +6,7 @@ import pytest
 from hardware_cases import CHIP, cluster_of
 from program_cases import gather, matmul, program_of, wait
 
-from scalejax.simulator.frameworks.listed_gathers import with_listed_gathers
+from scalejax.simulator.frameworks.overlap import with_listed_gathers
 from scalejax.simulator.program import Loop
 from scalejax.simulator.timeline.timeline import timeline
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import ceil
 
 from scalejax.config.parallelism import TENSOR
+from scalejax.simulator.frameworks.overlap import sent_beside
 from scalejax.simulator.program import (
     Collective,
     DeviceGroup,
@@ -215,23 +216,13 @@ def _of_whole_experts(item: Operation, tensor: int) -> tuple[int, ...]:
 def _beside(item: Operation | Loop) -> Operation | Loop:
     if not isinstance(item, Loop) or item.name.endswith(BUBBLE):
         return item
-    sent = [
-        replace(each, collective=replace(each.collective, is_async=True))
-        for each in item.body
-        if isinstance(each, Operation) and each.collective and _sends_tokens(each.collective)
-    ]
-    names = {each.name for each in sent}
-    rest = [
-        _beside(each)
-        for each in item.body
-        if isinstance(each, Loop) or (each.name not in names and each.waits_for not in names)
-    ]
-    return replace(item, body=(*sent, *rest, *map(_wait_for, sent)))
+    inside = replace(item, body=tuple(map(_beside, item.body)))
+    return sent_beside(inside, _sends_each_token)
+
+
+def _sends_each_token(item: Operation) -> bool:
+    return item.collective is not None and _sends_tokens(item.collective)
 
 
 def _sends_tokens(collective: Collective) -> bool:
     return collective.tokens is not None and collective.name == "all_to_all"
-
-
-def _wait_for(item: Operation) -> Operation:
-    return Operation(name=f"{item.name}.done", kind="wait", dtype=item.dtype, waits_for=item.name)

@@ -36,7 +36,6 @@ from scalejax.simulator.frameworks.expert_exchange import (
 from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
-from scalejax.simulator.frameworks.listed_gathers import with_listed_gathers
 from scalejax.simulator.frameworks.megatron import (
     with_attention_dropout,
     with_full_recompute,
@@ -46,6 +45,7 @@ from scalejax.simulator.frameworks.megatron import (
 from scalejax.simulator.frameworks.memory import MEGATRON_CORE, NANOTRON, EagerMemory, memory_use
 from scalejax.simulator.frameworks.one_device import through_one_device
 from scalejax.simulator.frameworks.overlap import (
+    with_listed_gathers,
     with_overlapped_layers,
     with_overlapped_state,
     with_overlapped_tensor,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE
 from scalejax.config.run import ResolvedRun
+from scalejax.simulator.frameworks.overlap import sent_beside
 from scalejax.simulator.program import Loop, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import BUBBLE
 
@@ -311,13 +312,4 @@ def _sending_beside(item: Operation | Loop) -> Operation | Loop:
     """A loop over microbatches in which stages send while they compute; bubbles are unchanged."""
     if not isinstance(item, Loop) or item.name.endswith(BUBBLE):
         return item
-    sends = [
-        replace(each, collective=replace(each.collective, is_async=True))
-        for each in item.body
-        if isinstance(each, Operation) and each.collective and _SENDS.match(each.name)
-    ]
-    if not sends:
-        return item
-    names = {each.name for each in sends}
-    rest = [each for each in item.body if each.name not in names]
-    return replace(item, body=(*sends, *rest, *map(_wait_for, sends)))
+    return sent_beside(item, lambda each: _SENDS.match(each.name) is not None)

@@ -16,13 +16,12 @@ from tyro.conf import FlagCreatePairsOff
 from scalejax.cli.command import Overrides, RunFileCommand, flag
 from scalejax.config.run import load_config
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, ExitCode, refusal
 from scalejax.core.process_group import GO_ON
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
 from scalejax.launch.kubernetes import JobSetRun, manifest
-from scalejax.launch.local import LOST
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.training.record import RunFolder
 
@@ -167,7 +166,7 @@ class LaunchRun(RunFileCommand):
         )
         print(f"starting {-self.np} process{'es' if self.np < -1 else ''} ...", file=sys.stderr)
         code = launch(job)
-        if code == LOST and run.holds_run:
+        if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
             print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
         raise SystemExit(code)
 

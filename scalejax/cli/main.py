@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, TextIO
 
-_REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
-"""Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
+_INTERRUPTED, _PIPE_CLOSED = 130, 141
+"""Exit codes, by the shell's custom: 128 + the number of the signal."""
 
 try:
     import tyro
@@ -28,7 +28,14 @@ try:
     from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
     from scalejax.core.environment import avoid_absent_accelerator, set_required_flags
-    from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
+    from scalejax.core.errors import (
+        ConfigError,
+        ExitCode,
+        ScalejaxError,
+        nearest_name,
+        refusal,
+        unknown_name,
+    )
     from scalejax.core.serialization import parse_value
 except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
     print("interrupted", file=sys.stderr)
@@ -42,7 +49,7 @@ _FIELDS_WITHOUT_DOT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 when the input is refused.
+    """Run one command; returns the exit code: 0, or that of the error.
 
     Args:
         arguments: what was typed after `scalejax`; if None, that of this process.
@@ -60,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ScalejaxError as error:
         for line in str(error).splitlines():
             print(_wrapped(f"error: {line}"), file=sys.stderr)
-        return _REFUSED
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -148,7 +155,7 @@ def _command_name(arguments: list[str]) -> str:
             return name
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_help()
-        raise SystemExit(0 if arguments else _REFUSED)
+        raise SystemExit(0 if arguments else ExitCode.REFUSED)
     if arguments[0] == "--version":
         print(f"scalejax {__version__}")
         raise SystemExit(0)

@@ -17,7 +17,7 @@ from scalejax.config.checks import require_listable_steps
 from scalejax.config.run import ResolvedRun, load_config, resolve
 from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform, limit_arenas
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
 from scalejax.training.record import RunFolder, facts_of
@@ -33,7 +33,8 @@ class Train(RunFileCommand):
     within 5 s before training.
 
     Exit codes: 0 when the run is completed, 2 when its input is refused, 3 when it diverged (no
-    weights are kept), 75 or 76 when a process is lost, 128 + n after signal n.
+    weights are kept), 4 when what is stored is damaged, 5 when a process is lost, 75 when the
+    network or a store fails, 128 + n after signal n. After 4, 5 and 75, start it again.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None
@@ -74,7 +75,7 @@ class Train(RunFileCommand):
                 print(f"traces are in {folder / 'traces'}, by their first step")
             print(f"scalejax report {folder} draws its curves.")
         if record.status == "diverged":
-            raise SystemExit(process_group.DIVERGED)
+            raise SystemExit(ExitCode.DIVERGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

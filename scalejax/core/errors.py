@@ -4,7 +4,9 @@
     ├── ConfigError (ValueError)   a field, flag or argument has an invalid value
     ├── UnknownHardware            no chip or cluster of that name in the catalogue
     ├── DoesNotFit                 the program needs more memory or devices than there are
-    ├── CheckpointMismatch         a checkpoint is damaged, or is of another run
+    ├── CheckpointMismatch         a checkpoint is of another run
+    ├── Damaged                    stored data or a checkpoint is damaged; it exits 4
+    ├── Unavailable                the network or a store does not answer; it exits 75
     └── ProfileError               the compiler refused the step for the target
 
 Knows nothing of what is being refused: callers give the field, the value and what is accepted.
@@ -12,13 +14,38 @@ Knows nothing of what is being refused: callers give the field, the value and wh
 
 import dataclasses
 import difflib
+import enum
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 _QUOTED_CHARACTERS = 400
 """Longest quotation of a refused value."""
+
+
+class ExitCode(enum.IntEnum):
+    """How a process or a group of processes ends, by which launchers start it again or do not.
+
+    Besides these: 1 after an error that nobody foresaw, 128 + n after signal n.
+    """
+
+    COMPLETED = 0
+    REFUSED = 2
+    """Input was refused, and would be again."""
+    DIVERGED = 3
+    """All processes of a run whose loss is no longer finite: again would change nothing."""
+    DAMAGED = 4
+    """What is stored is damaged: again, from what was stored before it."""
+    LOST = 5
+    """A process or node is lost: again, with those that are left."""
+    TRANSIENT = 75
+    """The network, a store or the scheduler failed: again. EX_TEMPFAIL of <sysexits.h>."""
+
+
+FINAL_CODES = (ExitCode.COMPLETED, ExitCode.REFUSED, ExitCode.DIVERGED)
+"""Those after which nothing is started again: the end would be the same."""
 
 
 class ScalejaxError(Exception):
@@ -32,6 +59,9 @@ class ScalejaxError(Exception):
         ...     print(type(error).__name__)
         UnknownHardware
     """
+
+    exit_code: ClassVar[ExitCode] = ExitCode.REFUSED
+    """What a command ends with that raises it."""
 
 
 class ConfigError(ScalejaxError, ValueError):
@@ -65,7 +95,19 @@ class DoesNotFit(ScalejaxError):
 
 
 class CheckpointMismatch(ScalejaxError):
-    """A checkpoint is damaged, or was written by a run of another shape."""
+    """A checkpoint was written by a run of another shape."""
+
+
+class Damaged(ScalejaxError):
+    """Stored data, a record or a checkpoint is not what was written."""
+
+    exit_code = ExitCode.DAMAGED
+
+
+class Unavailable(ScalejaxError):
+    """The network or a store does not answer, or not in time: to be tried again."""
+
+    exit_code = ExitCode.TRANSIENT
 
 
 class ProfileError(ScalejaxError):

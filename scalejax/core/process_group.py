@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from scalejax.core.environment import end_with_caller, handling
-from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, ExitCode, ScalejaxError, refusal
 
 COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_COORDINATOR",
@@ -33,12 +33,6 @@ LAUNCHER = "SCALEJAX_LAUNCHER"
 REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
 """Variable: the file that a process creates if its input is refused after it joined the group."""
 
-REFUSED = 2
-"""Exit code of a process whose input was refused."""
-DIVERGED = 3
-"""Exit code of every process of a run that diverged: to start it again would change nothing."""
-LOST_PEER = 76
-"""Exit code of a process that could not reach another: EX_PROTOCOL of <sysexits.h>."""
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_SECONDS = 300
 """Timeout for all processes to join the group; JAX's own default."""
@@ -159,8 +153,8 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
             if isinstance(error, SystemExit):
                 code = error.code if isinstance(error.code, int) else 1
             else:
-                code = REFUSED if isinstance(error, ScalejaxError) else 1
-            if isinstance(error, ScalejaxError):
+                code = error.exit_code if isinstance(error, ScalejaxError) else 1
+            if code == ExitCode.REFUSED:
                 _leave_marker()
             timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (code,))
             timer.daemon = True
@@ -173,7 +167,7 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(LOST_PEER)
+        os._exit(ExitCode.LOST)
 
 
 def _leave_marker() -> None:

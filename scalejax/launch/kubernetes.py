@@ -15,8 +15,14 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from scalejax.core import process_group
-from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
-from scalejax.core.process_group import DIVERGED, REFUSED
+from scalejax.core.errors import (
+    FINAL_CODES,
+    ConfigError,
+    ExitCode,
+    refusal,
+    require_at_least,
+    require_one_line,
+)
 
 PORT = 29400
 """Port of the coordinator; any would do, since every pod has its own address."""
@@ -127,7 +133,8 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
 
 def _job(run: JobSetRun) -> dict[str, Any]:
     """The job of all pods, which fails if one of them fails."""
-    codes = {"containerName": _REPLICA, "operator": "In", "values": [REFUSED, DIVERGED]}
+    final = [int(code) for code in FINAL_CODES if code != ExitCode.COMPLETED]
+    codes = {"containerName": _REPLICA, "operator": "In", "values": final}
     return {
         "completionMode": "Indexed",
         "completions": run.pods,

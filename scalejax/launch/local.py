@@ -21,14 +21,10 @@ from typing import BinaryIO, TextIO
 
 from scalejax.core import heartbeat, process_group
 from scalejax.core.environment import handling, process_fields
-from scalejax.core.errors import ConfigError, require_at_least
+from scalejax.core.errors import ConfigError, ExitCode, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
-from scalejax.core.process_group import DIVERGED, REFUSED
 from scalejax.launch.gpus import share
 from scalejax.launch.watchdog import STOPPED, Loss, Watch, lost
-
-LOST = 75
-"""Exit code when a process was lost: EX_TEMPFAIL of <sysexits.h>, to be tried again."""
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 10.0
@@ -84,8 +80,9 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     """The joint exit code of the processes of `job`, once they have ended.
 
     0 if all succeeded; 2 if their input was refused; 3 if the run diverged; 128 + n if signal n
-    stopped them, after a checkpoint; `LOST` if one of them was lost and `most_restarts` are used
-    up. Signals to this process are forwarded to them; the second one kills them.
+    stopped them, after a checkpoint. Where `most_restarts` are used up: 4 if what is stored is
+    damaged, 75 if the network or a store failed, else 5, as one of them was lost. Signals to this
+    process are forwarded to them; the second one kills them.
 
     Args:
         job: the processes to start.
@@ -105,7 +102,7 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
                 return ended
             print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
             if not may_restart or signals.received:
-                return LOST
+                return ended.exit_code
             restarts += 1
             if job.least_processes is not None:
                 processes = max(job.least_processes, processes - 1)
@@ -239,21 +236,21 @@ class _Attempt:
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:
         if (loss := self._watch.lost_by_code(codes, beats)) is not None:
             return loss
-        if REFUSED in codes:
-            return REFUSED
+        if ExitCode.REFUSED in codes:
+            return ExitCode.REFUSED
         stopped = [number for number, code in enumerate(codes) if code in STOPPED]
         if stopped and not self._signals.received and self._may_restart:
             # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
             reason = "or another one was asked to stop"
             return lost(stopped[0], reason, beats)
-        if DIVERGED in codes:
-            return DIVERGED
+        if ExitCode.DIVERGED in codes:
+            return ExitCode.DIVERGED
         return (codes[stopped[0]] if stopped else 0) or 0
 
     def _left_behind(self) -> int | Loss:
         """The outcome if one process finished or was refused, and others still run."""
         codes, beats = self._codes(), self._beats()
-        for code in (REFUSED, DIVERGED):
+        for code in (ExitCode.REFUSED, ExitCode.DIVERGED):
             if code in codes:
                 return code
         if stopped := [code for code in codes if code in STOPPED]:

@@ -15,10 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least, require_one_line
-from scalejax.core.process_group import DIVERGED, REFUSAL_MARKER
-from scalejax.launch.local import LOST, GlooFilter
-from scalejax.launch.watchdog import REFUSED, STOPPED
+from scalejax.core.errors import (
+    FINAL_CODES,
+    ConfigError,
+    ExitCode,
+    refusal,
+    require_at_least,
+    require_one_line,
+)
+from scalejax.core.process_group import REFUSAL_MARKER
+from scalejax.launch.local import GlooFilter
+from scalejax.launch.watchdog import STOPPED
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -151,8 +158,8 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
 def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
     """The exit code of a job, once it has ended; meanwhile forwards what is added to `log`.
 
-    0 if all succeeded, that of its processes if they failed, `LOST` if SLURM ended it: time limit,
-    node failure.
+    0 if all succeeded, that of its processes if they failed, `ExitCode.LOST` if SLURM ended it:
+    time limit, node failure.
 
     Raises:
         ConfigError: if SLURM does not answer.
@@ -254,9 +261,9 @@ def _before(run: SlurmRun) -> list[str]:
 def _after(run: SlurmRun) -> list[str]:
     """Lines after `srun`: requeue the job, unless it would end in the same way again."""
     # srun returns the highest code, and processes that lost a refused one exit with a higher one.
-    lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={REFUSED}; fi']
+    lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi']
     if run.most_restarts:
-        ends = "|".join(str(code) for code in (0, REFUSED, DIVERGED, STOPPED[0]))
+        ends = "|".join(str(code) for code in (*map(int, FINAL_CODES), STOPPED[0]))
         lines += [
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {run.most_restarts} ]; then',
             "  case $code in",
@@ -289,7 +296,9 @@ def _exit_code(job_id: str, state: str, code: int, signal_number: int, out: Text
     print(f"job {job_id} ended: {state.lower()} (exit code {code}:{signal_number})", file=out)
     if code:
         return code
-    return 128 + signal_number if signal_number and state in ("FAILED", "CANCELLED") else LOST
+    return (
+        128 + signal_number if signal_number and state in ("FAILED", "CANCELLED") else ExitCode.LOST
+    )
 
 
 def _pass_on(log: Path, said: int, out: TextIO) -> int:

@@ -8,13 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from scalejax.core.errors import FINAL_CODES, ExitCode
 from scalejax.core.heartbeat import Beat
-from scalejax.core.process_group import DIVERGED, LOST_PEER, REFUSED
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of processes that a signal stopped, after a checkpoint."""
-_FOLLOWING = (LOST_PEER, -signal.SIGABRT)
+_FOLLOWING = (ExitCode.LOST, -signal.SIGABRT)
 """Exit codes of processes that lost a peer: after an error, or aborted by JAX itself."""
+
+_IN_WORDS = {
+    ExitCode.DAMAGED: "found what is stored damaged",
+    ExitCode.LOST: "lost contact with another one",
+    ExitCode.TRANSIENT: "could not reach the network or a store",
+}
 
 _LONG_PHASES, _LONGER = ("starting", "compiling", "saving"), 6
 """Phases that may take so many times `stuck_seconds` without progress."""
@@ -32,16 +38,24 @@ class Loss:
     """How it was lost, as a phrase that follows its name."""
     step: int | None
     """Updates that it had begun, by its last heartbeat; None without one."""
+    exit_code: ExitCode = ExitCode.LOST
+    """That of the process if it told why it ended."""
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step:,}"
         return f"process {self.process} {self.reason}{at}"
 
 
-def lost(process: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
+def lost(
+    process: int,
+    reason: str,
+    beats: Sequence[Beat | None],
+    exit_code: ExitCode = ExitCode.LOST,
+) -> Loss:
     """The loss of `process`, at the step of its heartbeat."""
     beat = beats[process]
-    return Loss(process=process, reason=reason, step=None if beat is None else beat.step)
+    step = None if beat is None else beat.step
+    return Loss(process=process, reason=reason, step=step, exit_code=exit_code)
 
 
 @dataclass(slots=True)
@@ -69,14 +83,15 @@ class Watch:
             beats: last heartbeat of each.
         """
         ended = [(number, code) for number, code in enumerate(codes) if code not in (None, 0)]
-        meant = (REFUSED, DIVERGED, *STOPPED)
+        meant = (*FINAL_CODES, *STOPPED)
         if any(code in meant for _, code in ended):  # no loss, and neither are its lost peers
             ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
         # A killed process is the cause, not one that only lost its peer.
         ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:
             if code is not None and code not in meant:
-                return lost(number, _in_words(code), beats)
+                told = ExitCode(code) if code in _IN_WORDS else ExitCode.LOST
+                return lost(number, _in_words(code), beats, told)
         return None
 
     def hanging(
@@ -126,8 +141,8 @@ class Watch:
 
 
 def _in_words(code: int) -> str:
-    if code == LOST_PEER:
-        return "lost contact with another one"
+    if code in _IN_WORDS:
+        return _IN_WORDS[ExitCode(code)]
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (by the system, if memory was short)" if -code == signal.SIGKILL else ""

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, ExitCode, refusal
 from scalejax.core.serialization import JsonValue, save_text
 from scalejax.launch import slurm
-from scalejax.launch.slurm import REFUSED, SlurmResources, SlurmRun
+from scalejax.launch.slurm import SlurmResources, SlurmRun
 from scalejax.sweep.folder import SweepFolder
 
 _TRAIN = "from scalejax.sweep.worker import train_slurm_job; train_slurm_job()"
@@ -45,7 +45,8 @@ class _Job:
         state, code, signal_number = about
         if state == "COMPLETED":
             return None
-        if code == REFUSED and self.file("refused").is_file():
+        has_told = code in (ExitCode.REFUSED, ExitCode.DAMAGED, ExitCode.TRANSIENT)
+        if has_told and self.file("refused").is_file():
             return self.file("refused").read_text(encoding="utf-8")
         ended = f"its SLURM job {job_id} ended: {state.lower()} (exit code {code}:{signal_number})"
         return f"{ended}; its log is {self.folder / f'{job_id}_0_log.out'}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from scalejax.config.run import ResolvedRun
 from scalejax.core.environment import has_accelerator, limit_arenas
 from scalejax.core.errors import ScalejaxError
-from scalejax.core.process_group import REFUSED
 from scalejax.core.serialization import save_text
 from scalejax.core.workers import report
 from scalejax.sweep.folder import SweepFolder
@@ -127,7 +126,7 @@ def train_slurm_job() -> None:
     except ScalejaxError as error:
         save_text(str(error), Path(refused))
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(error.exit_code)
 
 
 def _of_device(memory_bytes: int) -> int:

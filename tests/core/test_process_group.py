@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.core.process_group import place_here
 
 SLURM = {
@@ -157,7 +157,7 @@ def test_only_what_is_said_of_exchanges_is_lost_contact(said, is_lost):
         [sys.executable, "-c", FAILS, said], capture_output=True, text=True, timeout=30
     )
 
-    assert ended.returncode == (76 if is_lost else 1)
+    assert ended.returncode == (ExitCode.LOST if is_lost else 1)
     assert ("Traceback" in ended.stderr) != is_lost
     assert said in ended.stderr
 
@@ -168,7 +168,7 @@ def test_lost_contact_is_also_told_from_what_was_being_done():
 
     ended = subprocess.run([sys.executable, "-c", FAILS, said, "saving"], timeout=30)
 
-    assert ended.returncode == 76
+    assert ended.returncode == ExitCode.LOST
 
 
 @pytest.mark.parametrize(("kind", "is_left"), [("ConfigError", True), ("ValueError", False)])

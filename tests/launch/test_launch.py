@@ -16,7 +16,8 @@ from record_cases import figures
 
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
-from scalejax.launch import LOST, Launch, launch
+from scalejax.core.errors import ExitCode
+from scalejax.launch import Launch, launch
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import load_intervals, load_time_account
@@ -225,7 +226,7 @@ def test_a_stopped_process_counts_as_lost_and_without_restarts_the_run_ends(star
     begin = time.monotonic()
     code, said = ended(launcher, workers)
 
-    assert code == LOST, said
+    assert code == ExitCode.LOST, said
     assert time.monotonic() - begin < 30
     assert "process 1 has been stopped for 2 s" in said
     assert Launch(command=(), processes=1, folder=folder).stopped_seconds == 15

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalejax.cli.main import main
-from scalejax.core.errors import ConfigError
-from scalejax.launch import LOST, slurm
+from scalejax.core.errors import ConfigError, ExitCode
+from scalejax.launch import slurm
 from scalejax.launch.slurm import SlurmRun, follow, script
 
 # Found, not imported: how the package imports it is tested here.
@@ -138,7 +138,9 @@ def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
         (2, 0, False),
         (3, 0, False),
         (130, 0, False),
-        (76, 0, True),
+        (ExitCode.DAMAGED, 0, True),
+        (ExitCode.LOST, 0, True),
+        (ExitCode.TRANSIENT, 0, True),
         (143, 1, True),
         (137, 2, False),
     ],
@@ -203,8 +205,8 @@ def test_without_slurm_or_submitit_it_says_what_to_do(tmp_path, monkeypatch, cap
         ("JobState=FAILED ExitCode=2:0", 2),
         ("JobState=FAILED ExitCode=0:9", 137),
         ("JobState=CANCELLED ExitCode=0:15", 143),
-        ("JobState=TIMEOUT ExitCode=0:15", LOST),
-        ("JobState=NODE_FAIL ExitCode=0:0", LOST),
+        ("JobState=TIMEOUT ExitCode=0:15", ExitCode.LOST),
+        ("JobState=NODE_FAIL ExitCode=0:0", ExitCode.LOST),
     ],
 )
 def test_the_job_is_followed_to_its_end(tmp_path, monkeypatch, ends, code):

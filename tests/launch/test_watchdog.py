@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from scalejax.core.errors import ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, read_beat
-from scalejax.core.process_group import LOST_PEER
-from scalejax.launch.local import LOST, Launch, launch
+from scalejax.launch.local import Launch, launch
 from scalejax.launch.watchdog import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +54,17 @@ def watch(clock):
         ((2, 2), None),
         ((143, 130), None),
         ((None, -9), r"process 1 was killed by SIGKILL .* at step 7"),
-        ((LOST_PEER, -9), r"process 1 was killed by SIGKILL"),
-        ((LOST_PEER, 1), r"process 1 ended with exit code 1"),
+        ((ExitCode.LOST, -9), r"process 1 was killed by SIGKILL"),
+        ((ExitCode.LOST, 1), r"process 1 ended with exit code 1"),
         ((1, -11), r"process 1 was killed by SIGSEGV"),
-        ((LOST_PEER, None), r"process 0 lost contact"),
+        ((ExitCode.LOST, None), r"process 0 lost contact"),
         ((-6, -9), r"process 1 was killed by SIGKILL"),
         ((2, -6), None),
         ((3, 3), None),  # diverged: to start again would change nothing
         ((3, -6), None),
-        ((LOST_PEER, 2), None),
+        ((ExitCode.LOST, 2), None),
+        ((ExitCode.LOST, 4), r"process 1 found what is stored damaged"),
+        ((75, -6), r"process 0 could not reach the network or a store"),
         ((130, -6), None),
         ((2, -9), r"process 1 was killed by SIGKILL"),
     ],
@@ -173,7 +175,7 @@ def test_processes_are_watched_also_after_a_signal(tmp_path):
     finally:
         impatient.cancel()
 
-    assert code == LOST
+    assert code == ExitCode.LOST
     assert "process 1 has been stopped" in said.getvalue()
 
 
@@ -211,3 +213,18 @@ def test_a_second_heartbeat_in_a_process_does_not_end_the_first(tmp_path):
     command = [sys.executable, "-c", BREATHING, str(tmp_path / "heartbeat")]
 
     assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+@pytest.mark.parametrize("code", [ExitCode.DAMAGED, ExitCode.TRANSIENT])
+def test_damage_and_outages_are_tried_again_and_told_at_last(tmp_path, code):
+    """Not as a lost process: who started the launcher does something else about them."""
+    said = io.StringIO()
+    job = Launch(
+        command=(sys.executable, "-c", f"raise SystemExit({code:d})"),
+        processes=2,
+        folder=tmp_path,
+        most_restarts=1,
+    )
+
+    assert launch(job, said) == code
+    assert "restart 1 of 1" in said.getvalue()

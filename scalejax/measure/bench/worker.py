@@ -16,13 +16,12 @@ from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ScalejaxError
 from scalejax.core.heartbeat import Heartbeat
-from scalejax.launch.watchdog import REFUSED
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.plan import Job
 
 
 def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) -> int:
-    """Time the benchmark; returns the exit code: 0, or 2 if its input was refused."""
+    """Time the benchmark; returns the exit code, 0."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     process_group.die_with_launcher()
@@ -65,4 +64,4 @@ if __name__ == "__main__":
         )
     except ScalejaxError as error:
         print(error, file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(error.exit_code)

@@ -28,6 +28,7 @@ from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
 from scalejax.training.mesh import build_mesh
+from scalejax.training.multihost import require_equal_replicas
 from scalejax.training.record import Measurement, TrainMeasurement
 from scalejax.training.reporter import Silent
 from scalejax.training.step import build_step, init_state
@@ -92,6 +93,21 @@ def trained_seconds(config: RunConfig, device_count: int) -> tuple[float, float]
     return stopwatch.seconds
 
 
+def comparison_seconds(config: RunConfig, device_count: int) -> float:
+    """Wall time of a comparison of all replicas of the state, the fastest of ten."""
+    run = resolve(config, device_count)
+    state = init_state(run, build_mesh(run.layout))
+    seconds = []
+    for _ in range(11):  # the first compiles
+        begin = time.perf_counter()
+        require_equal_replicas(state, step=0, agreed_step=None)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
+
+
+_UPDATES_BETWEEN_COMPARISONS = 100
+
+
 def main() -> None:
     """Measure in turn, print the table, write results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,7 +135,15 @@ def main() -> None:
             f"training overhead on cnn, {name} time: {fastest:+.1%} between the fastest, "
             f"{paired:+.1%} in the median of pairs"
         )
+    compared = comparison_seconds(config, arguments.devices)
+    fastest = min(pair["train"][0] for pair in pairs)
+    share = compared / (_UPDATES_BETWEEN_COMPARISONS * fastest)
+    print(
+        f"replicas on {arguments.devices} devices are compared in {compared * 1e3:.2f} ms: "
+        f"{share:.2%} of {_UPDATES_BETWEEN_COMPARISONS} updates"
+    )
     result = {
+        "seconds_to_compare_replicas": compared,
         "overhead": overheads,
         "wall_and_processor_seconds_of_an_update": pairs,
         "updates_per_repeat": resolve(config, arguments.devices).total_steps,

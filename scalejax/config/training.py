@@ -455,6 +455,10 @@ class TrainConfig:
     """Steps between checkpoints; if absent, one at the end of every epoch."""
     keep_checkpoints: int = 2
     """Latest checkpoints kept; the best one by test accuracy is kept as well."""
+    compare_replicas_every_steps: int | None = None
+    """Steps between comparisons of what several devices hold, and one before each checkpoint, to
+    find silent corruption; if absent, none. Only arrays that lie on several devices can differ:
+    with all of the mesh on the fsdp axis there are few."""
     early_stopping: EarlyStoppingConfig | None = None
     """Early stopping; if absent, none."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
@@ -470,7 +474,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every_epochs", "log_every_steps", "keep_checkpoints"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("evaluate_every_steps", "checkpoint_every_steps"):
+        for name in (
+            "evaluate_every_steps",
+            "checkpoint_every_steps",
+            "compare_replicas_every_steps",
+        ):
             if getattr(self, name) is not None:
                 require_at_least(f"train.{name}", getattr(self, name), 1)
         if self.evaluate_every_steps is not None and self.early_stopping is not None:

@@ -35,7 +35,7 @@ from scalejax.training.logger import (
     evaluation_measurement,
     train_measurement,
 )
-from scalejax.training.multihost import all_gather_text, is_first
+from scalejax.training.multihost import all_gather_text, is_first, require_equal_replicas
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
@@ -221,6 +221,10 @@ class TrainingLoop:
             self._queued = metrics
             if not self._goes_on(state):
                 break
+            every = self._config.compare_replicas_every_steps
+            if every and self._step % every == 0:
+                self._settle()
+                self._compare_replicas(state)
             signal_number = self._signals.agreed("training")
             if self._is_pause or signal_number:
                 self._settle()
@@ -306,6 +310,8 @@ class TrainingLoop:
         # The checkpoint of a diverged run would evict a better one.
         if (is_due or self._is_last or signal_number) and not has_diverged:
             with clock.within("checkpoint"):
+                if self._config.compare_replicas_every_steps:
+                    self._compare_replicas(state)
                 accuracy = self._checkpoints.rated.get(self._step)
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)
             self._last_checkpoint = time.perf_counter()
@@ -313,6 +319,11 @@ class TrainingLoop:
         if signal_number:
             self._interrupt(signal_number)
         self._clock.restart(self._step)
+
+    def _compare_replicas(self, state: TrainState) -> None:
+        """Refuse to go on, or to save, if a device holds another replica than the others."""
+        agreed = self._checkpoints.latest_step
+        require_equal_replicas(state, step=self._step, agreed_step=agreed)
 
     def _evaluate(self, state: TrainState) -> int:
         """Evaluate the runs on all of their test data. Returns the signal that interrupted it,

@@ -1,4 +1,5 @@
-"""Multihost consistency check: config, data and state must be equal in all processes of a run.
+"""Consistency of a run: config, data and state must be equal in all processes, at its start and,
+if asked for, all along.
 
 Each process reads its own files and initialises its own copy of the state, so they could differ; a
 difference is refused in all processes, naming the field and the process. Knows runs and states;
@@ -6,7 +7,10 @@ neither how the processes were started nor what they do next.
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 
 import jax
@@ -17,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun
-from scalejax.core.errors import CheckpointMismatch, ConfigError, refusal
+from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, refusal
 from scalejax.core.serialization import JsonValue
 from scalejax.core.units import counted
 from scalejax.models import parameter_path
@@ -133,9 +137,9 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
     different = _different_copies(mesh, state)
     if not different:
         return
-    (name, process, other), *more = different
+    first, *more = different
     others = f", and {counted(len(more), 'other array')}" if more else ""
-    what = f"{name} of process {process} is not that of process {other}{others}"
+    what = f"{first.name} of process {first.process} is not that of process {first.other}{others}"
     if step:
         raise CheckpointMismatch(
             f"the checkpoint of step {step} is refused: {what}, as they read it. "
@@ -148,6 +152,42 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
     model = run.config.model
     field = "path" if model.name == "custom" else "name"
     raise ConfigError(refusal(f"model.{field}", getattr(model, field), accepted))
+
+
+def require_equal_replicas(state: TrainState, *, step: int, agreed_step: int | None) -> None:
+    """Refuse to go on with a state of which two devices hold different replicas; every process must
+    call it.
+
+    Replicas begin equal and are updated by the same numbers, so a difference is silent corruption:
+    a bit that flipped, or a device that computes wrongly. What lies on one device only, as
+    parameters over fsdp, has nothing to differ from, and neither has what lies on the host.
+
+    Args:
+        state: its arrays.
+        step: updates made.
+        agreed_step: the last checkpoint before which replicas were compared; None without one.
+
+    Raises:
+        Damaged: naming the array, the device that is alone with its numbers, and its process.
+    """
+    on_devices = jax.tree.map(
+        lambda leaf: leaf if leaf.sharding.memory_kind in (None, "device") else None, state
+    )
+    mesh = jax.tree.leaves(on_devices)[0].sharding.mesh
+    if not (different := _different_copies(mesh, on_devices)):
+        return
+    first, *more = different
+    others = f" (and {counted(len(more), 'other array')})" if more else ""
+    doubt = ", or the other way round" if first.is_even else ""
+    if agreed_step is None:
+        back = "there is no checkpoint to go back to"
+    else:
+        back = f"all agreed before the checkpoint of step {agreed_step:,}: go on from it"
+    raise Damaged(
+        f"after step {step:,}, {first.name}{others} of device {first.device}, in process "
+        f"{first.process}, is not that of device {first.other_device}, in process {first.other}"
+        f"{doubt}: a bit has flipped, or a device computes wrongly; {back}."
+    )
 
 
 def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:
@@ -163,9 +203,27 @@ def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:
             raise ConfigError(f"process {process} differs from process 0: {words}{more}. {remedy}")
 
 
-def _different_copies(mesh: Mesh, state: PyTree) -> list[tuple[str, int, int]]:
-    """Path of each array whose replicas differ, the first process with a different replica, and
-    the process that it differs from; equal in all processes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """An array of which a device holds another replica than most."""
+
+    name: str
+    """Path of the array."""
+    process: int
+    """The process of that device."""
+    device: int
+    """Its id."""
+    other: int
+    """The process of the first device that holds what most hold."""
+    other_device: int
+    """Its id."""
+    is_even: bool
+    """Whether as many hold one as the other, so that neither is most."""
+
+
+def _different_copies(mesh: Mesh, state: PyTree) -> list[_Difference]:
+    """Each array whose replicas differ, with the first device that differs from most (from the
+    first process where there is no most); equal in all processes."""
     paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     fingerprints = _fingerprints(mesh, [leaf for _, leaf in paths_and_leaves])
     devices = list(mesh.devices.flat)
@@ -175,18 +233,37 @@ def _different_copies(mesh: Mesh, state: PyTree) -> list[tuple[str, int, int]]:
         if np.all(column == column[0]):
             continue  # the usual case for replicated arrays, without a loop over devices
         parts = leaf.sharding.devices_indices_map(leaf.shape)
-        firsts: dict[str, int] = {}
+        rows_of: dict[str, list[int]] = {}
         for row in order:
-            first = firsts.setdefault(str(parts[devices[row]]), row)
-            if column[row] != column[first]:
-                processes = (devices[row].process_index, devices[first].process_index)
-                found.append((parameter_path(path), *processes))
-                break
+            rows_of.setdefault(str(parts[devices[row]]), []).append(row)
+        for rows in rows_of.values():
+            counts = Counter(column[row] for row in rows).most_common()  # ties: as they came
+            if len(counts) == 1:
+                continue
+            most = next(row for row in rows if column[row] == counts[0][0])
+            odd = next(row for row in rows if column[row] != counts[0][0])
+            difference = _Difference(
+                name=parameter_path(path),
+                process=devices[odd].process_index,
+                device=devices[odd].id,
+                other=devices[most].process_index,
+                other_device=devices[most].id,
+                is_even=counts[0][1] == counts[1][1],
+            )
+            found.append(difference)
+            break
     return found
 
 
 def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     """Checksum of the shard of each array on each device of `mesh`: uint32 [devices, arrays]."""
+    specs = tuple(leaf.sharding.spec for leaf in leaves)  # type: ignore[attr-defined]  named
+    return np.asarray(_checksums_of_shards(mesh, specs)(*leaves))
+
+
+@lru_cache(maxsize=8)
+def _checksums_of_shards(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.Array]:
+    """The checksums of arrays that are sharded so; kept, as it is called all along a run."""
 
     def of_device(*parts: jax.Array) -> jax.Array:
         return jnp.stack([checksum(part) for part in parts])[None]
@@ -194,8 +271,8 @@ def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     mapped = jax.shard_map(
         of_device,
         mesh=mesh,
-        in_specs=tuple(leaf.sharding.spec for leaf in leaves),  # type: ignore[attr-defined]  named
+        in_specs=specs,
         out_specs=PartitionSpec(mesh.axis_names),
         check_vma=False,  # whether replicas are equal is the question here
     )
-    return np.asarray(jax.jit(mapped, out_shardings=replicated(mesh))(*leaves))
+    return jax.jit(mapped, out_shardings=replicated(mesh))

@@ -60,6 +60,7 @@ _CHANGEABLE = HOW_IT_IS_READ | {
     "train.log_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
+    "train.compare_replicas_every_steps",
 }
 """Fields that may change on resume: they change where and how a run is computed and what is
 logged, not its results."""

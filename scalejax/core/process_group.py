@@ -4,6 +4,7 @@ Read from the environment, as set by `scalejax launch`, SLURM, Open MPI or a Kub
 `scalejax launch --target jobset`. Knows nothing of what the processes do.
 """
 
+import ipaddress
 import os
 import re
 import signal
@@ -63,10 +64,17 @@ class Place:
 
     @property
     def bind_address(self) -> str | None:
-        """Address that the coordinator binds to if all processes are on this machine: loopback;
-        else None, JAX's default."""
-        host = None if self.coordinator is None else self.coordinator.rpartition(":")[0]
-        return self.coordinator if host in (LOOPBACK, "localhost", "[::1]") else None
+        """Address that the coordinator binds to: its own, where that is loopback, as all processes
+        are on this machine, or the number of one of its interfaces. None, JAX's default of all
+        addresses, where it is a name, which may lead elsewhere here than on other machines."""
+        host = "" if self.coordinator is None else self.coordinator.rpartition(":")[0]
+        return self.coordinator if host == "localhost" or _is_of_interface(host) else None
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all processes are on this machine: the coordinator is on loopback."""
+        host = "" if self.coordinator is None else self.coordinator.rpartition(":")[0]
+        return host in (LOOPBACK, "localhost", "[::1]")
 
 
 def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -94,7 +102,7 @@ def join(place: Place | None) -> None:
 
     # It would handle SIGTERM itself, and the run would not be stopped by it.
     jax.config.update("jax_enable_preemption_service", False)
-    if place.bind_address is not None:
+    if place.is_on_one_machine:
         _keep_collectives_here()
     try:
         # Python would wait for the call within to return.
@@ -242,6 +250,19 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
         coordinator=_loopback(job) if is_one_machine else None,
         told_by="Open MPI",
     )
+
+
+def _is_of_interface(host: str) -> bool:
+    """Whether `host` is the number of an interface of this machine: not a name, not that of a
+    balancer before it, and not that of all interfaces."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as found:
+            found.bind((str(address), 0))  # the system refuses the addresses of others
+    except (OSError, ValueError):
+        return False
+    return not address.is_unspecified
 
 
 def _loopback(job: str) -> str:

@@ -59,6 +59,23 @@ def test_on_one_machine_the_first_process_listens_on_loopback_alone(environment)
 
 
 @pytest.mark.parametrize(
+    ("host", "is_bound"),
+    [
+        ("127.0.0.2", True),  # as good as any interface
+        ("192.0.2.7", False),  # TEST-NET-1: of nobody, as the address of a balancer
+        ("0.0.0.0", False),
+        ("node-0.run", False),
+    ],
+)
+def test_the_coordinator_listens_on_its_own_interface_where_that_is_told_by_number(host, is_bound):
+    """A name may lead to another address here than on other machines: as JAX has it."""
+    place = place_in(OURS | {"SCALEJAX_COORDINATOR": f"{host}:4000"})
+
+    assert place.bind_address == (f"{host}:4000" if is_bound else None)
+    assert not place.is_on_one_machine
+
+
+@pytest.mark.parametrize(
     "environment",
     [
         SLURM | {"SLURM_STEP_NUM_NODES": "2"},

@@ -4,6 +4,7 @@ Imported without JAX, which only the processes import.
 """
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -22,12 +23,13 @@ from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
 from scalejax.launch.kubernetes import JobSetRun, manifest
+from scalejax.launch.peers import STUCK_SECONDS, require_stuck_seconds
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.training.record import RunFolder
 
-_ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts")
+_ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
 _FLAGS_OF = {
-    "a run on this machine": (*_ALL, "resume", "min_np", "stuck_seconds", "all_logs"),
+    "a run on this machine": (*_ALL, "resume", "min_np", "all_logs"),
     "a run through SLURM": (
         *_ALL,
         *("resume", "nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
@@ -43,12 +45,13 @@ class LaunchRun(RunFileCommand):
 
     Here, when one process is lost the others are stopped, and with --max-restarts all resume from
     the latest checkpoint; through SLURM, the job requeues itself for that. A process counts as lost
-    within 10 s of its death, 20 s after it was stopped, and --stuck-seconds after the last progress
-    of any process. SIGINT and SIGTERM end the run after the current update and a checkpoint;
-    without a checkpoint 20 s later, if the update does not finish; within 5 s before training. A
-    file that cannot be written ends it within 30 s, a checkpoint at the next one at the latest.
-    Exit codes: 0 done; 2 refused, or a file cannot be written; 3 diverged; 75 a process was lost;
-    130, 143 stopped by a signal.
+    within 10 s of its death, 20 s after it was stopped, and, under any launcher, 10 s after the
+    limit of --stuck-seconds since the last progress of any process. SIGINT and SIGTERM end the run
+    after the current update and a checkpoint; without a checkpoint 20 s later, if the update does
+    not finish; within 5 s before training. A file that cannot be written ends it within 30 s, a
+    checkpoint at the next one at the latest. Exit codes: 0 done; 2 refused, or a file cannot be
+    written; 3 diverged; 4 what is stored is damaged; 5 a process was lost; 75 the network or a
+    store did not answer; 130, 143 stopped by a signal.
     """
 
     np: Annotated[int, flag("N")]
@@ -68,9 +71,12 @@ class LaunchRun(RunFileCommand):
     min_np: Annotated[int | None, flag("N")] = None
     """Here: restart without the processes that were lost, down to N. By default with as many as
     before."""
-    stuck_seconds: Annotated[int, flag("N")] = 300
-    """Here: time without progress of any process after which they count as hanging; six times that
-    while one compiles or saves. By default 300."""
+    stuck_seconds: Annotated[int, flag("N")] = 60
+    """Least time without progress after which the processes hang: they then write their stacks,
+    name the one that the others wait for, and exit with 5. Ten times the slowest so far of an
+    update, batch, evaluation or checkpoint if that is more; five times N for a checkpoint, and
+    thirty while they start, compile, or do the first two of a kind. By default 60; 0 for no
+    watch."""
     all_logs: FlagCreatePairsOff[bool] = False
     """Here: show the output of every process, each line prefixed by its number."""
     nodes: Annotated[int | None, flag("N")] = None
@@ -106,8 +112,11 @@ class LaunchRun(RunFileCommand):
         config = load_config(self.run_file, overrides)
         fitting_facts(config)  # refused once, and before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
+        require_stuck_seconds(self.stuck_seconds)
         if self.cpu_devices is not None:
             changed = ["--cpu-devices", str(self.cpu_devices), *changed]
+        if self.stuck_seconds != STUCK_SECONDS:
+            changed = ["--stuck-seconds", str(self.stuck_seconds), *changed]
         if self.target == "jobset":
             self._require_flags_of("--target jobset")
             self._write_jobset(changed)
@@ -161,7 +170,8 @@ class LaunchRun(RunFileCommand):
             environment={GO_ON: shlex.join(["scalejax", *typed])}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
             most_restarts=self.max_restarts,
-            stuck_seconds=self.stuck_seconds,
+            # The processes watch each other, and first write where they are.
+            stuck_seconds=2 * self.stuck_seconds or math.inf,
             shows_all=self.all_logs,
         )
         print(f"starting {-self.np} process{'es' if self.np < -1 else ''} ...", file=sys.stderr)

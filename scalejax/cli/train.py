@@ -18,6 +18,7 @@ from scalejax.config.run import ResolvedRun, load_config, resolve
 from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform, limit_arenas
 from scalejax.core.errors import ConfigError, ExitCode
+from scalejax.launch.peers import PeerWatch, require_stuck_seconds
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
 from scalejax.training.record import RunFolder, facts_of
@@ -47,21 +48,28 @@ class Train(RunFileCommand):
     """Record a trace of some steps, for scalejax explain --trace."""
     profile_schedule: Annotated[str, flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
     """Steps to trace: ACTIVE steps after WAIT and WARMUP, REPEAT times. By default 10,2,5,1."""
+    stuck_seconds: Annotated[int, flag("N")] = 60
+    """Least time without progress after which a run hangs, however it was started: its processes
+    then write their stacks, name the one that the others wait for, and exit. Ten times the slowest
+    so far of an update, batch, evaluation or checkpoint if that is more; five times N for a
+    checkpoint, and thirty while it starts, compiles, or does the first two of a kind. By default
+    60; 0 for no watch."""
 
     def execute(self, overrides: Overrides) -> None:
         """Train, and print where the record is."""
         config = load_config(self.run_file, overrides)
+        require_stuck_seconds(self.stuck_seconds)
         limit_arenas()
         choose_platform(self.cpu_devices)
         place = process_group.place_here()
         process_group.join(place)
-        from scalejax.api import train
-        from scalejax.training.profiler import parse_schedule
-        from scalejax.training.time_accounting import process_seconds
-
-        traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem
-        with process_group.leaving_at_once(place):
+        with process_group.leaving_at_once(place), PeerWatch(place, self.stuck_seconds):
+            from scalejax.api import train
+            from scalejax.training.profiler import parse_schedule
+            from scalejax.training.time_accounting import process_seconds
+
+            traces = parse_schedule(self.profile_schedule) if self.profile else None
             record = train(
                 config,
                 folder,

@@ -1,12 +1,14 @@
-"""The heartbeat file of a process: liveness, progress and phase, read by its launcher.
+"""The heartbeat of a process: liveness, progress and phase, read by its launcher and its peers.
 
-Holds counters and no times, so that clock changes have no effect. Knows nothing of training.
+Holds counters and a duration, but no times, so that clock changes have no effect. Knows nothing of
+training.
 """
 
 import mmap
 import os
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +18,7 @@ from scalejax.core.errors import ConfigError
 VARIABLE = "SCALEJAX_HEARTBEAT"
 """Environment variable with the path of the heartbeat file; absent without a launcher."""
 
-_FORMAT = struct.Struct("<QQQ40s")
+_FORMAT = struct.Struct("<QQQd40s")
 _SECONDS_BETWEEN_BEATS = 0.5
 
 
@@ -32,6 +34,17 @@ class Beat:
     """Updates begun."""
     phase: str
     """Phase of the loop, such as "compiling" or "training"."""
+    slowest_seconds: float = 0.0
+    """Longest time without progress in this phase so far; 0 before it ended twice: a first update
+    is only queued, and waited for in the second."""
+
+
+_latest: list[Beat] = []
+
+
+def latest_beat() -> Beat | None:
+    """The last progress of this process, of whichever run it trains; None before any."""
+    return _latest[-1] if _latest else None
 
 
 class Heartbeat:
@@ -44,7 +57,9 @@ class Heartbeat:
             ConfigError: if it cannot be written.
         """
         self._liveness_count = self._progress_count = self._step = 0
-        self._phase = b"starting"
+        self._phase = "starting"
+        self._since = time.monotonic()
+        self._ended: dict[str, tuple[int, float]] = {}
         self._map: mmap.mmap | None = None
         self._end = threading.Event()
         if path is None:
@@ -72,14 +87,19 @@ class Heartbeat:
 
     def at(self, phase: str, step: int) -> None:
         """Record progress of the loop: now in `phase` (at most 40 bytes), after `step` updates."""
+        now = time.monotonic()
+        times, slowest = self._ended.get(self._phase, (0, 0.0))
+        self._ended[self._phase] = times + 1, max(slowest, now - self._since)
+        self._since = now
         self._progress_count += 1
-        self._step, self._phase = step, phase.encode()
+        self._step, self._phase = step, phase
+        _latest[:] = [self._beat_now()]
         self._write()
 
     @property
     def phase(self) -> str:
         """Current phase of the loop."""
-        return self._phase.decode()
+        return self._phase
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -90,24 +110,44 @@ class Heartbeat:
             self._liveness_count += 1
             self._write()
 
+    def _beat_now(self) -> Beat:
+        times, slowest = self._ended.get(self._phase, (0, 0.0))
+        return Beat(
+            liveness_count=self._liveness_count,
+            progress_count=self._progress_count,
+            step=self._step,
+            phase=self._phase,
+            slowest_seconds=slowest if times > 1 else 0.0,
+        )
+
     def _write(self) -> None:
         if self._map is not None:
-            counts = self._liveness_count, self._progress_count, self._step
-            self._map[:] = _FORMAT.pack(*counts, self._phase)
+            self._map[:] = packed(self._beat_now())
 
 
-def read_beat(path: Path) -> Beat | None:
-    """The last heartbeat in `path`; None if there is none yet."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
+def packed(beat: Beat) -> bytes:
+    """`beat` as bytes, which `unpacked` reads."""
+    counts = beat.liveness_count, beat.progress_count, beat.step
+    return _FORMAT.pack(*counts, beat.slowest_seconds, beat.phase.encode())
+
+
+def unpacked(content: bytes) -> Beat | None:
+    """The heartbeat in `content`; None if it is not whole."""
     if len(content) != _FORMAT.size:
         return None
-    liveness_count, progress_count, step, phase = _FORMAT.unpack(content)
+    liveness_count, progress_count, step, slowest_seconds, phase = _FORMAT.unpack(content)
     return Beat(
         liveness_count=liveness_count,
         progress_count=progress_count,
         step=step,
         phase=phase.rstrip(b"\0").decode(errors="replace"),
+        slowest_seconds=slowest_seconds,
     )
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The last heartbeat in `path`; None if there is none yet."""
+    try:
+        return unpacked(path.read_bytes())
+    except FileNotFoundError:
+        return None

@@ -37,7 +37,9 @@ REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_SECONDS = 300
 """Timeout for all processes to join the group; JAX's own default."""
-_HEARTBEAT_TIMEOUT_SECONDS = 60  # after which a lost node is noticed without a launcher
+_HEARTBEAT_TIMEOUT_SECONDS = 100
+"""After which JAX aborts for want of a process, with a stack of addresses; JAX's own default, and
+later than the watch of `launch.peers`."""
 _SECONDS_TO_LEAVE = 5.0
 """Grace period of a failed process for a clean shutdown, which waits for the others."""
 _FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems assign last

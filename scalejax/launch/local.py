@@ -67,8 +67,7 @@ class Launch:
     stopped_seconds: float = 15.0
     """How long a process may be stopped before it counts as lost."""
     stuck_seconds: float = 300.0
-    """Time without progress of any process after which they count as hanging; six times that while
-    one compiles or saves."""
+    """As `Watch.stuck_seconds`."""
 
     def __post_init__(self) -> None:
         require_at_least("processes", self.processes, 1)

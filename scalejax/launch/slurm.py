@@ -261,7 +261,13 @@ def _before(run: SlurmRun) -> list[str]:
 def _after(run: SlurmRun) -> list[str]:
     """Lines after `srun`: requeue the job, unless it would end in the same way again."""
     # srun returns the highest code, and processes that lost a refused one exit with a higher one.
-    lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi']
+    stopped = "|".join(map(str, STOPPED))
+    lines = [
+        "code=$?",
+        # A process was killed: by SLURM, as the others had left it behind, or by the system.
+        f"case $code in {stopped}) ;; 12[89]|1[3-9]?|2??) code={ExitCode.LOST:d} ;; esac",
+        f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi',
+    ]
     if run.most_restarts:
         ends = "|".join(str(code) for code in (*map(int, FINAL_CODES), STOPPED[0]))
         lines += [

@@ -3,6 +3,7 @@
 Arithmetic on exit codes and heartbeats; starts and stops nothing.
 """
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +23,11 @@ _IN_WORDS = {
     ExitCode.TRANSIENT: "could not reach the network or a store",
 }
 
-_LONG_PHASES, _LONGER = ("starting", "compiling", "saving"), 6
-"""Phases that may take so many times `stuck_seconds` without progress."""
+_SLOWER = 10
+"""A phase may take so many times its slowest so far without progress."""
+_FIRST, _SAVING = 30, 5
+"""Multiples of `stuck_seconds` that a phase may take which did not end twice before (start-up,
+compiling, the first batches, updates and checkpoints), and that each later checkpoint may take."""
 _NO_BEAT = Beat(liveness_count=0, progress_count=0, step=0, phase="starting")
 """Heartbeat of a process that has not written one yet."""
 
@@ -65,8 +69,9 @@ class Watch:
     stopped_seconds: float
     """How long a process may be stopped (by SIGSTOP, or a debugger)."""
     stuck_seconds: float
-    """Time without progress of any process after which they hang; six times that while one compiles
-    or saves."""
+    """Least time without progress of any process after which they hang: see `limit_seconds`."""
+    silent_seconds: float = math.inf
+    """How long a process may write no heartbeat at all."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic clock in seconds."""
     _stopped: dict[int, float] = field(default_factory=dict)
@@ -86,6 +91,9 @@ class Watch:
         meant = (*FINAL_CODES, *STOPPED)
         if any(code in meant for _, code in ended):  # no loss, and neither are its lost peers
             ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
+        if None in codes and all(code in _FOLLOWING for _, code in ended) and ended:
+            # They have left one behind, which they wait for: frozen, it could not leave itself.
+            return lost(codes.index(None), "does not answer the others any more", beats)
         # A killed process is the cause, not one that only lost its peer.
         ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:
@@ -125,9 +133,11 @@ class Watch:
             elif now - self._stopped.setdefault(number, now) > self.stopped_seconds:
                 reason = f"has been stopped for {self.stopped_seconds:.0f} s ({beat.phase})"
                 return lost(number, reason, beats)
+            if (silent := now - self._alive[number][1]) > self.silent_seconds:
+                reason = f"has been silent for {silent:.0f} s ({beat.phase})"
+                return lost(number, reason, beats)
         waited = min((now - self._progress[number][1] for number in running), default=0.0)
-        is_long = any(beat.phase in _LONG_PHASES for beat in running.values())
-        if waited <= self.stuck_seconds * (_LONGER if is_long else 1):
+        if waited <= max(map(self.limit_seconds, running.values()), default=math.inf):
             return None
 
         def order(number: int) -> tuple[bool, int, bool]:
@@ -136,8 +146,21 @@ class Watch:
             return is_alive, running[number].step, running[number].phase == "training"
 
         number = min(running, key=order)
-        reason = f"has made no progress for {waited:.0f} s ({running[number].phase})"
+        is_alone = len(running) == 1 or any(order(each) != order(number) for each in running)
+        others = "" if is_alone else "and all others "
+        have = "has" if is_alone else "have"
+        phase = running[number].phase
+        reason = f"{others}{have} made no progress for {waited:.0f} s ({phase})"
         return lost(number, reason, beats)
+
+    def limit_seconds(self, beat: Beat) -> float:
+        """How long a process may stay at `beat` without progress: ten times the slowest of its
+        phase so far, at least `stuck_seconds`, and five times that for a checkpoint; thirty times
+        that while the phase has not ended twice."""
+        if not beat.slowest_seconds:
+            return self.stuck_seconds * _FIRST
+        least = self.stuck_seconds * (_SAVING if beat.phase == "saving" else 1)
+        return max(least, beat.slowest_seconds * _SLOWER)
 
 
 def _in_words(code: int) -> str:

@@ -142,13 +142,15 @@ def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
         (ExitCode.LOST, 0, True),
         (ExitCode.TRANSIENT, 0, True),
         (143, 1, True),
+        (137, 0, True),
         (137, 2, False),
     ],
 )
 def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
     tmp_path, code, restarts, is_requeued
 ):
-    """Run by bash, with commands of SLURM that note how they were called."""
+    """Run by bash, with commands of SLURM that note how they were called. A process that was killed
+    is a lost one."""
     (tmp_path / "run.toml").touch()
     for name, ends in (("srun", code), ("scontrol", 0)):
         command = tmp_path / name
@@ -162,7 +164,7 @@ def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
     done = subprocess.run(["bash", "-c", text], env=environment)
 
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == code
+    assert done.returncode == (ExitCode.LOST if code == 137 else code)
     assert calls[1:] == (["scontrol requeue 7"] if is_requeued else [])
     assert calls[0].endswith(" --resume") == bool(restarts)
 

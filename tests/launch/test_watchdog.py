@@ -21,10 +21,14 @@ ROOT = Path(__file__).parents[2]
 RUNNING, LIVES = (None, None), (False, False)
 
 
-def beat(*, liveness_count=0, progress_count=0, step=0, phase="training"):
+def beat(*, liveness_count=0, progress_count=0, step=0, phase="training", slowest_seconds=1.0):
     """What a process says."""
     return Beat(
-        liveness_count=liveness_count, progress_count=progress_count, step=step, phase=phase
+        liveness_count=liveness_count,
+        progress_count=progress_count,
+        step=step,
+        phase=phase,
+        slowest_seconds=slowest_seconds,
     )
 
 
@@ -57,7 +61,8 @@ def watch(clock):
         ((ExitCode.LOST, -9), r"process 1 was killed by SIGKILL"),
         ((ExitCode.LOST, 1), r"process 1 ended with exit code 1"),
         ((1, -11), r"process 1 was killed by SIGSEGV"),
-        ((ExitCode.LOST, None), r"process 0 lost contact"),
+        ((ExitCode.LOST, None), r"process 1 does not answer the others any more at step 7"),
+        ((ExitCode.LOST, ExitCode.LOST), r"process 0 lost contact"),
         ((-6, -9), r"process 1 was killed by SIGKILL"),
         ((2, -6), None),
         ((3, 3), None),  # diverged: to start again would change nothing
@@ -109,16 +114,48 @@ def test_of_stuck_processes_the_one_is_named_that_the_others_wait_for(watch, clo
     assert watch.hanging(RUNNING, beats, LIVES).process == culprit
 
 
-@pytest.mark.parametrize("phase", ["compiling", "saving"])
-def test_some_things_may_take_six_times_as_long(watch, clock, phase):
-    """And a process that has not said anything yet is the one that is missed."""
-    beats = (None, beat(step=0, phase=phase))
+@pytest.mark.parametrize(
+    ("phase", "slowest_seconds", "limit_seconds"),
+    [
+        ("training", 1.0, 100.0),
+        ("training", 25.0, 250.0),  # ten times the slowest so far
+        ("saving", 1.0, 500.0),
+        ("training", 0.0, 3000.0),  # the first: it may load kernels, or join a collective
+        ("compiling", 0.0, 3000.0),
+    ],
+)
+def test_each_phase_has_a_limit_of_its_own(watch, clock, phase, slowest_seconds, limit_seconds):
+    """From how long it took before; a process that waits for one that saves has that one's."""
+    beats = (beat(step=1), beat(step=0, phase=phase, slowest_seconds=slowest_seconds))
 
-    for clock[0] in (0.0, 599.0):
+    for clock[0] in (0.0, limit_seconds - 1):
         assert watch.hanging(RUNNING, beats, LIVES) is None
-    clock[0] = 601.0
+    clock[0] = limit_seconds + 1
 
-    assert watch.hanging(RUNNING, beats, LIVES).process == 0
+    assert watch.hanging(RUNNING, beats, LIVES).process == 1
+
+
+def test_one_that_says_nothing_is_lost_sooner_than_one_that_is_slow(clock):
+    """Frozen, or cut off from the network, it does not come back; also while others compile."""
+    watch = Watch(10.0, 100.0, silent_seconds=20.0, clock=lambda: clock[0])
+
+    for clock[0] in (0.0, 15.0, 21.0):
+        beats = (beat(liveness_count=int(clock[0]), phase="compiling", slowest_seconds=0.0), beat())
+        loss = watch.hanging(RUNNING, beats, LIVES)
+
+    assert str(loss) == "process 1 has been silent for 21 s (training) at step 0"
+
+
+def test_where_all_wait_at_the_same_place_all_are_named(watch, clock):
+    """As in a collective that does not end."""
+    beats = (beat(step=5), beat(step=5))
+    watch.hanging(RUNNING, beats, LIVES)
+    clock[0] = 101.0
+
+    loss = watch.hanging(RUNNING, beats, LIVES)
+
+    words = "process 0 and all others have made no progress for 101 s (training) at step 5"
+    assert str(loss) == words
 
 
 def test_of_stuck_processes_one_that_is_no_longer_alive_is_the_culprit(watch, clock):
@@ -192,7 +229,22 @@ def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
 
     assert (first.step, first.phase, first.progress_count) == (12, "waiting for input", 1)
     assert said(path).liveness_count > first.liveness_count
+    assert first.slowest_seconds == 0
     assert read_beat(tmp_path / "none") is None
+
+
+def test_a_heartbeat_says_how_slow_its_phase_was(tmp_path):
+    """Once the phase has ended twice: a first update is only queued."""
+    heart, seen = Heartbeat(tmp_path / "heartbeat"), []
+    for step in range(3):
+        heart.at("training", step)
+        seen.append(said(tmp_path / "heartbeat").slowest_seconds)
+        time.sleep(0.02)
+        heart.at("waiting for input", step)
+    heart.close()
+
+    assert seen[:2] == [0.0, 0.0]
+    assert seen[2] >= 0.02
 
 
 BREATHING = """

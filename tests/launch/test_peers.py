@@ -1,0 +1,266 @@
+"""Processes watch each other's progress, whoever started them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from scalejax.core.errors import ConfigError, ExitCode
+from scalejax.core.heartbeat import Heartbeat
+from scalejax.core.process_group import Place
+from scalejax.launch.peers import PeerWatch
+from scalejax.launch.watchdog import Watch
+
+ROOT = Path(__file__).parents[2]
+CODE = "import sys; from scalejax.cli.main import main; sys.exit(main())"
+SECONDS = 0.3
+"""Limit without progress, in place of 60."""
+
+
+class Shelf:
+    """The store, in this process; it answers until it is frozen."""
+
+    def __init__(self):
+        self.values = {}
+        self.mute = ""
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def key_value_set_bytes(self, key, value, allow_overwrite=False):
+        """As that of JAX."""
+        self.answers.wait()
+        if key != self.mute:
+            self.values[key] = value
+
+    def key_value_dir_get_bytes(self, key):
+        """As that of JAX."""
+        self.answers.wait()
+        return [pair for pair in self.values.items() if pair[0].startswith(key)]
+
+
+@pytest.fixture
+def shelf():
+    """A store, whose threads go on at the end."""
+    store = Shelf()
+    yield store
+    store.answers.set()
+
+
+@pytest.fixture
+def heart():
+    """The heartbeat of this process, which has trained for three steps."""
+    heart = Heartbeat(None)
+    for step in range(3):
+        heart.at("waiting for input", step)
+        heart.at("training", step)
+    return heart
+
+
+@pytest.fixture
+def watched(shelf):
+    """Starts the watch of one of two processes; its codes at the end."""
+    watches, codes = [], {}
+
+    def start(process, **changes):
+        place = Place(process=process, processes=2, coordinator=None, told_by="a test")
+        leave = partial(codes.setdefault, process)
+        watch = PeerWatch(place, SECONDS, store=shelf, leave=leave, **changes)
+        watches.append(watch)
+        return watch
+
+    yield start, codes
+    shelf.answers.set()
+    for watch in watches:
+        watch.close()
+
+
+def until(codes, count):
+    """Wait for so many codes."""
+    end = time.monotonic() + 20
+    while len(codes) < count and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def test_processes_without_progress_name_one_and_leave(watched, heart, capfd):
+    """All write where they are, and end with the code of a lost process."""
+    start, codes = watched
+    start(0)
+    start(1)
+
+    until(codes, 2)
+
+    said = capfd.readouterr().err
+    assert codes == {0: ExitCode.LOST, 1: ExitCode.LOST}
+    assert "error: process 0 and all others have made no progress for 0 s (training)" in said
+    assert "stacks of all threads of process 0 of 2:" in said
+    assert "stacks of all threads of process 1 of 2:" in said
+    assert "in until" in said  # the main thread of this one, which is both
+
+
+def test_progress_of_any_keeps_all(watched, heart):
+    """Five times the limit."""
+    start, codes = watched
+    start(0)
+    start(1)
+
+    for step in range(3, 18):
+        heart.at("training", step)
+        time.sleep(SECONDS / 3)
+
+    assert codes == {}
+
+
+def test_a_first_process_that_does_not_answer_is_left(watched, heart, shelf, capfd):
+    """It holds the store, which then waits for ever."""
+    start, codes = watched
+    start(0)
+    start(1)
+    time.sleep(SECONDS / 2)
+    shelf.answers.clear()
+
+    until(codes, 2)
+
+    said = capfd.readouterr().err
+    assert codes[1] == ExitCode.LOST
+    assert "error: process 0 has not answered for 0 s (training) at step 2; process 1 of 2" in said
+
+
+def test_one_that_has_ended_is_not_missed(watched, heart):
+    """The others go on to their own end."""
+    start, codes = watched
+    first = start(0)
+    start(1)
+    time.sleep(SECONDS)
+    first.close()
+
+    time.sleep(4 * SECONDS)
+
+    assert codes == {}
+
+
+def test_a_function_without_heartbeat_is_only_to_be_there(watched, heart, shelf, capfd):
+    """As of a `Runner`: no progress for a long time, and then one that is silent."""
+    start, codes = watched
+    start(0, has_progress=False)
+    start(1, has_progress=False)
+
+    time.sleep(4 * SECONDS)
+    assert codes == {}
+    shelf.mute = "scalejax/beats/1"
+    until(codes, 2)
+
+    assert codes == {0: ExitCode.LOST, 1: ExitCode.LOST}
+    assert "error: process 1 has been silent for 0 s" in capfd.readouterr().err
+
+
+def test_no_watch_where_none_is_wanted():
+    """0: such as to debug by hand; a limit that is none is refused."""
+    before = threading.active_count()
+    with PeerWatch(None, 0):
+        assert threading.active_count() == before
+
+    with pytest.raises(ConfigError, match=r"stuck_seconds=-1 is refused: it must be a number"):
+        PeerWatch(None, -1)
+
+
+def test_one_that_was_stopped_itself_does_not_blame_others(watched, heart, monkeypatch):
+    """After Ctrl-Z and fg, it begins to watch anew."""
+    judged = []
+    monkeypatch.setattr(Watch, "hanging", lambda self, *_: judged.append(id(self)))
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    start, _ = watched
+    watch = start(0)
+    while len(judged) < 3:
+        time.sleep(SECONDS / 10)
+    first = judged[-1]
+    now[0] += 100
+    while judged[-1] == first:
+        time.sleep(SECONDS / 10)
+    monkeypatch.undo()
+    watch.close()
+
+    assert judged.count(first) >= 3
+
+
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [16]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 200
+test_examples = 30
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+warmup = "none"
+[train]
+epochs = 8000
+log_every_steps = 10
+"""
+
+
+@pytest.mark.slow  # two processes that each import JAX, and a limit of three seconds
+@pytest.mark.alone
+def test_a_frozen_process_of_mpirun_ends_the_run_in_the_stated_time(tmp_path):
+    """The first, which holds the store: the other names it, writes its stacks, and leaves with
+    code 5, upon which mpirun kills the frozen one."""
+    if not shutil.which("mpirun"):
+        pytest.skip("needs the Debian package openmpi-bin")
+    run_file, folder = tmp_path / "run.toml", tmp_path / "run"
+    run_file.write_text(RUN)
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    train = ("train", str(run_file), "--folder", str(folder), "--stuck-seconds", "3")
+    launcher = subprocess.Popen(
+        [*mpirun, sys.executable, "-c", CODE, *train],
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "PYTHONPATH": str(ROOT),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        measurements = folder / "measurements.jsonl"
+        while not (measurements.exists() and '"step": 100,' in measurements.read_text()):
+            assert launcher.poll() is None, launcher.communicate()[0]
+            time.sleep(0.05)
+        os.kill(first_of(launcher.pid), signal.SIGSTOP)
+        begin = time.monotonic()
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+
+    assert launcher.returncode == ExitCode.LOST, said
+    assert time.monotonic() - begin < 3 + 10 + 10  # the limit, as `--help` says, and a busy machine
+    assert "error: process 0 has not answered for " in said
+    assert "process 1 of 2 exits." in said
+    assert "stacks of all threads of process 1 of 2:" in said
+    assert "in _run_batches" in said
+
+
+def first_of(mpirun):
+    """Id of its first process."""
+    children = Path(f"/proc/{mpirun}/task/{mpirun}/children").read_text().split()
+    for child in children:
+        if b"OMPI_COMM_WORLD_RANK=0" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"mpirun has no first process: {children}")

@@ -5,18 +5,24 @@ Knows names, sizes and modification times; nothing of the contents of a file.
 
 import glob
 import hashlib
+import io
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pyarrow.fs as pafs
 
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.remote import Wanted, listing, read_ranges, store_version
 
 _GLOB = frozenset("*?[")
+_BUFFER_BYTES = 2**16
+"""Bytes that are read at once of a file at a URL, at least."""
+_COPIED_BYTES = 2**24
+"""Bytes of a copy that are read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +34,8 @@ class DataFile:
     size_bytes: int
     """Size of the file."""
     version: str | None
-    """Changes when the file is rewritten: modification time in nanoseconds since 1970, or the ETag
-    or content id of its store; None if the store has neither."""
+    """Changes when the file is rewritten: modification time in nanoseconds since 1970, or the
+    generation, ETag or content id of its store, else its time there; None if it has none."""
 
 
 def listed(
@@ -47,36 +53,56 @@ def listed(
     Raises:
         ConfigError: if there are none, or the location cannot be read.
     """
-    filesystem, root = opened_filesystem(field, location)
-    with naming(field, location):
-        if isinstance(filesystem, pafs.LocalFileSystem) and _GLOB & set(root):
-            infos = filesystem.get_file_info(sorted(glob.glob(root, recursive=True)))
-        elif _GLOB & set(root):
-            infos = filesystem.get_file_info(sorted(filesystem.handler.fs.glob(root)))
-        else:
-            info = filesystem.get_file_info(root)
-            if info.type == pafs.FileType.NotFound:
-                raise ConfigError(refusal(field, location, "there is no such file or folder"))
-            infos = [info]
-            if info.type == pafs.FileType.Directory:
-                infos = [
-                    each
-                    for each in filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
-                    if _is_finished(os.path.relpath(each.path, root)) and is_data(each.base_name)
-                ]
-                infos.sort(key=lambda each: each.path)
-    files = [
-        DataFile(
-            path=_url(location, each.path),
-            size_bytes=each.size,
-            version=_version(filesystem, each),
-        )
-        for each in infos
-        if each.type == pafs.FileType.File
-    ]
+    if is_url(location):
+        files = _files_at_url(field, location, is_data)
+    else:
+        with naming(field, location):
+            files = _files_here(field, location, is_data)
     if not files:
         raise ConfigError(refusal(field, location, f"no {wanted} is there"))
     return files
+
+
+def _files_at_url(field: str, location: str, is_data: Callable[[str], bool]) -> list[DataFile]:
+    root, found = listing(field, location, is_whole=True)
+    if root not in found and not _GLOB & set(root):  # a folder
+        below = {path: path.removeprefix(root).lstrip("/") for path in found}
+        found = {
+            path: about
+            for path, about in found.items()
+            if _is_finished(below[path]) and is_data(_name(path))
+        }
+    return [
+        DataFile(
+            path=_url(location, path),
+            size_bytes=about["size"],
+            version=store_version(about),
+        )
+        for path, about in sorted(found.items())
+    ]
+
+
+def _files_here(field: str, location: str, is_data: Callable[[str], bool]) -> list[DataFile]:
+    filesystem = pafs.LocalFileSystem()
+    if _GLOB & set(location):
+        infos = filesystem.get_file_info(sorted(glob.glob(location, recursive=True)))
+    else:
+        info = filesystem.get_file_info(location)
+        if info.type == pafs.FileType.NotFound:
+            raise ConfigError(refusal(field, location, "there is no such file or folder"))
+        infos = [info]
+        if info.type == pafs.FileType.Directory:
+            infos = [
+                each
+                for each in filesystem.get_file_info(pafs.FileSelector(location, recursive=True))
+                if _is_finished(os.path.relpath(each.path, location)) and is_data(each.base_name)
+            ]
+            infos.sort(key=lambda each: each.path)
+    return [
+        DataFile(path=each.path, size_bytes=each.size, version=str(each.mtime_ns))
+        for each in infos
+        if each.type == pafs.FileType.File
+    ]
 
 
 def is_url(location: str) -> bool:
@@ -89,24 +115,6 @@ def absolute_location(location: str) -> str:
     return location if is_url(location) else os.path.abspath(location)
 
 
-def opened_filesystem(field: str, location: str) -> tuple[Any, str]:
-    """Arrow's file system of a location, and the path in it; for a URL `handler.fs` is fsspec's.
-
-    Raises:
-        ConfigError: if fsspec, or its package for the protocol, is not installed.
-    """
-    if not is_url(location):
-        return pafs.LocalFileSystem(), location
-    try:
-        import fsspec
-    except ImportError as error:
-        accepted = 'a URL needs fsspec: "pip install fsspec" and the package of its protocol'
-        raise ConfigError(refusal(field, location, accepted)) from error
-    with naming(field, location):
-        filesystem, path = fsspec.core.url_to_fs(location)
-    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
-
-
 def states_below(
     field: str, location: str, paths: Iterable[str]
 ) -> Iterator[tuple[str, int, str | None]]:
@@ -115,18 +123,17 @@ def states_below(
     Raises:
         ConfigError: if one is gone, or the location cannot be read.
     """
-    with naming(field, location):
-        if not is_url(location):
+    if not is_url(location):
+        with naming(field, location):
             for path in paths:
                 about = os.stat(os.path.join(location, path))
                 yield path, about.st_size, str(about.st_mtime_ns)
-            return
-        filesystem, root = opened_filesystem(field, location)
-        found = filesystem.handler.fs.find(root, detail=True)
-        for path in paths:
-            if (about := found.get(f"{root.rstrip('/')}/{path}")) is None:
-                raise FileNotFoundError(f"{path} is gone")
-            yield path, about["size"] or 0, _store_version(about)
+        return
+    root, found = listing(field, location)
+    for path in paths:
+        if (about := found.get(f"{root.rstrip('/')}/{path}")) is None:
+            raise ConfigError(refusal(field, location, f"{path} is gone"))
+        yield path, about["size"] or 0, store_version(about)
 
 
 @contextmanager
@@ -134,16 +141,56 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
     """The file, open for random access.
 
     Raises:
-        ConfigError: if it cannot be opened or read.
+        ConfigError: if it cannot be opened or read; if it is at a URL and has changed.
+        Unavailable: if its store does not answer.
     """
-    with naming(field, file.path):
-        if is_url(file.path):
-            filesystem, path = opened_filesystem(field, file.path)
-            stream = filesystem.handler.fs.open(path, "rb")
-        else:
-            stream = open(file.path, "rb")  # noqa: SIM115  closed below
-        with stream:
-            yield stream
+    if is_url(file.path):
+        with io.BufferedReader(_AtUrl(field, file), _BUFFER_BYTES) as stream:
+            yield cast(BinaryIO, stream)
+        return
+    with naming(field, file.path), open(file.path, "rb") as stream:
+        yield stream
+
+
+class _AtUrl(io.RawIOBase):
+    """A file at a URL, whose reads are requests for ranges of it."""
+
+    def __init__(self, field: str, file: DataFile) -> None:
+        self._field, self._file, self._at = field, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size_bytes}
+        self._at = max(0, begins[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._file.size_bytes)
+        if self._at >= end:
+            return 0
+        (content,) = read_ranges(self._field, [part_of(self._file, self._at, end)])
+        buffer[: len(content)] = content
+        self._at = end
+        return len(content)
+
+
+def part_of(file: DataFile, begin: int, end: int) -> Wanted:
+    """Bytes `begin` to `end` - 1 of a file at a URL, of the version that was listed."""
+    return Wanted(
+        url=file.path,
+        begin=begin,
+        end=end,
+        size_bytes=file.size_bytes,
+        version=file.version,
+    )
 
 
 def require_unchanged(field: str, file: DataFile) -> None:
@@ -169,13 +216,17 @@ def local_copy(field: str, file: DataFile, folder: str) -> str:
     key = repr((file.path, file.size_bytes, file.version)).encode()
     copy = os.path.join(folder, f"{hashlib.sha256(key).hexdigest()[:16]}-{_name(file.path)}")
     if not os.path.exists(copy):
-        filesystem, path = opened_filesystem(field, file.path)
         with naming(field, file.path):
             os.makedirs(folder, exist_ok=True)
             # A folder of this user's own: nobody else has put a link into it.
             with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
                 draft = os.path.join(own, "draft")
-                filesystem.handler.fs.get_file(path, draft)
+                with open(draft, "xb") as written:
+                    for begin in range(0, file.size_bytes, _COPIED_BYTES):
+                        end = min(begin + _COPIED_BYTES, file.size_bytes)
+                        written.writelines(read_ranges(field, [part_of(file, begin, end)]))
+                    written.flush()
+                    os.fsync(written.fileno())  # a name that outlives a power cut has its content
                 os.replace(draft, copy)
     return copy
 
@@ -189,7 +240,7 @@ def naming(field: str, location: str) -> Iterator[None]:
     """Turn errors of a file system about a location into refusals that name `field`."""
     try:
         yield
-    except ConfigError:
+    except ScalejaxError:
         raise
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(refusal(field, location, f"it cannot be read ({error})")) from error
@@ -199,18 +250,6 @@ def _is_finished(path: str) -> bool:
     """Whether a path below a folder may be a data file: writers prefix unfinished files and
     metadata with "_" or "."."""
     return not any(part[0] in "_." for part in path.split(os.sep))
-
-
-def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:
-    if info.mtime_ns is not None:
-        return str(info.mtime_ns)
-    return _store_version(filesystem.handler.fs.info(info.path))
-
-
-def _store_version(about: Mapping[str, Any]) -> str | None:
-    """The version of a file in the metadata of S3, HTTP, Hugging Face or Google Cloud Storage."""
-    names = ("mtime", "ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
-    return next((str(about[name]) for name in names if about.get(name) is not None), None)
 
 
 def _url(location: str, path: str) -> str:

@@ -22,7 +22,7 @@ from scalejax.core.units import MIB, counted, format_bytes
 from scalejax.data.convert.image_folder import ImageFolderRows
 from scalejax.data.convert.parquet import ParquetRows
 from scalejax.data.convert.rows import Rows, encoded_images
-from scalejax.data.formats.parquet import opened
+from scalejax.data.formats.parquet_bytes import footer_of
 from scalejax.data.formats.parquet_columns import hugging_face_names, is_class, is_image
 from scalejax.data.suggest_config import data_table, parts_advice
 from scalejax.data.transforms.images import UndecodableImage, decoded, in_threads
@@ -294,11 +294,10 @@ def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
     stored: Counter[str] = Counter()
     compressions: dict[str, set[str]] = {}
     for file in dict.fromkeys(group.file for group in rows.found.groups):
-        with opened("source", file) as parquet:
-            for column in _chunks(parquet.metadata):
-                name = column.path_in_schema.split(".")[0]
-                stored[name] += column.total_compressed_size
-                compressions.setdefault(name, set()).add(column.compression.lower())
+        for column in _chunks(footer_of("source", file).metadata):
+            name = column.path_in_schema.split(".")[0]
+            stored[name] += column.total_compressed_size
+            compressions.setdefault(name, set()).add(column.compression.lower())
     return tuple(
         ColumnFacts(
             name=each.name,

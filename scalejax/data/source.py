@@ -22,9 +22,9 @@ Split = Literal["train", "test"]
 
 
 UsedPart = tuple["DataFile", int, str | None]
-"""A file, its rows before filters, and None; or of a folder of a class, the total bytes of its
-images with the SHA-256 of their versions, their number, and the SHA-256 of their names and
-lengths."""
+"""A file, its rows before filters, and None, or the SHA-256 of its footer; or of a folder of a
+class, the total bytes of its images with the SHA-256 of their versions, their number, and the
+SHA-256 of their names and lengths."""
 
 
 class UnreadableExample(ConfigError):

@@ -26,7 +26,8 @@ class UsedFile:
     rows: int
     """Rows, images, records or tokens it holds, before filters."""
     listing: str | None = None
-    """For a folder, the SHA-256 of the names and lengths of its images."""
+    """For a folder, the SHA-256 of the names and lengths of its images; of a Parquet file, that of
+    its footer; None for others, and for Parquet in runs of before."""
 
 
 @document("data_files")
@@ -61,6 +62,12 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
                     f"{what or 'has changed'} since it began. Bring the files back as they were, "
                     "or begin a new run in another folder."
                 )
+
+
+def _is_same(before: UsedFile | None, after: UsedFile | None) -> bool:
+    if before is not None and after is not None and before.listing is None:
+        after = replace(after, listing=None)
+    return before == after
 
 
 def used_files(data: DataConfig) -> UsedFiles | None:

@@ -18,11 +18,11 @@ from test_datasets import order_of
 from scalejax.config.data import ParquetConfig, ReadingConfig
 from scalejax.config.parallelism import Layout
 from scalejax.config.run import load_config
+from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
 from scalejax.data.facts import read_facts, resolve
 from scalejax.data.loader.loader import training_batches
-from scalejax.data.readers.row_group_cache import BoundedMemory
 from scalejax.training.mesh import batch_sharding, build_mesh
 from scalejax.training.train import train
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from scalejax.data.convert.rows import CHUNK_BYTES
-from scalejax.data.formats.parquet import find_files, opened, read_columns
+from scalejax.data.formats.parquet import find_files, read_columns
+from scalejax.data.formats.parquet_bytes import opened
 
 
 class ParquetRows:

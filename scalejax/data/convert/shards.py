@@ -146,7 +146,9 @@ def write_shard(
     with _naming(path), _locked(draft, path) as file:
         try:
             file.truncate(0)  # what a killed process has left
-            with pq.ParquetWriter(file, rows.schema, compression=plan.compression) as writer:
+            with pq.ParquetWriter(
+                file, rows.schema, compression=plan.compression, write_page_checksum=True
+            ) as writer:
                 for table, left_out in _groups(plan, rows, index, threads, told):
                     skipped += left_out
                     if len(table):

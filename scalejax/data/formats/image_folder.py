@@ -140,12 +140,12 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 def _below_url(field: str, location: str) -> dict[str, list[str]]:
     """Every folder below a URL with the names of its files, as `_folders`."""
-    from scalejax.core.filesystem import opened_filesystem
+    from scalejax.core.remote import listing
 
-    filesystem, root = opened_filesystem(field, location)
     below: dict[str, list[str]] = {}
+    root, found = listing(field, location)
     start = len(root.rstrip("/")) + 1
-    for path in filesystem.handler.fs.find(root):
+    for path in found:
         parts = path[start:].split("/")
         if not any(part.startswith(".") for part in parts):
             below.setdefault("/".join(parts[:-1]), []).append(parts[-1])

@@ -3,8 +3,7 @@
 Knows files, columns and rows; nothing of the meaning of columns.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,7 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from scalejax.core.errors import ConfigError, refusal, unknown_name
-from scalejax.core.filesystem import DataFile, listed, opened_filesystem
+from scalejax.core.filesystem import DataFile, listed
+from scalejax.data.formats.parquet_bytes import footer_of, read_row_group
 
 Filter = tuple[str, str, object]
 """Column, comparison and value: the rows for which it holds."""
@@ -111,9 +111,9 @@ def _is_parquet(name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowGroup, ...]]:
-    with opened(field, file) as parquet:
-        about = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
-        schema = parquet.schema_arrow
+    footer = footer_of(field, file)
+    metadata, schema = footer.metadata, footer.schema
+    about = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     firsts = np.cumsum([0, *(each.num_rows for each in about)])
     groups = tuple(
         RowGroup(
@@ -153,41 +153,19 @@ def _column_bounds(
     return tuple((name, found.min, found.max) for name, found in known if found.has_min_max)
 
 
-@contextmanager
-def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator[pq.ParquetFile]:
-    """The file, open; if streamed, a row group is read as its rows are asked for, and not whole.
-
-    Raises:
-        ConfigError: if it cannot be opened or read, or is not whole.
-    """
-    filesystem, path = opened_filesystem(field, file.path)
-    try:
-        with filesystem.open_input_file(path) as stream:
-            # Arrow 26 reads whole row groups ahead unless it is told not to.
-            streaming = {"pre_buffer": False, "buffer_size": 2**20} if is_streamed else {}
-            yield pq.ParquetFile(stream, **streaming)
-    except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).strip().rstrip(".")
-        raise ConfigError(
-            f"{field}: {file.path} cannot be read as Parquet ({reason}); "
-            "write or copy it again, or leave it out."
-        ) from error
-
-
 def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
     """Columns of a row group, each in one piece; of a struct, its field "bytes" in its place.
 
     Raises:
-        ConfigError: if the file cannot be read, is damaged, or has changed.
+        ConfigError: if the file cannot be read, or has changed.
+        Damaged: if it is damaged.
+        Unavailable: if its store does not answer.
     """
-    with opened(field, group.file) as parquet:
-        groups = parquet.num_row_groups
-        if groups <= group.index or parquet.metadata.row_group(group.index).num_rows != group.rows:
-            raise ConfigError(f"{field}: {group.file.path} was written anew while it was read.")
-        types = {name: parquet.schema_arrow.field(name).type for name in columns}  # each once
-        structs = {name for name, type_ in types.items() if pa.types.is_struct(type_)}
-        leaves = [f"{name}.bytes" if name in structs else name for name in types]
-        table = parquet.read_row_group(group.index, columns=leaves)
+    schema = footer_of(field, group.file).schema
+    types = {name: schema.field(name).type for name in columns}  # each once
+    structs = {name for name, type_ in types.items() if pa.types.is_struct(type_)}
+    leaves = [f"{name}.bytes" if name in structs else name for name in types]
+    table = read_row_group(field, group.file, group.index, leaves)
     return pa.table({name: _in_one_piece(table[name], name in structs) for name in types})
 
 

@@ -13,9 +13,9 @@ from scalejax.core.filesystem import (
     DataFile,
     absolute_location,
     is_url,
-    opened_filesystem,
     states_below,
 )
+from scalejax.core.remote import read_whole
 from scalejax.data.formats.image_folder import image_files, image_folder_facts
 from scalejax.data.source import Inspected, Reader, Split, UsedPart
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
@@ -91,15 +91,11 @@ def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], by
     """A function that returns the content of one of `paths`; of a URL, all are read at once."""
     if not is_url(location):
         return lambda number: Path(paths[number]).read_bytes()
-    filesystem, root = opened_filesystem(field, location)
-    below = [root + path.removeprefix(location) for path in paths]
-    found = filesystem.handler.fs.cat_ranges(below, None, None, on_error="return")
+    found = read_whole(field, paths)
 
     def content(number: int) -> bytes:
-        if isinstance(value := found[number], FileNotFoundError):
-            raise value
-        if isinstance(value, Exception):
-            raise OSError(str(value)) from value
+        if (value := found[number]) is None:
+            raise FileNotFoundError(f"{paths[number]} is gone")
         return value
 
     return content

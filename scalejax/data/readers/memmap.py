@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from scalejax.core.errors import ConfigError
-from scalejax.core.filesystem import DataFile, is_url, opened_filesystem, require_unchanged
+from scalejax.core.filesystem import DataFile, is_url, part_of, require_unchanged
+from scalejax.core.remote import read_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +60,20 @@ def gathered(
 
     Raises:
         ConfigError: if a file is missing or has changed.
+        Unavailable: if its store does not answer.
     """
     ranges = zip(which.tolist(), begins.tolist(), ends.tolist(), strict=True)
     if not is_url(files[0].file.path):
         mapped = {number: files[number]._mapped() for number in set(which.tolist())}
         return np.concatenate([mapped[number][begin:end] for number, begin, end in ranges])
-    paths, starts, stops = [], [], []
+    wanted, numbers = [], []
     for number, begin, end in ranges:
-        each = files[number]
-        paths.append(opened_filesystem(each.field, each.file.path)[1])
-        starts.append(each.offset + begin * each.dtype.itemsize)
-        stops.append(each.offset + end * each.dtype.itemsize)
-    filesystem, _ = opened_filesystem(files[0].field, files[0].file.path)
-    parts = []
-    found = filesystem.handler.fs.cat_ranges(paths, starts, stops, on_error="return")
-    for number, start, stop, content in zip(which.tolist(), starts, stops, found, strict=True):
-        if isinstance(content, Exception) or len(content) != stop - start:
-            why = content if isinstance(content, Exception) else "it is shorter than it was"
-            each = files[number]
-            raise ConfigError(f"{each.field}: {each.file.path} cannot be read any more ({why}).")
-        parts.append(np.frombuffer(content, files[number].dtype))
-    return np.concatenate(parts)
+        each, size = files[number], files[number].dtype.itemsize
+        wanted.append(part_of(each.file, each.offset + begin * size, each.offset + end * size))
+        numbers.append(number)
+    found = read_ranges(files[0].field, wanted)
+    parts = zip(numbers, found, strict=True)
+    return np.concatenate([np.frombuffer(part, files[number].dtype) for number, part in parts])
 
 
 @lru_cache(maxsize=256)  # each holds a file descriptor

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from scalejax.config.data import ParquetConfig
 from scalejax.core.filesystem import DataFile
 from scalejax.data.formats.parquet import RowGroup, find_files
+from scalejax.data.formats.parquet_bytes import footer_of, footers_of, keep_footers
 from scalejax.data.formats.parquet_columns import (
     class_values,
     parquet_facts,
@@ -61,9 +62,10 @@ class ParquetExamples(Reader, names=("parquet",)):
     def files(config: ParquetConfig, part: Split) -> Iterable[UsedPart]:
         """The files of `part`, as they are now."""
         rows: dict[DataFile, int] = {}
-        for group in find_files(f"data.{part}", getattr(config, part), ()).groups:
+        field = f"data.{part}"
+        for group in find_files(field, getattr(config, part), ()).groups:
             rows[group.file] = rows.get(group.file, 0) + group.rows
-        return ((file, count, None) for file, count in rows.items())
+        return ((file, count, footer_of(field, file).digest) for file, count in rows.items())
 
     @staticmethod
     def inspected(config: ParquetConfig, part: Split) -> Inspected:
@@ -92,10 +94,14 @@ class ParquetExamples(Reader, names=("parquet",)):
         return share
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without cached contents of files; facts about the files are kept."""
-        return {name: value for name, value in vars(self).items() if name != "_groups"}
+        """State without cached contents of files; facts about the files are kept, and footers."""
+        state = {name: value for name, value in vars(self).items() if name != "_groups"}
+        files = dict.fromkeys(group.file for group in self._files.groups)
+        return state | {"footers": footers_of(files)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        keep_footers(state.pop("footers"))
         vars(self).update(state)
         self._groups = RowGroups(self._config.reading)
 
@@ -157,13 +163,14 @@ class ParquetExamples(Reader, names=("parquet",)):
     def _pieces(self, ascending: np.ndarray) -> Iterator[tuple[slice, pa.Table]]:
         """The rows at `ascending` indices, a row group at a time, as the files hold them."""
         ends = np.searchsorted(ascending, self._ends)
-        for number in np.flatnonzero(np.diff(ends, prepend=0)):
+        numbers = np.flatnonzero(np.diff(ends, prepend=0)).tolist()
+        groups = [self._files.groups[number] for number in numbers]
+        tables = self._groups.tables(self._files.field, groups, self._config.columns)
+        for number, table in zip(numbers, tables, strict=True):
             part = slice(int(ends[number - 1]) if number else 0, int(ends[number]))
             rows = ascending[part] - (self._ends[number] - self._counts[number])
             if self._files.kept is not None:
                 rows = self._files.kept[number][rows]
-            group = self._files.groups[number]
-            table = self._groups.table(self._files.field, group, self._config.columns)
             yield part, table.take(pa.array(rows))
 
     def _images(

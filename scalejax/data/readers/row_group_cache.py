@@ -10,21 +10,23 @@ import hashlib
 import os
 import secrets
 import socket
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
 from scalejax.config.data import ReadingConfig
+from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError
-from scalejax.core.filesystem import absolute_location
+from scalejax.core.filesystem import absolute_location, is_url
 from scalejax.data.formats.parquet import RowGroup, read_columns
 
+_FETCHED_AHEAD = 8
+"""Row groups of a store that are fetched at once."""
 _KEY = b"scalejax key"
 """Name under which a file holds its key."""
 
@@ -154,38 +156,6 @@ def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
 
 # Row groups as tables, from memory, from the disk cache, or from their files.
 
-Value = TypeVar("Value")
-
-
-class BoundedMemory(Generic[Value]):
-    """LRU cache of values by key, of at most `limit_bytes`.
-
-    A value larger than the limit is returned but not cached. Thread-safe; several threads may load
-    one value twice.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
-        self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._lock = Lock()
-
-    def of(self, key: Hashable, load: Callable[[], tuple[Value, int]]) -> Value:
-        """The value of `key`, from the cache or else from `load`, which also returns its bytes."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key][0]
-        value, size_bytes = load()
-        with self._lock:
-            if key not in self._values and size_bytes <= self.limit_bytes:
-                self._values[key] = value, size_bytes
-                self.held_bytes += size_bytes
-            while self.held_bytes > self.limit_bytes:
-                _, (_, gone_bytes) = self._values.popitem(last=False)
-                self.held_bytes -= gone_bytes
-        return value
-
 
 class RowGroups:
     """Columns of row groups, cached as `reading` configures."""
@@ -200,10 +170,43 @@ class RowGroups:
         """The columns of `group`, in one piece each.
 
         Raises:
-            ConfigError: if they cannot be read, or not be cached on the disk.
+            ConfigError: if they cannot be read, have changed, or cannot be cached on the disk.
+            Damaged: if they are not what was written.
+            Unavailable: if their store does not answer.
         """
         key = (group, tuple(columns))
         return self._memory.of(key, partial(self._read, field, group, columns))
+
+    def tables(
+        self, field: str, groups: Sequence[RowGroup], columns: Sequence[str]
+    ) -> Iterator[pa.Table]:
+        """`table` of each of `groups`; at a URL, some are fetched ahead, in a quarter of the memory
+        that is for them.
+
+        Raises:
+            ConfigError: as `table`.
+        """
+        if len(groups) < 2 or not is_url(groups[0].file.path):
+            yield from (self.table(field, group, columns) for group in groups)
+            return
+        asked: deque[tuple[Future[pa.Table], int]] = deque()
+        ahead_bytes, waiting = 0, deque(groups)
+        with ThreadPoolExecutor(_FETCHED_AHEAD, "row groups") as threads:
+            try:
+                while asked or waiting:
+                    while waiting and len(asked) < _FETCHED_AHEAD:
+                        size_bytes = waiting[0].bytes_of(columns)
+                        if asked and ahead_bytes + size_bytes > self._memory.limit_bytes // 4:
+                            break
+                        future = threads.submit(self.table, field, waiting.popleft(), columns)
+                        asked.append((future, size_bytes))
+                        ahead_bytes += size_bytes
+                    future, size_bytes = asked.popleft()
+                    yield future.result()
+                    ahead_bytes -= size_bytes
+            finally:
+                for future, _ in asked:
+                    future.cancel()
 
     def _read(self, field: str, group: RowGroup, columns: Sequence[str]) -> tuple[pa.Table, int]:
         read = partial(read_columns, field, group, columns)

@@ -1,0 +1,318 @@
+"""Which bytes of a Parquet file are read: its footer once, then column chunks, of one version.
+
+Pages are held against their checksums, where they were written with any. Knows no rows.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalejax.core.bounded_memory import BoundedMemory
+from scalejax.core.errors import ConfigError, Damaged
+from scalejax.core.filesystem import DataFile, absolute_location, is_url, part_of, require_unchanged
+from scalejax.core.filesystem import opened as opened_file
+from scalejax.core.remote import read_ranges
+
+_TAIL_BYTES = 2**15
+"""Bytes at the end of a file at a URL that are read for its footer, and then the rest of it."""
+_FOOTER_BYTES = 2**28
+"""Bytes that footers may take in memory."""
+_PARSED = 6
+"""Bytes that a footer takes in memory for each of the file (measured: 5.3 of 1,000 row groups of 40
+columns, `experiments/input_peers/wide.py`)."""
+_SENT_BYTES = 2**24
+"""Bytes of footers that are sent to a worker process; it reads the others itself."""
+_GAP_BYTES = 2**20
+"""Largest gap between wanted bytes of a URL that is fetched rather than asked around."""
+_WASTE = 4
+"""Gaps fetched are at most the wanted bytes by this."""
+_READS = 3
+"""Reads of the same bytes of a URL before they count as damaged where they are stored."""
+_MAGIC = b"PAR1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Footer:
+    """What a file says of its row groups."""
+
+    metadata: pq.FileMetaData
+    """The footer, parsed."""
+    schema: pa.Schema
+    """Its columns."""
+    digest: str
+    """SHA-256 of its bytes."""
+    place: tuple[int, int] | None
+    """Inode and time of change of a file on this machine, which no copy with its times has."""
+
+
+_footers: BoundedMemory[Footer] = BoundedMemory(_FOOTER_BYTES)
+
+
+def footer_of(field: str, file: DataFile) -> Footer:
+    """The footer of a file, read once in a process.
+
+    Raises:
+        ConfigError: if it cannot be read, is not whole, or the file has changed.
+        Unavailable: if its store does not answer.
+    """
+
+    def load() -> tuple[Footer, int]:
+        found = _read_at_url(field, file) if is_url(file.path) else _read_here(field, file)
+        return found, found.metadata.serialized_size * _PARSED
+
+    return _footers.of(_key(file), load)
+
+
+def _key(file: DataFile) -> tuple[str, int, str | None]:
+    return absolute_location(file.path), file.size_bytes, file.version
+
+
+def footers_of(files: Iterable[DataFile]) -> dict[DataFile, Footer]:
+    """The footers that this process has of `files`, as many as another is to be sent."""
+    found, left = {}, _SENT_BYTES
+    for file in files:
+        footer = _footers.get(_key(file))
+        if footer is None or footer.metadata.serialized_size > left:
+            continue
+        found[file] = footer
+        left -= footer.metadata.serialized_size
+    return found
+
+
+def keep_footers(footers: Mapping[DataFile, Footer]) -> None:
+    """Have the footers that another process has read."""
+    for file, footer in footers.items():
+        _footers.of(_key(file), lambda f=footer: (f, f.metadata.serialized_size * _PARSED))
+
+
+def _read_here(field: str, file: DataFile) -> Footer:
+    try:
+        with open(file.path, "rb") as stream:
+            about = os.fstat(stream.fileno())
+            if (about.st_size, str(about.st_mtime_ns)) != (file.size_bytes, file.version):
+                raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+            end = file.size_bytes
+            stream.seek(max(0, end - 8))
+            tail = stream.read()
+            stream.seek(max(0, end - _length(tail) - 8))
+            content = stream.read()
+        return _parsed(content, (about.st_ino, about.st_ctime_ns))
+    except (pa.ArrowInvalid, OSError) as error:
+        _refuse(field, file, error)
+
+
+def _read_at_url(field: str, file: DataFile) -> Footer:
+    end = file.size_bytes
+    for left in reversed(range(_READS)):
+        (content,) = read_ranges(field, [part_of(file, max(0, end - _TAIL_BYTES), end)])
+        missing = min(_length(content[-8:]) + 8, end) - len(content)
+        if missing > 0:
+            begin = end - len(content) - missing
+            (before,) = read_ranges(field, [part_of(file, begin, begin + missing)])
+            content = before + content
+        try:
+            return _parsed(content[-_length(content[-8:]) - 8 :], None)
+        except (pa.ArrowInvalid, OSError) as error:
+            if not left:
+                _refuse(field, file, error)
+    raise AssertionError  # the last one returns or raises
+
+
+def _length(tail: bytes) -> int:
+    """Bytes of the footer before the last 8 of a file, which say it; 0 if they do not."""
+    return int.from_bytes(tail[:4], "little") if tail[4:] == _MAGIC else 0
+
+
+def _parsed(content: bytes, place: tuple[int, int] | None) -> Footer:
+    with pq.ParquetFile(pa.BufferReader(_MAGIC + content)) as parquet:
+        digest = hashlib.sha256(content).hexdigest()
+        schema = parquet.schema_arrow
+        return Footer(metadata=parquet.metadata, schema=schema, digest=digest, place=place)
+
+
+def _refuse(field: str, file: DataFile, error: Exception) -> NoReturn:
+    raise ConfigError(
+        f"{field}: {file.path} cannot be read as Parquet ({_reason(error)}); "
+        "write or copy it again, or leave it out."
+    ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _require_same(field: str, file: DataFile, footer: Footer) -> None:
+    """Refuse a file on this machine that is not the one whose footer was read, also where its size
+    and time are the same.
+
+    Raises:
+        ConfigError: if it is gone, or was written anew.
+    """
+    require_unchanged(field, file)
+    about = os.stat(file.path)
+    if (about.st_ino, about.st_ctime_ns) == footer.place:
+        return
+    now = _read_here(field, file)  # as a copy with its times, or after a change of its mode
+    if now.digest != footer.digest:
+        raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+    _footers.put(_key(file), now, now.metadata.serialized_size * _PARSED)
+
+
+@contextmanager
+def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator[pq.ParquetFile]:
+    """The file, open; if streamed, a row group is read as its rows are asked for, and not whole.
+
+    Raises:
+        ConfigError: if it cannot be opened, is not whole, or has changed.
+        Damaged: if what is read is not what was written.
+        Unavailable: if its store does not answer.
+    """
+    footer = footer_of(field, file)
+    # Arrow 26 reads whole row groups ahead unless it is told not to.
+    streaming = {"pre_buffer": False, "buffer_size": 2**20} if is_streamed else {}
+    with opened_file(field, file) as stream, _judged(field, file, footer):
+        source = stream if is_url(file.path) else pa.OSFile(file.path)
+        with pq.ParquetFile(
+            source, metadata=footer.metadata, page_checksum_verification=True, **streaming
+        ) as parquet:
+            yield parquet
+
+
+@contextmanager
+def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
+    """Tell a file that has changed while it was read from one that is damaged."""
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        if not is_url(file.path):
+            _require_same(field, file, footer)
+        raise Damaged(
+            f"{field}: {file.path} is damaged ({_reason(error)}); "
+            "write or copy it again, or leave it out."
+        ) from error
+    if not is_url(file.path):
+        _require_same(field, file, footer)
+
+
+def read_row_group(field: str, file: DataFile, index: int, leaves: Sequence[str]) -> pa.Table:
+    """Columns of a row group, by their paths in the schema; of a URL, their bytes alone are
+    fetched, with gaps of a quarter of them at most.
+
+    Raises:
+        ConfigError: if the file is gone, or has changed.
+        Damaged: if what is read is not what was written.
+        Unavailable: if its store does not answer.
+    """
+    footer = footer_of(field, file)
+    checked = {"metadata": footer.metadata, "page_checksum_verification": True}
+    if not is_url(file.path):
+        with _judged(field, file, footer), pq.ParquetFile(pa.OSFile(file.path), **checked) as found:
+            return found.read_row_group(index, columns=list(leaves))
+    spans = coalesced(_chunks(footer.metadata, index, leaves))
+    for left in reversed(range(_READS)):
+        contents = read_ranges(field, [part_of(file, begin, end) for begin, end in spans])
+        pieces = _Pieces(field, file, dict(zip(spans, contents, strict=True)))
+        try:
+            with pq.ParquetFile(pa.PythonFile(pieces, "r"), pre_buffer=False, **checked) as found:
+                return found.read_row_group(index, columns=list(leaves))
+        except (pa.ArrowInvalid, OSError) as error:  # once more: damaged on the way, maybe
+            if not left:
+                raise Damaged(
+                    f"{field}: {file.path} is damaged ({_reason(error)}, in each of {_READS} "
+                    "reads); write or copy it again, or leave it out."
+                ) from error
+    raise AssertionError  # the last one returns or raises
+
+
+def _chunks(
+    metadata: pq.FileMetaData, index: int, leaves: Sequence[str]
+) -> Iterator[tuple[int, int]]:
+    """First byte of each column chunk of a row group below one of `leaves`, and that after its
+    last."""
+    group, names = metadata.row_group(index), set(leaves)
+    for number in _columns_below(metadata, names):
+        column = group.column(number)
+        begin, dictionary = column.data_page_offset, column.dictionary_page_offset
+        if dictionary is not None and 0 < dictionary < begin:
+            begin = dictionary
+        yield begin, begin + column.total_compressed_size
+
+
+def _columns_below(metadata: pq.FileMetaData, names: set[str]) -> Iterator[int]:
+    for number in range(metadata.num_columns):
+        path = metadata.schema.column(number).path
+        parts = path.split(".")
+        if any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1)):
+            yield number
+
+
+def coalesced(chunks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that hold all of `chunks`: gaps between them are in them, smallest first, until they
+    come to a quarter of the chunks."""
+    ordered = sorted(chunks)
+    left = sum(end - begin for begin, end in ordered) // _WASTE
+    gaps = sorted(
+        (after[0] - before[1], at) for at, (before, after) in enumerate(pairwise(ordered))
+    )
+    joined = set()
+    for gap, at in gaps:
+        if gap > min(left, _GAP_BYTES):
+            break
+        left -= max(0, gap)
+        joined.add(at)
+    spans: list[tuple[int, int]] = []
+    for at, (begin, end) in enumerate(ordered):
+        if at - 1 in joined:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+class _Pieces(io.RawIOBase):
+    """A file at a URL of which some ranges are here; others are fetched, for Arrow reads beyond
+    the chunks of files that old writers have left."""
+
+    def __init__(self, field: str, file: DataFile, held: dict[tuple[int, int], bytes]) -> None:
+        self._field, self._file, self._held, self._at = field, file, held, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size_bytes}
+        self._at = begins[whence] + offset
+        return self._at
+
+    def read(self, size: int = -1) -> Any:
+        end = self._file.size_bytes if size < 0 else min(self._at + size, self._file.size_bytes)
+        content = self._part(self._at, end)
+        self._at += len(content)
+        return content
+
+    def _part(self, begin: int, end: int) -> bytes | memoryview:
+        if begin >= end:
+            return b""
+        for (first, last), content in self._held.items():
+            if first <= begin and end <= last:
+                return (
+                    content
+                    if (first, last) == (begin, end)
+                    else content[begin - first : end - first]
+                )
+        (content,) = read_ranges(self._field, [part_of(self._file, begin, end)])
+        return content

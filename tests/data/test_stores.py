@@ -1,0 +1,381 @@
+"""Data at URLs: faults of a store give the same samples, or end in one line with its exit code."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from parquet_cases import random_images, write_images
+from store_server import LASTING, PASSING, served
+
+from scalejax.config.data import ParquetConfig, ReadingConfig, TokensConfig
+from scalejax.core import remote
+from scalejax.core.bounded_memory import BoundedMemory
+from scalejax.core.errors import ConfigError, Damaged, ExitCode, ScalejaxError, Unavailable
+from scalejax.core.filesystem import DataFile, local_copy
+from scalejax.core.remote import Deadlines
+from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
+from scalejax.data.formats import parquet_bytes
+from scalejax.data.formats.parquet import find_files
+from scalejax.data.formats.parquet_bytes import coalesced
+from scalejax.data.readers.row_group_cache import RowGroups
+
+IMAGES = random_images(40)
+LABELS = np.arange(40) % 5
+NO_MEMORY = ReadingConfig(memory_bytes=2)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Deadlines of a test: a store is silent for longer, and tries follow at once."""
+    pytest.importorskip("aiohttp")
+    patient(monkeypatch, 3.0)
+
+
+def patient(monkeypatch, seconds):
+    """Have a read tried again for some seconds."""
+    limits = Deadlines(
+        connect_seconds=seconds,
+        stall_seconds=0.1,
+        total_seconds=seconds,
+        first_seconds=seconds,
+        first_wait_seconds=0.01,
+        longest_wait_seconds=0.02,
+    )
+    monkeypatch.setattr(remote, "deadlines", lambda: limits)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Images in row groups of 7, with checksums of pages."""
+    for name, count in (("train", 40), ("test", 10)):
+        path = tmp_path / f"{name}.parquet"
+        write_images(path, IMAGES[:count], LABELS[:count])
+        pq.write_table(pq.read_table(path), path, row_group_size=7, write_page_checksum=True)
+    return tmp_path
+
+
+def config_of(where, **changes):
+    """The images at a location."""
+    return ParquetConfig(
+        train=f"{where}/train.parquet",
+        test=f"{where}/test.parquet",
+        image_size=8,
+        classes=5,
+        **changes,
+    )
+
+
+def forget(source: Any):
+    """Have nothing in memory, which is as it was when it was read."""
+    source._groups = RowGroups(NO_MEMORY)
+
+
+def failing(kind, *, first=0, count=None):
+    """A fault of reads of ranges from the `first` on, of `count` of them or for ever."""
+    seen = []
+
+    def fault(number, method, name, is_range):
+        if method == "HEAD" or not is_range:
+            return None
+        seen.append(number)
+        is_in = len(seen) > first and (count is None or len(seen) <= first + count)
+        return kind if is_in else None
+
+    return fault
+
+
+@pytest.mark.parametrize("kind", [*PASSING, "404", "403", "whole", "wrong bytes"])
+def test_a_fault_that_passes_gives_the_same_samples(folder, quick, kind):
+    """One read each of the footer and of rows fails, and is done again."""
+    with served(folder) as store:
+        config = config_of(store.url)
+        store.fault = failing(kind, count=1)
+        source = open_source(config, "train", seed=0)
+        store.fault = failing(kind, first=2, count=1)
+
+        rows = source.take(np.arange(40))
+
+        np.testing.assert_array_equal(rows["inputs"], IMAGES)
+        assert rows["targets"].tolist() == LABELS.tolist()
+        assert store.asked
+
+
+@pytest.mark.parametrize("kind", ["503", "stall", "reset", "short"])
+def test_a_fault_that_lasts_ends_in_one_line(folder, quick, monkeypatch, kind):
+    """With the address, what happened, tries and seconds, and a code that says: try again."""
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing(kind)
+        patient(monkeypatch, 0.15)
+
+        with pytest.raises(Unavailable) as caught:
+            source.take(np.arange(40))
+
+    words = str(caught.value)
+    assert words.startswith(f"data.train: {store.url}/train.parquet is not available (")
+    assert " in 0." in words
+    assert "\n" not in words
+    assert caught.value.exit_code is ExitCode.TRANSIENT
+
+
+@pytest.mark.parametrize("kind", LASTING)
+def test_a_file_that_is_gone_or_another_is_refused_by_name(folder, quick, kind):
+    """Which no other try would change: refused, not tried again for ever."""
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing(kind)
+
+        with pytest.raises(ConfigError) as caught:
+            source.take(np.arange(40))
+
+        was = "was written anew" if kind == "another version" else "was there when it was listed"
+        assert str(caught.value).startswith(f"data.train: {store.url}/train.parquet {was}")
+        assert caught.value.exit_code is ExitCode.REFUSED
+        asked = len(store.asked)
+    with served(folder, lambda *_: kind) as store:
+        if kind == "another version":
+            return
+        with pytest.raises(ConfigError, match=rf"data\.train='{store.url}.* HTTP {kind}"):
+            read_facts(config_of(store.url))
+        assert len(store.asked) <= 2  # HEAD, and where that is refused a byte
+    assert asked < 60
+
+
+def test_bytes_that_are_wrong_in_each_read_are_damaged(folder, quick):
+    """Their checksums say so; once they are read again, which the test before shows."""
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing("wrong bytes")
+
+        with pytest.raises(Damaged, match=r"train\.parquet is damaged .*in each of 3 reads"):
+            source.take(np.arange(40))
+
+
+def test_a_server_without_ranges_is_refused_for_a_large_file(folder, quick, monkeypatch):
+    """A small one is taken whole, and cut."""
+    monkeypatch.setattr(remote, "MOST_IGNORED_BYTES", 100)
+    with served(folder) as store:
+        store.fault = failing("whole")
+        with pytest.raises(
+            ConfigError, match=r"train\.parquet.*its server ignores ranges"
+        ) as caught:
+            read_facts(config_of(store.url))
+        assert caught.value.exit_code is ExitCode.REFUSED
+
+
+def test_a_store_is_left_alone_for_as_long_as_it_asks(folder, quick, monkeypatch):
+    """Retry-After in seconds; a wait beyond the deadline is not begun."""
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(remote, "_sleep", sleep)
+    long = Deadlines(total_seconds=100, stall_seconds=1)
+    monkeypatch.setattr(remote, "deadlines", lambda: long)
+    with served(folder, retry_after="7") as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing("429", count=1)
+        np.testing.assert_array_equal(source.take(np.arange(7))["inputs"], IMAGES[:7])
+        assert max(waits) == 7
+        store.retry_after = "200"
+        store.fault = failing("503")
+        with pytest.raises(Unavailable, match=r"HTTP 503; 1 try in 0\.\d s"):
+            source.take(np.arange(7, 14))
+
+
+def test_waits_grow_and_differ(folder, quick, monkeypatch):
+    """Twice as long at most for each try, by chance below, so that processes part."""
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(remote, "_sleep", sleep)
+    limits = Deadlines(total_seconds=1000, stall_seconds=1, longest_wait_seconds=4)
+    monkeypatch.setattr(remote, "deadlines", lambda: limits)
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing("503", count=8)
+        source.take(np.arange(7))
+
+    assert all(wait <= most for wait, most in zip(waits, [0.5, 1, 2, 4, 4, 4, 4, 4], strict=True))
+    assert len(set(waits)) == 8
+    assert max(waits) > 1
+
+
+def test_deadlines_are_those_of_the_environment(monkeypatch):
+    """Which a run on a slow store may raise, and nonsense is refused."""
+    monkeypatch.setenv(remote.STORE_SECONDS, "7")
+    monkeypatch.setenv(remote.STALL_SECONDS, "2")
+    found = remote.deadlines()
+    assert (found.total_seconds, found.first_seconds, found.stall_seconds) == (7, 7, 2)
+    for wrong in ("soon", "nan", "-1", "0"):
+        monkeypatch.setenv(remote.STORE_SECONDS, wrong)
+        with pytest.raises(ConfigError, match=r"SCALEJAX_STORE_SECONDS='.*' is refused"):
+            remote.deadlines()
+
+
+def test_a_file_replaced_in_mid_run_is_refused_at_a_url(folder, quick):
+    """By one of as many rows, whose footer is of the same size."""
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        source.take(np.arange(7))
+        forget(source)
+        write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
+
+        with pytest.raises(ConfigError, match=r"/train\.parquet was written anew while it was"):
+            source.take(np.arange(40))
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_a_file_replaced_in_mid_run_is_refused_here(tmp_path, is_moved, keeps_time):
+    """By one of as many rows and bytes, in place or by its name, with its time or a new one."""
+    table = pa.table({"x": np.arange(40.0), "label": LABELS})
+    plain = {"row_group_size": 7, "compression": "none", "use_dictionary": False}
+    path, other = tmp_path / "train.parquet", tmp_path / "other"
+    pq.write_table(table, path, **plain)
+    config = ParquetConfig(
+        train=str(path), test=str(path), feature_columns=("x",), label_column="label", classes=5
+    )
+    source = open_source(config, "train", seed=0)
+    source.take(np.arange(7))
+    forget(source)
+    before = path.stat()
+    pq.write_table(table.set_column(0, "x", pa.array(np.arange(40.0)[::-1])), other, **plain)
+    assert other.stat().st_size == before.st_size
+    if is_moved:
+        other.replace(path)
+    else:
+        path.write_bytes(other.read_bytes())
+    if keeps_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    with pytest.raises(ConfigError, match=r"train\.parquet was written anew while it was read"):
+        source.take(np.arange(40))
+
+
+def test_a_change_of_mode_is_no_change_of_a_file(tmp_path):
+    """Its footer is read once more, and is the same."""
+    write_images(tmp_path / "train.parquet", IMAGES, LABELS)
+    shutil.copy(tmp_path / "train.parquet", tmp_path / "test.parquet")
+    source = open_source(config_of(tmp_path), "train", seed=0)
+    source.take(np.arange(7))
+    forget(source)
+
+    (tmp_path / "train.parquet").chmod(0o600)
+
+    np.testing.assert_array_equal(source.take(np.arange(40))["inputs"], IMAGES)
+
+
+def test_a_page_that_changed_on_the_disk_is_found_by_its_checksum(tmp_path):
+    """A bit flipped within numbers, which decode as well: without the checksum it is trained on."""
+    table = pa.table({"x": np.arange(1000.0), "label": np.zeros(1000, np.int64)})
+    path = tmp_path / "train.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(table, path, **plain)
+    content = bytearray(path.read_bytes())
+    content[content.index(np.float64(500).tobytes())] ^= 1
+    path.write_bytes(content)
+    config = ParquetConfig(
+        train=str(path), test=str(path), feature_columns=("x",), label_column="label", classes=5
+    )
+
+    with pytest.raises(Damaged, match=r"train\.parquet is damaged \(.*CRC checksum") as caught:
+        open_source(config, "train", seed=0).take(np.arange(7))
+    assert caught.value.exit_code is ExitCode.DAMAGED
+
+
+def wide(path, groups, columns, rows=50):
+    """A table of random numbers, in row groups."""
+    numbers = np.random.default_rng(0).normal(size=(columns, groups * rows)).astype(np.float32)
+    table = {f"c{number}": values for number, values in enumerate(numbers)}
+    table["label"] = np.arange(groups * rows, dtype=np.int32) % 3
+    pq.write_table(pa.table(table), path, row_group_size=rows, compression="none")
+    return numbers
+
+
+def test_only_the_wanted_bytes_are_fetched_and_the_footer_once(tmp_path, quick):
+    """Of two columns in three of 60 row groups, at most 1.5 times their bytes; the reader that a
+    worker process has brings its footer along."""
+    numbers = wide(tmp_path / "train.parquet", 60, 40)
+    shutil.copy(tmp_path / "train.parquet", tmp_path / "test.parquet")
+    with served(tmp_path) as store:
+        config = ParquetConfig(
+            train=f"{store.url}/train.parquet",
+            test=f"{store.url}/test.parquet",
+            feature_columns=("c3", "c17"),
+            label_column="label",
+            classes=3,
+        )
+        (file,) = {group.file for group in find_files("data.train", config.train, ()).groups}
+        footers = [span for _, _, span in store.asked if span]
+        source: Any = open_source(config, "train", seed=0)
+        kept = source.__getstate__()["footers"]
+        assert list(kept) == [file]
+        parquet_bytes._footers = BoundedMemory(2**28)  # as in another process
+        parquet_bytes.keep_footers(kept)
+        forget(source)
+        before = store.sent_bytes
+
+        rows = source.take(np.concatenate([np.arange(50) + 50 * group for group in (7, 8, 40)]))
+
+    metadata = kept[file].metadata
+    wanted = sum(
+        metadata.row_group(group).column(column).total_compressed_size
+        for group in (7, 8, 40)
+        for column in (3, 17, 40)
+    )
+    assert len(footers) <= 2
+    assert 0 < store.sent_bytes - before <= 1.5 * wanted
+    assert rows["inputs"].shape == (150, 2)
+    assert np.corrcoef(rows["inputs"][:, 0], numbers[3, [*range(350, 450), *range(2000, 2050)]])[
+        0, 1
+    ] == pytest.approx(1)
+
+
+def test_gaps_are_fetched_as_far_as_they_are_small():
+    """A quarter of the wanted bytes, smallest first; chunks that touch are one."""
+    assert coalesced([(0, 10), (10, 20)]) == [(0, 20)]
+    assert coalesced([(100, 200), (0, 100), (210, 300), (340, 400)]) == [(0, 400)]
+    assert coalesced([(0, 100), (180, 300), (310, 400)]) == [(0, 100), (180, 400)]
+    assert coalesced([(0, 4), (6, 10)]) == [(0, 10)]
+    assert coalesced([(0, 4), (7, 11)]) == [(0, 4), (7, 11)]
+
+
+def test_tokens_and_images_come_through_the_same_faults(tmp_path, quick):
+    """Ranges of a flat file, and files whole."""
+    tokens = np.arange(2000, dtype=np.uint16) % 100
+    tokens.tofile(tmp_path / "train.bin")
+    with served(tmp_path) as store:
+        config = TokensConfig(train=f"{store.url}/train.bin", tokens=16, vocabulary=100)
+        source = open_source(config, "train", seed=0)
+        store.fault = failing("cut", count=3)
+        rows = source.take(np.arange(20))
+        assert rows["inputs"].shape == (20, 16)
+        np.testing.assert_array_equal(rows["inputs"].ravel(), tokens[:320])
+        tokens[::-1].tofile(tmp_path / "train.bin")
+        with pytest.raises(ConfigError, match=r"train\.bin was written anew"):
+            source.take(np.arange(20))
+        store.fault = failing("short", count=1)
+        file = DataFile(path=f"{store.url}/train.bin", size_bytes=4000, version=None)
+        copy = local_copy("data.train", file, str(tmp_path / "copies"))
+        assert Path(copy).read_bytes() == tokens[::-1].tobytes()
+
+
+def test_every_exception_ends_in_words_of_ours(folder, quick):
+    """None of a store's package reaches a user."""
+    for kind in (*LASTING, "wrong bytes", "418", "301", "505"):
+        with served(folder, failing(kind)) as store, pytest.raises(ScalejaxError) as caught:
+            open_source(config_of(store.url), "train", seed=0).take(np.arange(40))
+        assert str(caught.value).count("\n") == 0
+        assert store.url in str(caught.value)

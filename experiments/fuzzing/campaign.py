@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import sense
+
 SECONDS_OF_CASE = 120
 """Within which a case must end, on a busy machine too."""
 BYTES_OF_PROCESS = 6 * 2**30
@@ -32,7 +34,7 @@ CASES_OF_PROCESS = 1000
 LONGEST_MESSAGE = 8000
 """Characters of standard error that a person could still read."""
 _ACCEPTED = re.compile(
-    r"must|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is|is there|valid "
+    r"must|may not|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is|is there|valid "
     r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
     r"|only if|Expected|no finite|expects|needed|[Dd]elete|neither|fits?\b|one of|should be|divide"
     r"|whole|alone"
@@ -237,10 +239,13 @@ def run_case(make: Make, kind: str, number: int, *, apart: bool = False) -> Outc
         case = make(kind, number, folder)
         start = os.times().elapsed
         code, said = (run_apart if apart else run_here)(case, folder)
+        verdict = judge(case, code, said)
+        if verdict == "accepted" and (wrong := sense.nonsense(case.argv, folder)):
+            verdict, said = "nonsense accepted", f"{said}\n{wrong}"
         return Outcome(
             kind=kind,
             number=number,
-            verdict=judge(case, code, said),
+            verdict=verdict,
             argv=[_printable(word)[:300] for word in case.argv],
             said=_printable(said)[-8000:],
             seconds=os.times().elapsed - start,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mutations
 from campaign import Case
+from sense import TOLD
 
 import scalejax
 from scalejax.config.presets import PRESETS
@@ -137,6 +138,8 @@ def config_case(number: int, folder: Path, seed: int) -> Case:
     if command in ("explain", "plan") and base["batch"].get("ramp_epochs"):
         command = "predict"  # the others know one batch
     rest = _flags_of(command, draw)
+    if command in ("predict", "plan", "search", "explain"):
+        rest += ["--json", TOLD]
     if command in ("launch", "train"):  # what makes processes: refused before it does
         exact |= {rest[0], rest[0].strip("-").replace("-", "_")}
     if draw.random() < 0.05 and kind > 15:

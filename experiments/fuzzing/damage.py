@@ -12,6 +12,7 @@ from pathlib import Path
 import material
 import mutations
 from campaign import Case
+from sense import TOLD
 
 from scalejax.hardware.catalogue import CATALOGUE
 
@@ -106,7 +107,7 @@ class Files:
             data = mutations.damaged_text(draw, data)
             exact.add("ledger.csv")
         (into / "ledger.csv").write_bytes(data)
-        more = draw.choice([[], [], ["--json", "out.json"], ["--family", "dlperf"]])
+        more = draw.choice([[], [], ["--json", TOLD], ["--family", "dlperf"]])
         exact |= {"family"} if more[:1] == ["--family"] else set()
         return Case(["validate", "ledger.csv", *more], tuple(exact), ("ledger.csv",))
 
@@ -135,6 +136,8 @@ class Files:
                 ["plan", "run.toml", "--clusters", "cluster.toml", "--devices", "8"],
             ]
         )
+        if words[0] != "hardware":
+            words = [*words, "--json", TOLD]
         return Case(words, exact, (*loose, "cluster.toml", "chip.toml"))
 
     def _damaged_toml(

@@ -356,9 +356,10 @@ def require_learnable(schedule: LearningRateConfig, global_batch: int) -> None:
     """
     for name, value, largest in schedule.largest_rates(global_batch):
         if not largest <= _LARGEST_RATE:
+            scaled = f"with batch.global_batch={global_batch:,} it comes to {largest:.3g}; "
             accepted = (
-                f"learning rates, and what makes them, must be at most {_LARGEST_RATE:g}: "
-                "nothing learns at larger ones"
+                f"{'' if largest == value else scaled}learning rates, and what makes them, must be "
+                f"at most {_LARGEST_RATE:g}: nothing learns at larger ones"
             )
             raise ConfigError(refusal(f"schedule.{name}", value, accepted))
 

@@ -333,16 +333,17 @@ def read_runs(folder: SweepFolder, *, uses_kept_facts: bool = False) -> list[Res
         ConfigError: if the plan or the run.toml is missing or damaged.
     """
     _, plan = written(folder)
-    return [
-        _resolved(
-            folder.run_file,
-            fields,
-            plan.cpu_devices,
-            f"run {index}",
-            folder.run(index).load_facts() if uses_kept_facts else None,
-        )
-        for index, fields in enumerate(plan.runs)
-    ]
+    with prefixed(f"{folder.path}: "):
+        return [
+            _resolved(
+                folder.run_file,
+                fields,
+                plan.cpu_devices,
+                f"run {index}",
+                folder.run(index).load_facts() if uses_kept_facts else None,
+            )
+            for index, fields in enumerate(plan.runs)
+        ]
 
 
 def short_names(names: Iterable[str]) -> list[str]:

@@ -100,11 +100,12 @@ def _cells(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         if heading is None:
             heading = cells
         elif len(cells) != len(heading):
-            missing = f", {heading[len(cells)]!r} is the first one missing"
+            missing = "".join(
+                f", {name!r} is the first one missing" for name in heading[len(cells) :][:1]
+            )
             raise ConfigError(
                 f"{path}, line {line}, column {min(len(cells), len(heading)) + 1}: "
-                f"there are {len(cells)} cells, but {len(heading)} columns"
-                f"{missing if len(cells) < len(heading) else ''}."
+                f"there are {len(cells)} cells, but {len(heading)} columns{missing}; it must have one for each."
             )
         yield line, cells
 

@@ -34,7 +34,8 @@ CASES_OF_PROCESS = 1000
 LONGEST_MESSAGE = 8000
 """Characters of standard error that a person could still read."""
 _ACCEPTED = re.compile(
-    r"must|may not|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is|is there|valid "
+    r"must|may not|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is"
+    r"|is there|valid "
     r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
     r"|only if|Expected|no finite|expects|needed|[Dd]elete|neither|fits?\b|one of|should be|divide"
     r"|whole|alone"

@@ -105,7 +105,8 @@ def _cells(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
             )
             raise ConfigError(
                 f"{path}, line {line}, column {min(len(cells), len(heading)) + 1}: "
-                f"there are {len(cells)} cells, but {len(heading)} columns{missing}; it must have one for each."
+                f"there are {len(cells)} cells, but {len(heading)} columns{missing}; "
+                "it must have one for each."
             )
         yield line, cells
 

@@ -122,7 +122,7 @@ def test_dry_run_says_which_rows_are_runs_and_compiles_nothing(tmp_path: Path, c
         ("{heading}\na,b\n", "line 2, column 3: there are 2 cells, but 16 columns"),
         (
             "{heading}\n{heading},b\n",
-            "line 2, column 17: there are 17 cells, but 16 columns; it must",
+            "line 2, column 17: there are 17 cells, but 16 columns; ",
         ),
         ('{heading}\n"a\n', "line 2: this is no CSV"),
         ("{heading}\n\xff\n", "cannot be read"),

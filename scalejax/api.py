@@ -166,6 +166,7 @@ def train(
     *,
     device_count: int | None = None,
     resume: bool = False,
+    start_over: bool = False,
     reporter: "Reporter | None" = None,
     traces: "TraceSchedule | None" = None,
     predicts: bool = True,
@@ -188,7 +189,9 @@ def train(
         run: a config, or the path of its run file.
         folder: where its files go; it may hold a run only with `resume`.
         device_count: devices to use; if None, those that the config's layout asks for, or all.
-        resume: continue from the latest checkpoint of the run in `folder`.
+        resume: continue from the newest checkpoint of the run in `folder` that verifies.
+        start_over: with `resume`, begin at step 0 where steps are recorded and no checkpoint
+            verifies, in place of refusing.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
         predicts: write a prediction first, for which these devices are measured for a second.
@@ -199,7 +202,8 @@ def train(
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
             be written.
         DoesNotFit: if the layout takes more devices than there are.
-        CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
+        Damaged: if steps are recorded and no checkpoint verifies.
+        CheckpointMismatch: if the checkpoint to resume from is of another state or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     from scalejax.measure.own_prediction import predict_run as predict_itself
@@ -210,6 +214,7 @@ def train(
         Path(folder),
         device_count=device_count,
         resume=resume,
+        start_over=start_over,
         reporter=reporter,
         traces=traces,
         on_compiled=predict_itself if predicts else None,

@@ -699,15 +699,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- checkpoints, order of samples, images ---
     Mutation(
         path="scalejax/training/checkpoint.py",
-        old="for checkpoint in checkpoints[-self._latest :]}",
-        new="for checkpoint in checkpoints[: self._latest]}",
+        old="kept = set(steps[-self._keep :])",
+        new="kept = set(steps[: self._keep])",
         mistake="the first checkpoints are kept, not the latest",
         first_tests=("tests/training/test_checkpoint.py",),
     ),
     Mutation(
         path="scalejax/training/checkpoint.py",
-        old="kept.add(max(there, key=rated.__getitem__))",
-        new="kept.add(min(there, key=rated.__getitem__))",
+        old="kept.add(max(rated, key=rated.__getitem__))",
+        new="kept.add(min(rated, key=rated.__getitem__))",
         mistake="the worst checkpoint is kept in place of the best",
         first_tests=("tests/training/test_checkpoint.py",),
     ),

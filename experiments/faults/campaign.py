@@ -152,7 +152,7 @@ class Campaign:
                 return launched, False
             if resume_torn(fault, launched, torn):
                 self._looked_after(launched, fault)
-                launched = self._start(folder, offset)
+                launched = self._start(folder, offset, "--start-over")  # as it says
             return launched, True
         if fault.kind == "full disk":
             fill_disk(fault, launched, disk)
@@ -167,7 +167,7 @@ class Campaign:
         self._looked_after(launched, fault)
         return self._start(folder, offset), True
 
-    def _start(self, folder: Path, offset: Path) -> Launched:
+    def _start(self, folder: Path, offset: Path, *more: str) -> Launched:
         offset.write_bytes(bytes(8))
         environment = {
             name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
@@ -188,7 +188,7 @@ class Campaign:
         arguments = ["--np=-2", str(RUN_FILE), "--folder", str(folder), "--max-restarts", "1000"]
         arguments.append(f"--train.epochs={self._epochs}")
         if RunFolder(path=folder).holds_run:
-            arguments.append("--resume")
+            arguments += ["--resume", *more]
         launched = Launched(arguments, environment, folder)
         self._open.add(launched)
         return launched

@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import re
-import shutil
 import signal
 import struct
 import time
@@ -235,18 +234,21 @@ def tear(fault: Fault, checkpoints: Path, rng: random.Random) -> Path | None:
 
 
 def resume_torn(fault: Fault, launched: Launched, torn: Path) -> bool:
-    """Whether the run that goes on with a torn checkpoint was refused, the checkpoint named."""
+    """Whether the run was refused that has a torn checkpoint and no other; with another one, it
+    names the torn one and goes on from that."""
     since = launched.begin
-    pattern = r"resumed: at step|error: "
+    pattern = r"resumed: at step|error: steps are recorded"
     fault.seconds = launched.waits_for(pattern, since, BOUNDS[fault.kind] * WAIT)
     if launched.waits_for("resumed: at step", since, 0.0) is not None:
-        fault.outcome = "went on"  # what was torn is not read, or is there twice
+        fault.outcome = "went on"
+        if f"checkpoint {torn.name} is passed over: " not in launched.said:
+            fault.deviations.append(f"checkpoint {torn.name} was not named: {launched.said[-600:]}")
         return False
-    launched.ends(since, BOUNDS[fault.kind] * WAIT)
-    fault.outcome = f"exit code {launched.process.poll()}"
-    if launched.process.poll() != 2 or str(torn.parent) not in launched.said:
+    fault.outcome = "refused"  # again and again, until the restarts are used up
+    words = " ".join(launched.said.split())  # lines are as wide as the terminal
+    if fault.seconds is None or "--start-over" not in words:
         fault.deviations.append(f"{fault.outcome}: {launched.said[-600:]}")
-    shutil.rmtree(torn)  # as it says
+    launched.kill()
     return True
 
 

@@ -28,11 +28,13 @@ from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.training.record import RunFolder
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
+_RESUMING = ("resume", "start_over")
 _FLAGS_OF = {
-    "a run on this machine": (*_ALL, "resume", "min_np", "all_logs"),
+    "a run on this machine": (*_ALL, *_RESUMING, "min_np", "all_logs"),
     "a run through SLURM": (
         *_ALL,
-        *("resume", "nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
+        *_RESUMING,
+        *("nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
     ),
     "--target jobset": (*_ALL, "gpus_per_node", "image", "volume", "namespace", "output"),
 }
@@ -63,7 +65,10 @@ class LaunchRun(RunFileCommand):
     """Folder of the run record, and of logs in processes/ or slurm/. By default runs/ and the name
     of the file. Its last part names the job."""
     resume: FlagCreatePairsOff[bool] = False
-    """Resume from the latest checkpoint in the folder. A JobSet does so by itself."""
+    """Resume from the newest checkpoint in the folder that verifies. A JobSet does so by itself."""
+    start_over: FlagCreatePairsOff[bool] = False
+    """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
+    in place of refusing."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int, flag("N")] = 0
@@ -146,6 +151,8 @@ class LaunchRun(RunFileCommand):
             run_file, folder = run_file.absolute(), folder.absolute()
         command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
         command += ["--folder", str(folder), *changed]
+        if self.start_over:
+            command.append("--start-over")
         return (*command, "--resume") if self.resume else tuple(command)
 
     def _start(self, command: tuple[str, ...]) -> None:

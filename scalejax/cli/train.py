@@ -41,7 +41,10 @@ class Train(RunFileCommand):
     folder: Annotated[Path | None, flag("DIR")] = None
     """Folder of the run record and checkpoints. By default runs/ and the name of the file."""
     resume: FlagCreatePairsOff[bool] = False
-    """Resume from the latest checkpoint in the folder."""
+    """Resume from the newest checkpoint in the folder that verifies."""
+    start_over: FlagCreatePairsOff[bool] = False
+    """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
+    in place of refusing."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices, and train on those."""
     profile: FlagCreatePairsOff[bool] = False
@@ -74,6 +77,7 @@ class Train(RunFileCommand):
                 config,
                 folder,
                 resume=self.resume,
+                start_over=self.start_over,
                 traces=traces,
                 startup_seconds=process_seconds(),
                 leave=os._exit,

@@ -312,7 +312,7 @@ def save_bytes(data: bytes, path: Path) -> None:
         ConfigError: if the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with draft_of(path) as file:
             file.write(data)
     except OSError as error:
@@ -343,6 +343,31 @@ def draft_of(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):  # the first error is reported already
             draft.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are missing; their names are on the disk then.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        sync_folder(each.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a file to the disk, whoever wrote it.
+
+    Raises:
+        OSError: if it cannot be.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

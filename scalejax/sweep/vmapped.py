@@ -33,10 +33,12 @@ from scalejax.training.data_fingerprints import refuse_other_files
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
+from scalejax.training.manifest import newest_file
 from scalejax.training.mesh import build_mesh
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Reporter, Silent
+from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
 from scalejax.training.run_folder import describe_run
 from scalejax.training.setup import schedule_of
 from scalejax.training.signals import StopSignals
@@ -214,6 +216,7 @@ def train_together(
                 )
     else:
         _train_at_once(programs, folders, checkpoints, reporter, leave)
+    newest_file(checkpoints).unlink(missing_ok=True)
     shutil.rmtree(checkpoints)  # runs that were completed have their weights; no resume is needed
 
 
@@ -237,16 +240,27 @@ def _train_at_once(
         refuse_other_files(folder, run.config.data)
         describe_run(folder, run, _RESUME)
     signals = StopSignals(heartbeat, leave=leave)
+    identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
     with Checkpoints(checkpoints, keep=1) as saved, signals, ExitStack() as open_logs:
-        begin = saved.latest_step or 0
+        resumed = checkpoint_to_go_on_from(
+            saved, list(zip(identities, folders, strict=True)), say=reporter.say
+        )
+        begin = resumed.step if resumed else 0
         state = programs.initial_state()
         if begin:
             state = saved.restore(begin, state)
+        saved.go_on_from(begin)
         loggers = []
-        for folder in folders:
+        for index, folder in enumerate(folders):
             said_to = Silent() if loggers else reporter
             logger = MetricsLogger(
-                folder, said_to, heartbeat, clock, after_step=begin, runs_together=len(runs)
+                folder,
+                said_to,
+                heartbeat,
+                clock,
+                after_step=begin,
+                proved=resumed.runs[index].record if resumed else None,
+                runs_together=len(runs),
             )
             loggers.append(open_logs.enter_context(closing(logger)))
         loop = TrainingLoop(
@@ -260,6 +274,8 @@ def _train_at_once(
             # All, unless a kill happened between the ends of two, go on.
             ended=[index for index, folder in enumerate(folders) if is_finished(folder)],
             checkpoint_seconds=_SECONDS_BETWEEN_CHECKPOINTS,
+            identities=identities,
+            resumed=resumed,
         )
         signals.begin()
         loop.train(state, begin)

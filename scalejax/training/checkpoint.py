@@ -1,76 +1,58 @@
-"""Checkpoints of a run: written atomically, restored on any number of devices.
+"""Checkpoints of a run: written atomically, proved by manifests, restored on any devices.
 
-A thin class over Orbax, which writes in the background and commits by renaming. Knows states
-and steps; decides neither when to save nor which checkpoint to restore.
+A thin class over Orbax, which writes in the background and commits by renaming; what it wrote is
+brought to the disk here, before the manifest that makes it count. Knows states and steps; decides
+neither when to save nor which checkpoint to restore.
 """
 
+import contextlib
 import gc
 import logging
+import re
+import secrets
 import shutil
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 from orbax.checkpoint import v1 as orbax
 
-from scalejax.config.checks import MOST_STEPS
-from scalejax.core.errors import CheckpointMismatch, ConfigError
+from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged
 from scalejax.core.process_group import is_lost_contact
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import (
+    JsonValue,
+    build,
+    make_folder,
+    plain,
+    sync_file,
+    sync_folder,
+)
 from scalejax.core.units import format_bytes
-
-# Checksums of arrays, by which restored arrays are verified.
-
-_GOLDEN = 0x9E3779B1  # odd, and its multiples are spread: 2**32 over the golden ratio, Knuth 6.4
-
-
-def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of each array of `tree`, by its path; independent of its sharding.
-
-    The sum over elements of (bits + 1) * (odd number of the position), modulo 2**32: integers, so
-    that the order of addition does not matter. A change of one element always changes it; any
-    other damage is missed with probability 2**-32. One pass over the tree on the devices; every
-    process must call it.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return {path: int(each) for path, each in zip(paths, sums, strict=True)}
-
-
-@jax.jit
-def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    # Where optimizer state is offloaded, its arithmetic is on the device too.
-    return [checksum(jax.device_put(array, jax.memory.Space.Device)) for array in arrays]
-
-
-def checksum(array: jax.Array) -> jax.Array:
-    """The checksum of one array, uint32 []; for use in traced code."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    width = min(array.dtype.itemsize, 4)  # wider numbers become two words each
-    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * width}").astype(jnp.uint32)
-    position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
-    for axis in reversed(range(bits.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        position += index * jnp.uint32(stride % 2**32)
-        stride *= bits.shape[axis]
-    odd = (position * jnp.uint32(2) + jnp.uint32(1)) * jnp.uint32(_GOLDEN)
-    return jnp.sum((bits + jnp.uint32(1)) * odd, dtype=jnp.uint32)
-
+from scalejax.training.checksums import checksums
+from scalejax.training.manifest import (
+    MANIFEST,
+    Manifest,
+    RunAtStep,
+    first_difference,
+    newest,
+    read_manifest,
+    set_newest,
+    synced_files,
+    write_manifest,
+)
+from scalejax.training.multihost import decided_by_first
 
 Tree = TypeVar("Tree")
 
-_ACCURACY, _CHECKSUMS = "test_accuracy", "checksums"
+_CHECKSUMS = "checksums"
+_DELETED = "deleted-"
 
 _UNREADABLE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """Status words of TensorStore and XLA, which raise them as `ValueError` and `RuntimeError`."""
@@ -78,81 +60,219 @@ _QUOTED_CHARACTERS = 160
 
 
 class Checkpoints:
-    """The checkpoints of one run: the latest few, the best, and the one that is pinned."""
+    """The checkpoints of one run: the latest few, the best, and the one that is pinned.
+
+    One counts when its manifest is written, which is after all else of it is on the disk; only then
+    are older ones deleted. The first process reads and writes manifests, and tells the others.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        """Open the checkpoints in `folder`, which is created if it does not exist.
+        """Open the checkpoints in `folder`, which is created if it does not exist; every process
+        must call it.
 
         Args:
             folder: where they are, by step.
             keep: latest checkpoints to keep; the best by test accuracy is kept as well.
 
         Raises:
-            CheckpointMismatch: if the folder is too damaged to be listed.
+            ConfigError: if the folder cannot be written.
         """
         self.folder = folder.absolute()
         self.pinned_step: int | None = None
         """A step whose checkpoint is never deleted."""
         self.rated: dict[int, float] = {}
         """Test accuracies of steps that were saved before they were evaluated."""
-        opened = _load(
-            lambda: orbax.training.Checkpointer(
-                str(self.folder),
-                preservation_policy=_RetentionPolicy(self, latest=keep),
-                cleanup_tmp_directories=True,
-            )
-        )
-        if isinstance(opened, _Failure):
-            raise CheckpointMismatch(
-                f"{self.folder} cannot be opened: {opened.text}. "
-                "Delete that folder to start over, or the damaged checkpoints in it."
-            )
-        self._checkpointer = opened
-        self._saving: orbax.AsyncResponse[bool] | None = None
+        self._keep = keep
+        self._saving: _Saving | None = None
+        found = cast("dict[str, float | None]", decided_by_first(self._open))
+        self._accuracies = {int(step): accuracy for step, accuracy in found.items()}
+
+    def _open(self) -> JsonValue:
+        """Remove what a crash left unfinished; test accuracies of the steps with a manifest."""
+        with _naming_unwritable(self.folder):
+            make_folder(self.folder)
+            for path in self.folder.iterdir():
+                if _is_unfinished(path):
+                    shutil.rmtree(path)
+        found: dict[str, JsonValue] = {}
+        for step in sorted(self._folders()):
+            with contextlib.suppress(Damaged):
+                found[str(step)] = read_manifest(self.folder / str(step)).test_accuracy
+        return found
+
+    def _folders(self) -> list[int]:
+        """Steps that have a folder, whatever is in it."""
+        return [
+            int(path.name)
+            for path in self.folder.iterdir()
+            if re.fullmatch(r"0|[1-9][0-9]*", path.name) and path.is_dir()
+        ]
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the checkpoints, ascending."""
-        return tuple(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+        return tuple(sorted(self._accuracies))
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the latest checkpoint; None if there is none.
+        """Step of the latest checkpoint; None if there is none."""
+        return max(self.steps, default=None)
+
+    def newest_sound(self, objection: Callable[[Manifest], str | None]) -> "Found":
+        """The newest checkpoint whose files are as they were written, and to whose manifest the
+        first process has no `objection`; every process must call it.
 
         Raises:
-            CheckpointMismatch: if it is larger than any run reaches.
+            ScalejaxError: what `objection` raises.
         """
-        latest = max(self.steps, default=None)
-        if latest is not None and latest > MOST_STEPS:
-            raise CheckpointMismatch(
-                f"{self.folder / str(latest)} is refused: no run makes more than {MOST_STEPS} "
-                "updates, which are counted in 32 bits. Delete or rename that folder."
-            )
-        return latest
+        return build(Found, decided_by_first(lambda: plain(self._newest_sound(objection))))
 
-    def save(self, step: int, state: object, *, test_accuracy: float | None = None) -> None:
+    def _newest_sound(self, objection: Callable[[Manifest], str | None]) -> "Found":
+        newest_step, passed_over = newest(self.folder), {}
+        steps = {*self._folders(), newest_step or 0} - {0}
+        sound = 0
+        for step in sorted(steps, reverse=True):
+            try:
+                manifest = read_manifest(self.folder / str(step))
+                reason = self.difference(step, manifest) or objection(manifest)
+            except Damaged as error:
+                reason = str(error) if (self.folder / str(step)).exists() else "it is gone"
+            if reason is None:
+                sound = step
+                break
+            passed_over[str(step)] = reason
+        return Found(
+            step=sound,
+            passed_over=passed_over,
+            newest_step=newest_step,
+            has_folders=bool(self._folders()),
+        )
+
+    def difference(self, step: int, manifest: Manifest | None = None) -> str | None:
+        """In what the files of a checkpoint differ from what was written; None if in nothing."""
+        folder = self.folder / str(step)
+        try:
+            return first_difference(folder, (manifest or read_manifest(folder)).files)
+        except Damaged as error:
+            return str(error)
+
+    def go_on_from(self, step: int) -> None:
+        """Have the checkpoint of `step` be the newest: later ones are set aside as damaged-STEP, or
+        deleted where they were not finished; every process must call it.
+
+        Raises:
+            ConfigError: if the folder cannot be written.
+        """
+
+        def set_aside() -> JsonValue:
+            with _naming_unwritable(self.folder):
+                for each in self._folders():
+                    if each > step:
+                        self._set_aside(each)
+                set_newest(self.folder, step)
+                for each in (self.folder, *self.folder.parents):  # whoever made them
+                    sync_folder(each)
+            return None
+
+        decided_by_first(set_aside)
+        self._accuracies = {
+            each: accuracy for each, accuracy in self._accuracies.items() if each <= step
+        }
+
+    def _set_aside(self, step: int) -> None:
+        path = self.folder / str(step)
+        if not (path / MANIFEST).exists():
+            _delete(path)
+            return
+        aside = self.folder / f"damaged-{step}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        test_accuracy: float | None = None,
+        runs: Sequence[RunAtStep] = (),
+        records: Sequence[Path] = (),
+    ) -> None:
         """Save `state` as that of `step`; returns when it is copied, and writes in the background.
 
-        Every process must call it, with the same arguments. An existing checkpoint of the step is
-        not overwritten.
+        Every process must call it, with the same arguments but the last two, which are those of the
+        first. An existing checkpoint of the step is not overwritten.
+
+        Args:
+            step: updates made.
+            state: its arrays.
+            test_accuracy: of the state; None if it is not known.
+            runs: what else the manifest says of the runs that it is the state of.
+            records: files that must be on the disk before it counts.
 
         Raises:
             ConfigError: if this checkpoint, or the previous one, cannot be written.
         """
-        if step in self.steps:
+        if step in self._accuracies or (self._saving and self._saving.step == step):
             return
         self._require_room(state)
-        metrics: JsonValue = None if test_accuracy is None else {_ACCURACY: test_accuracy}
-        written: JsonValue = {_CHECKSUMS: dict(checksums(state))}
         with _naming_unwritable(self.folder):
             self._await_last_save()
-            self._saving = self._checkpointer.save_async(
-                step,
-                state,
-                metrics=metrics,
-                custom_metadata=written,
-                force=True,
-            )
+            arrays = checksums(state)
+            path = self.folder / str(step)
+            if jax.process_index() == 0 and path.exists():
+                self._set_aside(step)
+            written: JsonValue = {_CHECKSUMS: dict(arrays)}
+            response = orbax.save_async(str(path), state, custom_metadata=written)
+            accuracies = {**self._accuracies, step: test_accuracy}
+            kept = self._kept(accuracies)
+            deleted = [each for each in accuracies if each not in kept]
+
+            def finish() -> None:
+                response.result()
+                if jax.process_index():
+                    return
+                files = synced_files(path)
+                for record in records:
+                    sync_file(record)
+                manifest = Manifest(
+                    step=step,
+                    files=files,
+                    arrays=arrays,
+                    test_accuracy=test_accuracy,
+                    runs=tuple(runs),
+                )
+                write_manifest(path, manifest)
+                set_newest(self.folder, step)
+                for each in deleted:
+                    _delete(self.folder / str(each))
+
+            counted = {each: accuracies[each] for each in kept}
+            self._saving = _Saving(step, finish, counted)
+
+    def _kept(self, accuracies: Mapping[int, float | None]) -> set[int]:
+        """Steps that are kept of these: the latest, the best and the pinned one."""
+        steps = sorted(accuracies)
+        kept = set(steps[-self._keep :])
+        rated = {step: accuracies[step] for step in steps if accuracies[step] is not None}
+        rated |= {step: self.rated[step] for step in steps if step in self.rated}
+        if rated:
+            kept.add(max(rated, key=rated.__getitem__))  # type: ignore[arg-type]  none is None
+        if self.pinned_step is not None and self.pinned_step in accuracies:
+            kept.add(self.pinned_step)
+        return kept
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            Damaged: if it is damaged.
+        """
+        path = self.folder / str(step)
+        try:
+            return read_manifest(path)
+        except Damaged as error:
+            raise Damaged(f"{path} is damaged: {error}.") from error
 
     def restore(self, step: int, like: Tree) -> Tree:
         """The state of `step`.
@@ -163,30 +283,25 @@ class Checkpoints:
                 result, whatever mesh the checkpoint was saved from.
 
         Raises:
-            CheckpointMismatch: if the checkpoint is damaged, holds another state, or cannot be
-                read at present.
+            Damaged: if the checkpoint is not what was written.
+            CheckpointMismatch: if it holds another state, or cannot be read at present.
         """
         self.wait()
-
-        def load() -> tuple[Tree, object]:
-            written = self._checkpointer.metadata(step).custom_metadata
-            return self._checkpointer.load(step, like), written
-
-        state = _verified(load)
-        if isinstance(state, _Failure):
-            raise CheckpointMismatch(self._mismatch(step, state))
-        return state
-
-    def _mismatch(self, step: int, failure: "_Failure") -> str:
+        decided_by_first(lambda: None)  # until the first has written the manifest
         path = self.folder / str(step)
-        if not failure.is_damage:
-            return f"{path} cannot be read: {failure.text}."
-        earlier = max((other for other in self.steps if other < step), default=None)
-        outcome = "start over" if earlier is None else f"resume from step {earlier}"
-        return (
-            f"{path} is refused: it is damaged, or no state of this run ({failure.text}). "
-            f"Delete that folder to {outcome}."
-        )
+        arrays = self.manifest(step).arrays
+        state = _verified(lambda: (orbax.load(str(path), like), arrays))
+        if isinstance(state, _Failure):
+            if not state.is_damage:
+                raise CheckpointMismatch(f"{path} cannot be read: {state.text}.")
+            if (difference := self.difference(step)) is not None:
+                raise Damaged(f"{path} is damaged: {difference}.")
+            if state.is_of_numbers:
+                raise Damaged(f"{path} is damaged: {state.text}.")
+            raise CheckpointMismatch(
+                f"{path} is refused: it is no state of this run ({state.text})."
+            )
+        return state
 
     def wait(self) -> None:
         """Wait until all saves are on disk.
@@ -195,25 +310,23 @@ class Checkpoints:
             ConfigError: if it cannot be written.
         """
         with _naming_unwritable(self.folder):
-            self._checkpointer.wait()
             self._await_last_save()
 
     def close(self) -> None:
-        """Finish pending writes, and release the folder.
+        """Finish pending writes.
 
         Raises:
             ConfigError: if it cannot be written.
         """
         with _naming_unwritable(self.folder):
-            self._checkpointer.close()
             self._await_last_save()
 
     def _await_last_save(self) -> None:
-        """Wait for the last save, and join Orbax's thread that watches it, which otherwise leaks
-        with three open files."""
+        """Wait for the last save, which counts from then on."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
+            self._accuracies = saving.counted
 
     def _require_room(self, state: object) -> None:
         """Refuse a state that does not fit on the disk: if the write failed in one process, the
@@ -244,31 +357,58 @@ class Checkpoints:
                 raise
 
 
-class _RetentionPolicy:
-    """Which checkpoints are kept: the latest, the best and the pinned one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest sound checkpoint of a folder."""
 
-    Orbax's own `best_fn` would delete the newest checkpoint when the metric worsens, and its
-    `BestN` would keep every checkpoint between two evaluations (google/orbax#526).
-    """
+    step: int
+    """Its step; 0 if there is none."""
+    passed_over: dict[str, str]
+    """Later steps, newest first, with the reason why each does not count."""
+    newest_step: int | None
+    """Step of the newest checkpoint that there ever was, 0 if none was finished; None if unknown,
+    as in folders of earlier versions."""
+    has_folders: bool
+    """Whether there is a checkpoint in any state."""
 
-    def __init__(self, owner: Checkpoints, *, latest: int) -> None:
-        self._owner = owner
-        self._latest = latest
 
-    def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
-        """Whether each of `checkpoints`, by ascending step, is kept."""
-        kept = {checkpoint.step for checkpoint in checkpoints[-self._latest :]}
-        kept.add(self._owner.pinned_step)
-        rated = {
-            checkpoint.step: checkpoint.metrics[_ACCURACY]
-            for checkpoint in checkpoints
-            if checkpoint.metrics
-        }
-        rated |= self._owner.rated
-        there = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in rated]
-        if there:
-            kept.add(max(there, key=rated.__getitem__))
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+class _Saving:
+    """A save in the background: a thread that ends it, and what it raised."""
+
+    def __init__(
+        self, step: int, finish: Callable[[], None], counted: dict[int, float | None]
+    ) -> None:
+        self.step = step
+        self.counted = counted
+        """Test accuracies of the checkpoints that there are once it is done."""
+        self._error: BaseException | None = None
+        self._finish = finish
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # noqa: BLE001  raised again by `result`
+            self._error = error
+
+    def result(self) -> None:
+        """Wait until it is done; raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a crash left this, which never was a checkpoint, or was one that is not kept."""
+    return ".orbax-checkpoint-tmp" in path.name or path.name.startswith(_DELETED)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, which is never seen half deleted under its name."""
+    gone = path.with_name(f"{_DELETED}{path.name}-{secrets.token_hex(4)}")
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def save_weights(path: Path, weights: object) -> None:
@@ -277,9 +417,12 @@ def save_weights(path: Path, weights: object) -> None:
     Raises:
         ConfigError: if it cannot be written.
     """
-    written: JsonValue = {_CHECKSUMS: dict(checksums(weights))}
+    arrays = checksums(weights)
+    written: JsonValue = {_CHECKSUMS: dict(arrays)}
     with _naming_unwritable(path):
         orbax.save(str(path.absolute()), weights, overwrite=True, custom_metadata=written)
+        if jax.process_index() == 0:
+            synced_files(path)
 
 
 def load_weights(path: Path, like: Tree) -> Tree:
@@ -291,7 +434,10 @@ def load_weights(path: Path, like: Tree) -> Tree:
 
     def load() -> tuple[Tree, object]:
         where = str(path.absolute())
-        return orbax.load(where, like), orbax.metadata(where).custom_metadata
+        written = orbax.metadata(where).custom_metadata
+        return orbax.load(where, like), (
+            written.get(_CHECKSUMS) if isinstance(written, dict) else None
+        )
 
     weights = _verified(load)
     if isinstance(weights, _Failure):
@@ -311,6 +457,8 @@ class _Failure:
     """Type and first line of the root exception."""
     is_damage: bool
     """Whether the cause is the files, not the disk, permissions or memory."""
+    is_of_numbers: bool = False
+    """Whether all could be read, and numbers are not those that were written."""
 
 
 @contextmanager
@@ -325,18 +473,18 @@ def _naming_unwritable(path: Path) -> Iterator[None]:
 
 
 def _verified(load: Callable[[], tuple[Tree, object]]) -> Tree | _Failure:
-    """The tree of `load`, which returns what was written beside it too; or why it failed, or the
-    first array that differs from its stored checksum. Earlier versions stored none."""
+    """The tree of `load`, which returns the checksums that were written beside it too; or why it
+    failed, or the first array that differs from its checksum. Without checksums it fails."""
     loaded = _load(load)
     if isinstance(loaded, _Failure):
         return loaded
-    tree, written = loaded
-    stored = written.get(_CHECKSUMS) if isinstance(written, dict) else None
-    if isinstance(stored, dict):
-        for path, checksum in checksums(tree).items():
-            if stored.get(path, checksum) != checksum:
-                text = f"{path} has another checksum than was written"
-                return _Failure(text=text, is_damage=True)
+    tree, stored = loaded
+    if not isinstance(stored, dict):
+        return _Failure(text="it has no checksums", is_damage=True, is_of_numbers=True)
+    for path, checksum in checksums(tree).items():
+        if stored.get(path) != checksum:
+            text = f"{path} has another checksum than was written"
+            return _Failure(text=text, is_damage=True, is_of_numbers=True)
     return tree
 
 

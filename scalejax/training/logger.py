@@ -21,8 +21,10 @@ from scalejax.training.record import (
     EvaluationMeasurement,
     Measurement,
     MeasurementLog,
+    RecordPosition,
     RunFolder,
     RunRecord,
+    StatusChange,
     TrainMeasurement,
     finite,
 )
@@ -154,10 +156,24 @@ class MetricsLogger:
         clock: RunClock,
         *,
         after_step: int,
+        proved: RecordPosition | None = None,
         runs_together: int = 1,
     ) -> None:
-        """Open the record in `files`, with the lines of steps up to `after_step`; its time is a
-        share of that of `runs_together` runs in one program."""
+        """Open the record in `files`.
+
+        Args:
+            files: the folder of the run.
+            reporter: receives each line.
+            heartbeat: of this process.
+            clock: of this session.
+            after_step: lines of later steps are removed.
+            proved: where the record was when its checkpoint was saved: what is before is kept as it
+                is; None if there is no checkpoint.
+            runs_together: its time is a share of that of so many runs in one program.
+
+        Raises:
+            Damaged: if what is before `proved` is not what was written.
+        """
         self.files = files
         self.reporter = reporter
         self.heartbeat = heartbeat
@@ -167,10 +183,12 @@ class MetricsLogger:
         self._runs_together = runs_together
         self._zero = time.perf_counter()
         if is_first():
-            self._log = MeasurementLog(files.measurements, after_step=after_step)
+            self._log = MeasurementLog(files.measurements, after_step=after_step, proved=proved)
             self._zero -= self._log.elapsed_seconds * runs_together
         sync_global_devices("the record is cut")
-        if after_step:  # filtered again: a shared disk may still show the old file
+        if proved is not None:
+            self.earlier = proved.measurements_of(files.measurements)
+        elif after_step:  # filtered again: a shared disk may still show the old file
             measurements = RunRecord.load(files.path).measurements
             self.earlier = tuple(m for m in measurements if m.step <= after_step)
 
@@ -179,10 +197,18 @@ class MetricsLogger:
         """Time since training began, over all the sessions of the run."""
         return (time.perf_counter() - self._zero) / self._runs_together
 
+    @property
+    def position(self) -> RecordPosition | None:
+        """The end of the record; None but in the first process."""
+        return None if self._log is None else self._log.position
+
     def write(self, measurement: Measurement) -> None:
-        """Append one line to the record, and report it."""
+        """Append one line to the record, and report it; that of an end is on the disk first."""
         if self._log is not None:
             self._log.append(measurement)
+            is_change = isinstance(measurement, StatusChange)
+            if is_change and measurement.status not in ("started", "resumed"):
+                self._log.sync()
         self.reporter.measured(measurement)
 
     def close(self) -> None:

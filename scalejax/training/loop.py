@@ -15,12 +15,14 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
+from scalejax.core.errors import Damaged
 from scalejax.core.units import counted
 from scalejax.data.loader.loader import Batches
 from scalejax.data.loader.skip_unreadable import Skipped
@@ -35,6 +37,7 @@ from scalejax.training.logger import (
     evaluation_measurement,
     train_measurement,
 )
+from scalejax.training.manifest import Manifest, RunAtStep
 from scalejax.training.multihost import all_gather_text, is_first, require_equal_replicas
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
@@ -45,6 +48,7 @@ from scalejax.training.record import (
     StatusChange,
     UnreadableExamples,
 )
+from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import versions
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import TrainState
@@ -81,6 +85,8 @@ class TrainingLoop:
         resume_command: str,
         ended: Collection[int] = (),
         checkpoint_seconds: float = 0.0,
+        identities: Sequence[RunIdentity] = (),
+        resumed: Manifest | None = None,
     ) -> None:
         """Open the test data.
 
@@ -94,6 +100,8 @@ class TrainingLoop:
             resume_command: what to type after an interruption.
             ended: indices of runs that ended in an earlier session.
             checkpoint_seconds: least time between two checkpoints, except the last.
+            identities: what the manifests of checkpoints say of each run.
+            resumed: manifest of the checkpoint that they go on from; None at step 0.
         """
         self._run = runs[0]
         self._config = self._run.config.train
@@ -109,6 +117,9 @@ class TrainingLoop:
             for index, (run, logger) in enumerate(zip(runs, loggers, strict=True))
             if index not in ended
         ]
+        self._loggers = loggers
+        self._identities = identities
+        self._resumed = resumed
         self._step = 0
         self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
@@ -133,6 +144,7 @@ class TrainingLoop:
         for each in self._open:
             for measurement in each.logger.earlier:
                 self._note(each, measurement)
+            self._require_same_stopping(each)
         self._logger.reporter.begin(begin, self._run.total_steps)
         layout = self._run.layout
         spread = f" ({layout})" if layout.device_count > 1 else ""
@@ -313,7 +325,13 @@ class TrainingLoop:
                 if self._config.compare_replicas_every_steps:
                     self._compare_replicas(state)
                 accuracy = self._checkpoints.rated.get(self._step)
-                self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+                self._checkpoints.save(
+                    self._step,
+                    state,
+                    test_accuracy=accuracy,
+                    runs=self._runs_at_step(),
+                    records=self._records(),
+                )
             self._last_checkpoint = time.perf_counter()
         clock.finish_interval()
         if signal_number:
@@ -324,6 +342,36 @@ class TrainingLoop:
         """Refuse to go on, or to save, if a device holds another replica than the others."""
         agreed = self._checkpoints.latest_step
         require_equal_replicas(state, step=self._step, agreed_step=agreed)
+
+    def _runs_at_step(self) -> list[RunAtStep]:
+        """What the manifest of a checkpoint says of the runs; in the first process alone."""
+        stopping = {each.index: each.status.stopping for each in self._open}
+        return [
+            identity.at(self._step, position, stopping.get(index))
+            for index, (identity, logger) in enumerate(
+                zip(self._identities, self._loggers, strict=True)
+            )
+            if (position := logger.position) is not None
+        ]
+
+    def _records(self) -> list[Path]:
+        """The files that a checkpoint says where they were."""
+        return [logger.files.measurements for logger in self._loggers]
+
+    def _require_same_stopping(self, member: _Member) -> None:
+        """Refuse a record that early stopping makes something else of than it did.
+
+        Raises:
+            Damaged: naming the checkpoint.
+        """
+        if self._resumed is None:
+            return
+        saved, now = self._resumed.runs[member.index].stopping, member.status.stopping
+        if saved is not None and saved != now:
+            raise Damaged(
+                f"{self._checkpoints.folder / str(self._resumed.step)}: early stopping was at "
+                f"{saved}, and comes to {now} by the record in {member.logger.files.path}."
+            )
 
     def _evaluate(self, state: TrainState) -> int:
         """Evaluate the runs on all of their test data. Returns the signal that interrupted it,
@@ -409,6 +457,7 @@ class TrainingLoop:
             save_weights(logger.files.weights, self._final_weights(member, state))
         elif is_first():  # nor those of an earlier session that was completed
             shutil.rmtree(logger.files.weights, ignore_errors=True)
+        self._checkpoints.wait()  # a run that says that it has ended is on the disk
         self._change_status(member, *ending)
         self._open.remove(member)
 

@@ -21,11 +21,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun
-from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, refusal
+from scalejax.core import errors
+from scalejax.core.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    Damaged,
+    ScalejaxError,
+    refusal,
+)
 from scalejax.core.serialization import JsonValue
 from scalejax.core.units import counted
 from scalejax.models import parameter_path
-from scalejax.training.checkpoint import checksum
+from scalejax.training.checksums import checksum
 from scalejax.training.mesh import replicated
 from scalejax.training.state import PyTree, TrainState
 
@@ -53,6 +60,26 @@ def all_gather_text(text: str) -> tuple[str, ...]:
     padded = np.pad(content, (0, longest - len(content)))
     gathered = np.asarray(multihost_utils.process_allgather(padded))
     return tuple(row.tobytes().rstrip(b"\0").decode() for row in gathered)
+
+
+def decided_by_first(decide: Callable[[], JsonValue]) -> JsonValue:
+    """What `decide` returns in process 0, in all processes; every process must call it.
+
+    Raises:
+        ScalejaxError: what `decide` raises in process 0, in all.
+    """
+    said: dict[str, JsonValue] = {}
+    if is_first():
+        try:
+            said = {"decided": decide()}
+        except ScalejaxError as error:
+            if jax.process_count() == 1:
+                raise
+            said = {"error": type(error).__name__, "text": str(error)}
+    said = json.loads(all_gather_text(json.dumps(said))[0])
+    if "error" in said:
+        raise getattr(errors, str(said["error"]))(said["text"])
+    return said["decided"]
 
 
 # The consistency checks.
@@ -93,17 +120,18 @@ def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
     )
 
 
-def require_same_checkpoint(step: int) -> None:
-    """Refuse to resume where processes see different latest checkpoints; all must call it.
+def require_same_checkpoint(step: int, digest: str = "") -> None:
+    """Refuse to resume where processes see different checkpoints; all must call it.
 
     Args:
-        step: step of the latest checkpoint that this process sees; 0 if it sees none.
+        step: step of the checkpoint that this process is to read; 0 if none.
+        digest: of the manifest that it sees there.
 
     Raises:
         ConfigError: naming the process that sees another checkpoint than process 0.
     """
     _require_same(
-        {"latest checkpoint": step},
+        {"latest checkpoint": step, "its manifest": digest},
         "All processes must see the same folder, such as one on a shared disk.",
     )
 

@@ -3,8 +3,10 @@
 Knows files and measurements; no devices, no loop, and nothing of the contents of a prediction.
 """
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Literal, NoReturn
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, Damaged, refusal
 from scalejax.core.folder import FileIn
-from scalejax.core.serialization import JsonValue, build, load, plain, save_text
+from scalejax.core.serialization import JsonValue, build, load, plain, save_bytes
 from scalejax.data.facts import fitting_facts
 from scalejax.training.time_accounting import TimeAccount, load_time_account
 
@@ -179,6 +181,8 @@ class RunFolder:
     """Wall-time accounting, one `Interval` per line."""
     checkpoints = FileIn("checkpoints")
     """States to resume from, by step, and the best one."""
+    newest_checkpoint = FileIn("checkpoints.json")
+    """Step of the newest checkpoint, by which one that is gone is missed, in JSON."""
     weights = FileIn("weights")
     """Final parameters and running statistics, the best ones if so configured."""
     traces = FileIn("traces")
@@ -317,23 +321,82 @@ class RunRecord:
         return self.statuses[-1].status if self.statuses else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPosition:
+    """A place in `measurements.jsonl`, and what is before it."""
+
+    size_bytes: int
+    """Bytes before it."""
+    sha256: str
+    """SHA-256 of these bytes."""
+
+    def part_of(self, path: Path) -> bytes:
+        """The bytes of the file `path` before it.
+
+        Raises:
+            Damaged: if they are not those that were written; the text does not name the file.
+        """
+        try:
+            with path.open("rb") as file:
+                found = file.read(self.size_bytes)
+        except OSError as error:
+            raise Damaged(f"the record cannot be read ({error})") from error
+        if len(found) < self.size_bytes:
+            accepted = f"the record has {len(found):,} bytes of the {self.size_bytes:,} up to there"
+            raise Damaged(accepted)
+        if hashlib.sha256(found).hexdigest() != self.sha256:
+            raise Damaged("the record up to there is not what was written")
+        return found
+
+    def measurements_of(self, path: Path) -> tuple[Measurement, ...]:
+        """The measurements of the file `path` before it.
+
+        Raises:
+            Damaged: if they are not those that were written.
+        """
+        return tuple(_parsed(self.part_of(path), path))
+
+
 class MeasurementLog:
     """`measurements.jsonl`, open for unbuffered appending."""
 
-    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, after_step: int | None = None, proved: RecordPosition | None = None
+    ) -> None:
         """Open the log at `path`.
 
         Args:
             path: the file; created if it does not exist.
             after_step: if given, lines of later steps are removed: they are measured again.
+            proved: if given, what is before it is kept as it is, and of what is behind only changes
+                of status.
+
+        Raises:
+            Damaged: if what is before `proved` is not what was written.
         """
-        lines = _read(path) if path.exists() else []
-        kept = [line for line in lines if after_step is None or line.step <= after_step]
-        save_text("".join(map(_line, kept)), path)
+        data = path.read_bytes() if path.exists() else b""
+        if proved is None:
+            kept = [
+                line for line in _read(path, data) if after_step is None or line.step <= after_step
+            ]
+            whole = "".join(map(_line, kept)).encode()
+        else:
+            before = proved.part_of(path)
+            changes = _changes_of_status(data[len(before) :], after_step or 0)
+            kept = [*_parsed(before, path), *changes]
+            whole = before + "".join(map(_line, changes)).encode()
+        if whole != data or not path.exists():
+            save_bytes(whole, path)
         self.elapsed_seconds = kept[-1].elapsed_seconds if kept else 0.0
         """`elapsed_seconds` of the last line when the log was opened; 0 if there was none."""
         self._path = path
+        self._size_bytes, self._sha256 = len(whole), hashlib.sha256(whole)
         self._file = path.open("ab", buffering=0)
+
+    @property
+    def position(self) -> RecordPosition:
+        """The end of the log."""
+        return RecordPosition(size_bytes=self._size_bytes, sha256=self._sha256.hexdigest())
 
     def append(self, measurement: Measurement) -> None:
         """Add one line.
@@ -341,16 +404,41 @@ class MeasurementLog:
         Raises:
             ConfigError: if it cannot be written.
         """
-        rest = memoryview(_line(measurement).encode())
+        line = _line(measurement).encode()
+        rest = memoryview(line)
         try:
             while rest:  # a disk that is nearly full writes only a part
                 rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise ConfigError(f"{str(self._path)!r} cannot be written: {error}.") from error
+        self._size_bytes += len(line)
+        self._sha256.update(line)
+
+    def sync(self) -> None:
+        """Bring the lines to the disk.
+
+        Raises:
+            ConfigError: if they cannot be written.
+        """
+        try:
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise ConfigError(f"{str(self._path)!r} cannot be written: {error}.") from error
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def has_steps(path: Path) -> bool:
+    """Whether a record has anything of an update, or is too damaged to tell."""
+    if not path.exists():
+        return False
+    try:
+        lines = _read(path, path.read_bytes())
+    except (ConfigError, OSError):
+        return True
+    return any(line.step or not isinstance(line, StatusChange) for line in lines)
 
 
 def finite(value: float) -> float | None:
@@ -362,14 +450,31 @@ def _line(measurement: Measurement) -> str:
     return json.dumps(plain(measurement)) + "\n"
 
 
-def _read(path: Path) -> list[Measurement]:
+def _read(path: Path, data: bytes | None = None) -> list[Measurement]:
     """The measurements in a file; a last line without a newline was truncated, and is ignored."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return _parsed(path.read_bytes() if data is None else data, path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+
+
+def _parsed(data: bytes, path: Path) -> list[Measurement]:
+    lines = data.decode().splitlines(keepends=True)
     whole = (line for line in lines if line.endswith("\n"))
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
+
+
+def _changes_of_status(data: bytes, after_step: int) -> list[StatusChange]:
+    """The changes of status up to a step among lines that a crash may have left in any state."""
+    found = []
+    for line in data.decode(errors="replace").splitlines(keepends=True):
+        try:
+            measurement = _parse(line, "") if line.endswith("\n") else None
+        except ConfigError:
+            continue
+        if isinstance(measurement, StatusChange) and measurement.step <= after_step:
+            found.append(measurement)
+    return found
 
 
 def _parse(line: str, where: str) -> Measurement:

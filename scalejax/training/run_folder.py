@@ -34,7 +34,10 @@ measurements.jsonl   measurements, one per line: kinds "train", "evaluation", "u
                      "status"; the last "status" line is the current status of the run
 time.jsonl           wall time of its sessions by what they did, a line for each interval that
                      ends in an evaluation or a checkpoint
-checkpoints/         states to resume from, by step; the best by test accuracy is kept too
+checkpoints/         states to resume from, by step; the best by test accuracy is kept too; each
+                     has a manifest.json, without which it does not count; those that were found
+                     damaged are in damaged-STEP
+checkpoints.json     the step of the newest of them
 weights/             final parameters; none if the run diverged
 traces/              profiler traces, if requested (--profile)
 processes/, slurm/   output of each process, if `scalejax launch` started them
@@ -43,7 +46,7 @@ Read it all as one page:  scalejax report {path}
 Go on where it stopped:   {command}
 
 A run that a sweep trained in one program with others has neither program.json, prediction.json,
-time.jsonl, checkpoints/ nor traces/: it goes on by the --resume of its sweep.
+time.jsonl, checkpoints/, checkpoints.json nor traces/: it goes on by the --resume of its sweep.
 """
 
 _CHANGEABLE = HOW_IT_IS_READ | {
@@ -113,11 +116,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         folder.refuse_no_run()
     before = load_kept_config(folder.config)
     _refuse_other_devices(before.layout.data, run)
-    changeable = set(_CHANGEABLE)
-    if not run.config.schedule.depends_on_length:
-        changeable.add("train.epochs")
-    if run.config.train.early_stopping is None:
-        changeable |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
+    changeable = changeable_fields(run)
     changed = [
         f"{name}={now!r} (was {was!r})"
         for name, (was, now) in _changed(folder, run).items()
@@ -130,6 +129,16 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         )
     _refuse_other_evaluations(before.train.epochs, run)
     refuse_other_files(folder, run.config.data)
+
+
+def changeable_fields(run: ResolvedRun) -> set[str]:
+    """Fields of the config that may change when `run` is resumed."""
+    changeable = set(_CHANGEABLE)
+    if not run.config.schedule.depends_on_length:
+        changeable.add("train.epochs")
+    if run.config.train.early_stopping is None:
+        changeable |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
+    return changeable
 
 
 def _changed(folder: RunFolder, run: ResolvedRun) -> dict[str, tuple[JsonValue, JsonValue]]:

@@ -16,6 +16,7 @@ from scalejax.config.training import DivergenceConfig, EarlyStoppingConfig
 from scalejax.core.environment import machine_cores
 from scalejax.core.units import counted, format_seconds
 from scalejax.training.input_stalls import wait_with_advice
+from scalejax.training.manifest import StoppingState
 from scalejax.training.record import (
     DivergenceCause,
     EvaluationMeasurement,
@@ -108,7 +109,8 @@ class EarlyStopping:
         self._config = config
         self._falls = config.monitor == "test_loss"
         self._best_value: float | None = None
-        self._wait = 0
+        self.wait = 0
+        """Epochs since the best one."""
         self.best_epoch: int | None = None
         """Epoch whose weights are the best, counted from 0; None before any was watched."""
         self.has_stopped = False
@@ -124,13 +126,13 @@ class EarlyStopping:
         config = self._config
         if epoch < config.start_from_epoch:
             return
-        self._wait += 1
+        self.wait += 1
         if self._is_better(value, self._best_value):
             self._best_value, self.best_epoch = value, epoch
             if config.baseline is None or self._is_better(value, config.baseline):
-                self._wait = 0
+                self.wait = 0
             return
-        self.has_stopped = self._wait >= config.patience and epoch > 0
+        self.has_stopped = self.wait >= config.patience and epoch > 0
 
     def _is_better(self, value: float, reference: float | None) -> bool:
         """Whether `value` beats `reference` by more than `min_delta`; anything beats None.
@@ -162,6 +164,17 @@ class RunStatus:
         """Updates after which early stopping saw the best evaluation; None if it saw none."""
         self.evaluated_step: int | None = None
         """Updates after which the latest evaluation was made; None if there was none."""
+
+    @property
+    def stopping(self) -> StoppingState:
+        """Where early stopping is."""
+        wanted = self._wanted
+        return StoppingState(
+            best_step=self.best_step,
+            evaluated_step=self.evaluated_step,
+            wait=0 if self._stopping is None else self._stopping.wait,
+            restored_step=self.best_step if wanted and wanted.restores_best_weights else None,
+        )
 
     @property
     def has_diverged(self) -> bool:

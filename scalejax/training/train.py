@@ -17,6 +17,7 @@ from scalejax.config.advice import idle_notes, notes_of
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core import serialization
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.core.serialization import plain
 from scalejax.data.facts import resolve
 from scalejax.data.source import UnreadableExample
 from scalejax.models.pretrained import require_weights
@@ -25,6 +26,7 @@ from scalejax.training.compile import RunPrograms, compile_run, resume_command
 from scalejax.training.input_tuning import tuned_input
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
+from scalejax.training.manifest import Manifest, digest
 from scalejax.training.mesh import build_mesh
 from scalejax.training.multihost import (
     broadcast_from_first,
@@ -36,6 +38,7 @@ from scalejax.training.multihost import (
 from scalejax.training.profiler import StepTraces, TraceSchedule, require_room
 from scalejax.training.record import RunFolder, RunRecord
 from scalejax.training.reporter import Reporter, Silent, reporter_for
+from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
 from scalejax.training.run_folder import (
     RunLock,
     changed_notes,
@@ -59,6 +62,7 @@ def train(
     *,
     device_count: int | None = None,
     resume: bool = False,
+    start_over: bool = False,
     reporter: Reporter | None = None,
     traces: TraceSchedule | None = None,
     on_compiled: OnCompiled | None = None,
@@ -73,7 +77,9 @@ def train(
         config: the run.
         folder: where its files go; it may hold a run only with `resume`.
         device_count: devices to use; if None, those that the config's layout asks for, or all.
-        resume: continue from the latest checkpoint of the run in `folder`.
+        resume: continue from the newest checkpoint of the run in `folder` that verifies.
+        start_over: with `resume`, begin at step 0 where steps are recorded and no checkpoint
+            verifies, in place of refusing.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
         on_compiled: called with the compiled programs before the first step; None for nothing.
@@ -85,7 +91,8 @@ def train(
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
             be written.
         DoesNotFit: if the layout takes more devices than there are.
-        CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
+        Damaged: if steps are recorded and no checkpoint verifies.
+        CheckpointMismatch: if the checkpoint to resume from is of another state or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     clock = RunClock(startup_seconds)
@@ -113,19 +120,31 @@ def train(
         with reporter.compiling(), clock.within("compile"):
             programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
         with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
-            state, begin = _first_state(run, mesh, programs, checkpoints, traces)
+            resumed = checkpoint_to_go_on_from(
+                checkpoints,
+                [(RunIdentity.of(run, files), files)],
+                say=reporter.say,
+                is_resumed=resume,
+                starts_over=start_over,
+            )
+            begin = resumed.step if resumed else 0
+            state = _first_state(run, mesh, programs, checkpoints, traces, resumed)
             if is_first():  # after the last check that may refuse the run
                 describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
             lock.take(folder)
+            checkpoints.go_on_from(begin)
             if on_compiled is not None:
                 on_compiled(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
             signals.begin()
+            proved = resumed.runs[0].record if resumed else None
             with (
                 closing(
-                    MetricsLogger(files, reporter, heartbeat, clock, after_step=begin)
+                    MetricsLogger(
+                        files, reporter, heartbeat, clock, after_step=begin, proved=proved
+                    )
                 ) as logger,
                 closing(StepTraces(files.traces, traces)) as recorder,
                 _suggesting_to_skip(),
@@ -138,6 +157,8 @@ def train(
                     signals,
                     recorder,
                     resume_command=resume_command(files, run),
+                    identities=[RunIdentity.of(run, files)],
+                    resumed=resumed,
                 )
                 loop.train(state, begin, tuned)
     if is_first() and (account := load_time_account(files.time)) and account.sessions > 1:
@@ -168,21 +189,22 @@ def _first_state(
     programs: RunPrograms,
     checkpoints: Checkpoints,
     traces: TraceSchedule | None,
-) -> tuple[TrainState, int]:
-    """The state to train from, restored or initial, and its number of updates.
+    resumed: Manifest | None,
+) -> TrainState:
+    """The state to train from, that of the checkpoint or initial.
 
     Raises:
         ConfigError: if too few updates are left.
-        CheckpointMismatch: if the latest checkpoint cannot be read.
+        CheckpointMismatch: if the checkpoint cannot be read.
     """
-    begin = checkpoints.latest_step or 0
-    require_same_checkpoint(begin)
+    begin = resumed.step if resumed else 0
+    require_same_checkpoint(begin, digest(plain(resumed)) if resumed else "")
     refuse_fewer_epochs(begin, run)
     if traces is not None:
         require_room(traces, run.total_steps - begin)
     state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
     require_same_state(run, mesh, state, step=begin)
-    return state, begin
+    return state
 
 
 @contextmanager

@@ -222,5 +222,5 @@ def test_whoever_watches_is_told_of_every_save(tmp_path, monkeypatch, is_interru
     with pytest.raises(Interrupted) if is_interrupted else contextlib.nullcontext():
         run(tmp_path / "run")
 
-    assert len(phases) == (3 if is_interrupted else 5)
+    assert len(phases) == (3 if is_interrupted else 6)
     assert set(phases) == {"saving"}

@@ -11,7 +11,9 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
+from record_cases import figures
 
 import scalejax.training.logger
 import scalejax.training.loop as loop_module
@@ -19,7 +21,7 @@ from scalejax.api import train
 from scalejax.cli.main import main
 from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
-from scalejax.core.errors import CheckpointMismatch, ConfigError, DoesNotFit
+from scalejax.core.errors import ConfigError, Damaged, DoesNotFit
 from scalejax.core.heartbeat import Heartbeat
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import evaluation_batches
@@ -88,6 +90,11 @@ def run(folder, fields=None, *, device_count: int | None = 2, resume=False, repo
     )
 
 
+def load_newest(files):
+    """Step of the newest checkpoint, as the folder says."""
+    return json.loads(files.newest_checkpoint.read_text())["step"]
+
+
 def contents_of(folder):
     """The bytes of every file of a run but its checkpoints."""
     return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -140,6 +147,7 @@ def test_the_folder_explains_itself(finished):
     for path in files.path.iterdir():
         assert path.name in files.readme.read_text() or path == files.readme
     assert sorted(int(path.name) for path in files.checkpoints.iterdir())[-2:] == [12, 18]
+    assert load_newest(files) == 18
 
 
 def test_the_prediction_is_written_before_training_starts(finished):
@@ -366,16 +374,92 @@ def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):
     assert loss_of(weights_of(record.folder.path)) == min(losses)
 
 
-def test_a_damaged_checkpoint_is_refused_on_resume(finished, tmp_path):
-    """The message names the folder; nothing is trained on top of half a state."""
+def at(folder, step, name="manifest.json"):
+    """A file of a checkpoint."""
+    return folder / "checkpoints" / str(step) / name
+
+
+def cut_record(folder, lines):
+    """Leave some of the lines of a record; it still says that the run is completed."""
+    path = folder / "measurements.jsonl"
+    kept = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines(kept)))
+
+
+PASSED_OVER = {
+    "a file gone": (lambda folder: at(folder, 18, "state/manifest.ocdbt").unlink(), [18]),
+    "an empty record": (lambda folder: cut_record(folder, lambda lines: []), [18, 12, 6]),
+    "a line of the record gone": (
+        lambda folder: cut_record(folder, lambda lines: [*lines[:-4], *lines[-3:]]),
+        [18],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_a_damaged_run_goes_on_where_checkpoint_and_record_are_sound(finished, tmp_path, name):
+    """Each checkpoint that does not count is named with the reason, and the run ends bit for bit as
+    if nothing had happened; or it is refused, and nothing is changed."""
+    damage, passed_over = PASSED_OVER[name]
     folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
-    (folder / "checkpoints" / "18" / "state" / "manifest.ocdbt").unlink()
+    kept = sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    passed_over = [step for step in passed_over if step in kept]
+    damage(folder)
+    before = contents_of(folder)
+    said = io.StringIO()
+
+    if passed_over == kept[::-1]:
+        with pytest.raises(Damaged, match=r"steps are recorded .* --start-over") as refused:
+            run(folder, resume=True)
+        assert contents_of(folder) == before
+        assert refused.value.exit_code == 4
+        train(CONFIG, folder, device_count=2, resume=True, start_over=True, reporter=Silent())
+    else:
+        run(folder, resume=True, reporter=PlainLines(said))
+        for step in passed_over:
+            assert f"checkpoint {step} is passed over: " in said.getvalue()
+
+    assert figures(folder) == figures(finished[0].folder.path)
+    assert same_weights(folder, finished[0].folder.path)
+
+
+def same_weights(folder, other):
+    """Whether two runs ended with the same bits."""
+    pairs = zip(
+        jax.tree.leaves(weights_of(folder)), jax.tree.leaves(weights_of(other)), strict=True
+    )
+    return all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs)
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew_by_itself(finished, tmp_path):
+    """It has recorded steps, which somebody trained; and a new run does not take what is left."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
     before = contents_of(folder)
 
-    with pytest.raises(CheckpointMismatch, match="18 is refused: it is damaged"):
-        run(folder, {"train.epochs": 5}, device_count=4, resume=True)
-
+    with pytest.raises(Damaged, match=r"no checkpoint in .* verifies \(18: it is gone\)"):
+        run(folder, resume=True)
     assert contents_of(folder) == before
+
+    other = shutil.copytree(finished[0].folder.path, tmp_path / "other")
+    for name in ("run.toml", "measurements.jsonl"):
+        (other / name).unlink()
+    with pytest.raises(ConfigError, match="holds checkpoints of a run that is no longer here"):
+        run(other)
+
+
+def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
+    """A field of run.toml that turned on the disk is not trained on: it is told by its name."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    path = folder / "run.toml"
+    path.write_text(
+        path.read_text().replace("base_learning_rate = 0.1", "base_learning_rate = 0.3")
+    )
+
+    with pytest.raises(
+        ConfigError, match=r"another config .*: schedule\.base_learning_rate=0\.3 \(was 0\.1\)"
+    ):
+        run(folder, {"schedule.base_learning_rate": 0.3}, resume=True)
 
 
 def test_resuming_with_fewer_epochs_than_are_trained_is_refused(finished):

@@ -1,0 +1,230 @@
+"""The manifest of a checkpoint: what proves that its files, and the record up to its step, are as
+they were written.
+
+It is written last, when all that it speaks of is on the disk, so that a checkpoint with a manifest
+is whole. Knows files and their sums; neither arrays nor how a run is trained.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalejax.config.checks import MOST_STEPS
+from scalejax.core.errors import ConfigError, Damaged
+from scalejax.core.serialization import (
+    JsonValue,
+    build,
+    document,
+    load,
+    plain,
+    save,
+    stamped,
+    sync_file,
+    sync_folder,
+    unstamped,
+)
+from scalejax.core.serialization import save_text as write_text
+from scalejax.training.record import RecordPosition
+
+MANIFEST = "manifest.json"
+"""Name of the manifest in the folder of a checkpoint."""
+_KIND, _VERSION, _SHA256, _BODY = "checkpoint_manifest", 1, "sha256", "manifest"
+_BLOCK_BYTES = 2**22
+_READERS = 4  # a checksum is computed without Python's lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSum:
+    """One file as it was written."""
+
+    size_bytes: int
+    """Its size."""
+    crc32: int
+    """CRC-32 of its content, that of zlib."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingState:
+    """Where early stopping is, which a resumed run works out from its record."""
+
+    best_step: int | None
+    """Updates after which it saw the best evaluation; None if it saw none."""
+    evaluated_step: int | None
+    """Updates after which the latest evaluation was made; None if there was none."""
+    wait: int
+    """Evaluations since the best one."""
+    restored_step: int | None
+    """The best step, if the run is to end with its weights, and so needs its checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAtStep:
+    """A run after the updates that a checkpoint holds."""
+
+    config: dict[str, str]
+    """Fields of its config by dotted name, each as JSON."""
+    data: str
+    """SHA-256 of the facts of its data, and of the fingerprints of its files."""
+    epoch: float
+    """Position in the data: passes over it so far; with the seed it says which example is next."""
+    global_batch: int
+    """Samples of the next update, to which the batch has grown."""
+    record: RecordPosition
+    """Its record so far."""
+    stopping: StoppingState | None
+    """Where early stopping is; None if the run has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds, and what it belongs to."""
+
+    step: int
+    """Updates made."""
+    files: dict[str, FileSum]
+    """Its files, by path in its folder."""
+    arrays: dict[str, int]
+    """Checksums of its arrays, by path."""
+    test_accuracy: float | None = None
+    """Test accuracy of the state; None if it was not evaluated before it was saved."""
+    runs: tuple[RunAtStep, ...] = ()
+    """The run, or those that one program trains together."""
+
+
+@document("newest_checkpoint")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newest:
+    """The newest checkpoint that a folder has had, by which one that is gone is missed."""
+
+    step: int
+    """Updates made; 0 where none was finished yet."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in `folder`, with a checksum of its own.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    body = plain(manifest)
+    fields: dict[str, JsonValue] = {_SHA256: _sha256(body), _BODY: body}
+    write_text(stamped(_KIND, _VERSION, fields), folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        Damaged: if there is none, it is not as it was written, or it is of another step than the
+            name of the folder says; the text says which, without the folder.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise Damaged("it has no manifest")
+    try:
+        fields = unstamped(_KIND, _VERSION, load(dict, path))
+        body = fields.get(_BODY)
+        if fields.get(_SHA256) != _sha256(body):
+            raise Damaged("its manifest has another checksum than was written")
+        manifest = build(Manifest, body)
+    except ConfigError as error:
+        raise Damaged("its manifest cannot be read") from error
+    if folder.name.isdecimal() and int(folder.name) != manifest.step:
+        raise Damaged(f"its manifest is that of step {manifest.step}")
+    if manifest.step > MOST_STEPS:
+        raise Damaged(f"no run makes more than {MOST_STEPS} updates, counted in 32 bits")
+    return manifest
+
+
+def synced_files(folder: Path) -> dict[str, FileSum]:
+    """Bring the files in `folder`, and their names, to the disk; what they hold, by path."""
+    paths = list(_files_below(folder))
+    with ThreadPoolExecutor(_READERS) as pool:
+        sums = list(pool.map(_synced, paths))
+    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+        sync_folder(inner)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    return {_name(path, folder): each for path, each in zip(paths, sums, strict=True)}
+
+
+def first_difference(folder: Path, files: Mapping[str, FileSum]) -> str | None:
+    """In what the files in `folder` differ from what was written; None if in nothing."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        differences = pool.map(lambda name: _difference(folder / name, files[name]), sorted(files))
+        for name, words in zip(sorted(files), differences, strict=True):
+            if words is not None:
+                return f"{name} {words}"
+    return None if files else "its manifest names no file"
+
+
+def digest(value: object) -> str:
+    """SHA-256 of plain data, whatever the order of its fields."""
+    return _sha256(value)
+
+
+def newest_file(folder: Path) -> Path:
+    """The file beside a folder of checkpoints that says which was the newest."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+def newest(folder: Path) -> int | None:
+    """Step of the newest checkpoint that there ever was in `folder`; None if that is not known."""
+    try:
+        return load(Newest, newest_file(folder)).step
+    except ConfigError:
+        return None
+
+
+def set_newest(folder: Path, step: int) -> None:
+    """Note that the newest checkpoint in `folder` is that of `step`."""
+    save(Newest(step=step), newest_file(folder))
+
+
+def _sha256(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _files_below(folder: Path) -> Iterable[Path]:
+    return (
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MANIFEST and not path.name.startswith(".nfs")
+    )
+
+
+def _name(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _synced(path: Path) -> FileSum:
+    sync_file(path)
+    return _sum(path)
+
+
+def _sum(path: Path) -> FileSum:
+    size_bytes = crc32 = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            size_bytes += len(block)
+            crc32 = zlib.crc32(block, crc32)
+    return FileSum(size_bytes=size_bytes, crc32=crc32)
+
+
+def _difference(path: Path, written: FileSum) -> str | None:
+    try:
+        if not path.is_file():
+            return "is gone"
+        size_bytes = os.stat(path).st_size
+        if size_bytes != written.size_bytes:
+            return f"has {size_bytes:,} bytes, and was written with {written.size_bytes:,}"
+        is_same = _sum(path) == written
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return None if is_same else "has another checksum than was written"

@@ -3,8 +3,10 @@ has it."""
 
 import io
 import os
+import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,12 +146,81 @@ def test_an_error_in_any_process_is_told_with_its_words():
     assert {"[0] here I am", "[1] here I am"} <= set(said)
 
 
-@pytest.mark.parametrize("np", [0, 4])
-def test_slots_of_a_cluster_are_refused(np):
-    """np > 0 are slots of Spark there, and 0 all of them, which it advises against; a scheduler
-    starts processes here."""
-    with pytest.raises(ConfigError, match=rf"np={np} is refused: it must be negative.*srun"):
-        Runner(np)
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ({"np": 0}, "np=0 is refused: it must be -4 for 4 processes on this machine, or 4"),
+        ({"np": 4}, "np=4 is refused: there is no srun on this machine; np=-4 starts as many"),
+        ({"np": 2, "hosts": ["a", "b"]}, "np=2 is refused: there is no ssh on this machine"),
+        ({"np": 3, "hosts": ["a", "b"]}, "hosts='a b' is refused: there must be one for each"),
+        ({"np": 1, "hosts": ["-oProxyCommand=x"]}, "hosts='-oProxyCommand=x' is refused"),
+        ({"np": -2, "hosts": ["a", "b"]}, "hosts='a b' is refused: it is for a cluster"),
+        ({"np": -2, "stuck_seconds": -1.0}, "stuck_seconds=-1.0 is refused"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(arguments, refused, monkeypatch, tmp_path):
+    """np > 0 are slots of Spark there, and 0 all of them, which it advises against."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match=refused):
+        Runner(**arguments)
+
+
+def ranks():
+    """What each process of a call is, gathered."""
+    import jax
+    import numpy as np
+    from jax.experimental.multihost_utils import process_allgather
+
+    print(f"printed by {jax.process_index()}")
+    pids = process_allgather(np.array([jax.process_index(), os.getpid()], np.int32))
+    return jax.device_count(), pids[:, 0].tolist(), pids[:, 1].tolist()
+
+
+def hang():
+    """The second process freezes, and the first waits for it for ever."""
+    if (ranks := __import__("jax").process_index()) == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600 * (1 - ranks))
+
+
+@pytest.fixture
+def by_ssh(tmp_path, monkeypatch):
+    """An ssh whose only host is this machine: it runs what it is told in a session of its own."""
+    program = tmp_path / "ssh"
+    program.write_text(f'#!/bin/sh\necho "$4" >> {tmp_path}/hosts\nexec setsid --wait sh -c "$5"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "hosts"
+
+
+def test_processes_on_hosts_join_and_the_value_is_that_of_the_first(by_ssh, tmp_path):
+    """One for each host named, the first of which has the coordinator."""
+    out = io.StringIO()
+    runner = Runner(2, hosts=("localhost", "127.0.0.1"), folder=tmp_path, cpu_devices=1, out=out)
+
+    devices, processes, _ = runner.run(ranks)
+
+    assert (devices, processes) == (2, [0, 1])
+    assert sorted(by_ssh.read_text().split()) == ["127.0.0.1", "localhost"]
+    assert [line for line in out.getvalue().splitlines() if "printed" in line] == ["printed by 0"]
+
+
+def test_processes_of_slurm_join_and_a_frozen_one_ends_all(slurm, tmp_path, monkeypatch):
+    """Through srun; the frozen one, which cannot end itself, is killed with its step."""
+    monkeypatch.setenv("SLURM_CONF", slurm)
+    out = io.StringIO()
+    runner = Runner(2, folder=tmp_path, cpu_devices=1, stuck_seconds=4, shows_all=True, out=out)
+
+    devices, processes, _ = runner.run(ranks)
+    assert (devices, processes) == (2, [0, 1])
+    assert {"[0] printed by 0", "[1] printed by 1"} <= set(out.getvalue().splitlines())
+
+    begin = time.monotonic()
+    with pytest.raises(ProcessesFailed, match=r"hang failed in 2 processes \(exit code 5\)"):
+        runner.run(hang)
+    assert time.monotonic() - begin < 90  # most of it to start, on a busy machine
+    assert "error: process 1 has been silent for 4 s (starting)" in out.getvalue()
 
 
 def test_what_cannot_be_pickled_is_refused():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config.data import ArrayRecordConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.errors import ConfigError, Damaged, refusal, unknown_name
 
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
     from scalejax.core.filesystem import DataFile
@@ -38,6 +38,7 @@ def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
 
     Raises:
         ConfigError: as `record_files`; if the first record of a part has other features.
+        Damaged: if that record cannot be read.
     """
     counts = []
     for part in ("train", "test"):
@@ -47,8 +48,13 @@ def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
         try:
             (record,) = read_records(first, [0])
             image_and_class(record, config.image_column, config.label_column)
-        except (NoExample, RuntimeError) as error:
+        except NoExample as error:
             raise ConfigError(f"data.{part}: {first.file.path}, record 0: {error}.") from error
+        except RuntimeError as error:
+            raise Damaged(
+                f"data.{part}: {first.file.path} is damaged (record 0: {error}); "
+                "write or copy it again, or leave it out."
+            ) from error
     return DatasetFacts(
         train_examples=counts[0],
         test_examples=counts[1],

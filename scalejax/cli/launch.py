@@ -5,23 +5,28 @@ Imported without JAX, which only the processes import.
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.config.run import load_config
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError, ExitCode, refusal
+from scalejax.core.errors import ConfigError, ExitCode, ScalejaxError, refusal
 from scalejax.core.process_group import GO_ON
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
+from scalejax.launch.gpus import visible_gpus
 from scalejax.launch.kubernetes import JobSetRun, manifest
 from scalejax.launch.peers import STUCK_SECONDS, require_stuck_seconds
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
@@ -74,8 +79,8 @@ class LaunchRun(RunFileCommand):
     max_restarts: Annotated[int, flag("N")] = 0
     """Number of restarts when a process is lost, or the time limit of the job is reached."""
     min_np: Annotated[int | None, flag("N")] = None
-    """Here: restart without the processes that were lost, down to N. By default with as many as
-    before."""
+    """Here: restart without the processes that were lost, with the most of those left, at least N,
+    that divide the global batch, which stays. By default with as many as before."""
     stuck_seconds: Annotated[int, flag("N")] = 60
     """Least time without progress after which the processes hang: they then write their stacks,
     name the one that the others wait for, and exit with 5. Ten times the slowest so far of an
@@ -115,7 +120,7 @@ class LaunchRun(RunFileCommand):
             accepted = "it must be -4 for 4 processes here, or 4 for 4 on a cluster"
             raise ConfigError(refusal("np", self.np, accepted))
         config = load_config(self.run_file, overrides)
-        fitting_facts(config)  # refused once, and before anything is started
+        facts = fitting_facts(config)  # refused once, and before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
         require_stuck_seconds(self.stuck_seconds)
         if self.cpu_devices is not None:
@@ -130,7 +135,7 @@ class LaunchRun(RunFileCommand):
             self._submit(self._command(changed))
         else:
             self._require_flags_of("a run on this machine")
-            self._start(self._command(changed))
+            self._start(self._command(changed), partial(self._can_train, config, facts))
 
     @property
     def _run_folder(self) -> Path:
@@ -155,7 +160,16 @@ class LaunchRun(RunFileCommand):
             command.append("--start-over")
         return (*command, "--resume") if self.resume else tuple(command)
 
-    def _start(self, command: tuple[str, ...]) -> None:
+    def _can_train(self, config: RunConfig, facts: DatasetFacts, processes: int) -> bool:
+        """Whether so many processes can train the run with its global batch."""
+        each = self.cpu_devices or max(1, len(visible_gpus(os.environ)) // -self.np)
+        try:
+            resolve(config, processes * each, facts)
+        except ScalejaxError:
+            return False
+        return True
+
+    def _start(self, command: tuple[str, ...], can_train: Callable[[int], bool]) -> None:
         """Start the processes on this machine, and exit with their code."""
         folder = self._run_folder
         if self.min_np is not None and self.min_np > -self.np:
@@ -173,6 +187,7 @@ class LaunchRun(RunFileCommand):
             again=again,
             processes=-self.np,
             least_processes=self.min_np,
+            can_train=can_train,
             folder=folder / "processes",
             environment={GO_ON: shlex.join(["scalejax", *typed])}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),

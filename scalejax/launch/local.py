@@ -55,6 +55,8 @@ class Launch:
     """Number of processes."""
     least_processes: int | None = None
     """Fewest processes to restart with after losses; None: always as many."""
+    can_train: Callable[[int], bool] = bool
+    """Whether so many processes can train the run, such as share its global batch."""
     shows_all: bool = False
     """Whether to forward the output of all processes; else of the first, and the end of one that
     fails."""
@@ -103,10 +105,19 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
             if not may_restart or signals.received:
                 return ended.exit_code
             restarts += 1
-            if job.least_processes is not None:
-                processes = max(job.least_processes, processes - 1)
+            processes = _processes_left(job, processes, ended.count)
             words = f"{processes} process{'es' if processes > 1 else ''}"
             print(f"restart {restarts} of {job.most_restarts}, {words}", file=out)
+
+
+def _processes_left(job: Launch, processes: int, lost_count: int) -> int:
+    """How many go on: the most of those left that can train the run; all that there were, where
+    none of these can, or always as many are wanted."""
+    if job.least_processes is None:
+        return processes
+    left = max(job.least_processes, processes - lost_count)
+    counts = range(left, job.least_processes - 1, -1)
+    return next((count for count in counts if job.can_train(count)), processes)
 
 
 class Signals(contextlib.ExitStack):

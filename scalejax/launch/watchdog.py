@@ -42,12 +42,15 @@ class Loss:
     """How it was lost, as a phrase that follows its name."""
     step: int | None
     """Updates that it had begun, by its last heartbeat; None without one."""
+    count: int = 1
+    """Number of processes that were lost at once."""
     exit_code: ExitCode = ExitCode.LOST
     """That of the process if it told why it ended."""
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step:,}"
-        return f"process {self.process} {self.reason}{at}"
+        others = "" if self.count == 1 else f", and {self.count - 1} more"
+        return f"process {self.process} {self.reason}{at}{others}"
 
 
 def lost(
@@ -55,11 +58,12 @@ def lost(
     reason: str,
     beats: Sequence[Beat | None],
     exit_code: ExitCode = ExitCode.LOST,
+    count: int = 1,
 ) -> Loss:
-    """The loss of `process`, at the step of its heartbeat."""
+    """The loss of `process`, at the step of its heartbeat, and of `count` - 1 others."""
     beat = beats[process]
     step = None if beat is None else beat.step
-    return Loss(process=process, reason=reason, step=step, exit_code=exit_code)
+    return Loss(process=process, reason=reason, step=step, count=count, exit_code=exit_code)
 
 
 @dataclass(slots=True)
@@ -99,7 +103,8 @@ class Watch:
         for number, code in ended:
             if code is not None and code not in meant:
                 told = ExitCode(code) if code in _IN_WORDS else ExitCode.LOST
-                return lost(number, _in_words(code), beats, told)
+                killed = sum((each or 0) < 0 and each not in _FOLLOWING for _, each in ended)
+                return lost(number, _in_words(code), beats, told, max(1, killed))
         return None
 
     def hanging(

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from scalejax.cli.main import main
 from scalejax.core.errors import ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, read_beat
 from scalejax.launch.local import Launch, launch
 from scalejax.launch.watchdog import Watch
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "scalejax" / "config" / "examples" / "fashion_no_warmup.toml"
 RUNNING, LIVES = (None, None), (False, False)
 
 
@@ -214,6 +216,51 @@ def test_processes_are_watched_also_after_a_signal(tmp_path):
 
     assert code == ExitCode.LOST
     assert "process 1 has been stopped" in said.getvalue()
+
+
+LOSES_TWO = """
+import os, signal, sys, time
+if os.environ["SCALEJAX_PROCESSES"] == "6":
+    if os.environ["SCALEJAX_PROCESS"] in "25":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize(("divisors", "processes"), [((4, 2), 4), ((3,), 3), ((5, 1), 6)])
+def test_as_many_go_on_as_are_left_and_can(tmp_path, divisors, processes):
+    """Two of six are killed at once: the most of four that share the batch, not one fewer each
+    time; all, where no number from two on does."""
+    said = io.StringIO()
+    job = Launch(
+        command=(sys.executable, "-c", LOSES_TWO),
+        processes=6,
+        least_processes=2,
+        can_train=lambda count: count in divisors,
+        folder=tmp_path,
+        most_restarts=1,
+    )
+
+    launch(job, said)
+
+    assert "process 2 was killed by SIGKILL (by the system, if memory was short)" in said.getvalue()
+    assert ", and 1 more; the others were stopped" in said.getvalue()
+    assert f"restart 1 of 1, {processes} processes" in said.getvalue()
+
+
+def test_the_launcher_knows_how_many_can_train(tmp_path, monkeypatch):
+    """The fewest and the most by the flags; between them what divides the batch of 64 by the two
+    devices of each."""
+    run_file, jobs = tmp_path / "run.toml", []
+    run_file.write_text(EXAMPLE.read_text())
+    monkeypatch.setattr("scalejax.cli.launch.launch", lambda job: jobs.append(job) or 0)
+    flags = ["--folder", str(tmp_path / "run"), "--cpu-devices", "2", "--batch.global_batch", "64"]
+
+    with pytest.raises(SystemExit):
+        main(["launch", str(run_file), "--np", "-8", "--min-np", "3", *flags])
+
+    assert [count for count in range(3, 9) if jobs[0].can_train(count)] == [4, 8]
 
 
 def test_a_heartbeat_is_read_as_it_was_written(tmp_path):

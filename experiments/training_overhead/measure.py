@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
 from importlib.metadata import version
@@ -22,11 +23,16 @@ from pathlib import Path
 from statistics import median
 
 import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as orbax
 
 from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve
+from scalejax.core.serialization import JsonValue
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
+from scalejax.training.checkpoint import Checkpoints
+from scalejax.training.checksums import checksums
 from scalejax.training.mesh import build_mesh
 from scalejax.training.multihost import require_equal_replicas
 from scalejax.training.record import Measurement, TrainMeasurement
@@ -105,6 +111,65 @@ def comparison_seconds(config: RunConfig, device_count: int) -> float:
     return min(seconds[1:])
 
 
+def checkpoint_seconds(state: object) -> dict[str, dict[str, float]]:
+    """What a checkpoint of `state` takes, the median of ten: seconds that training is blocked,
+    processor seconds in all threads, and seconds until it counts; the same of one with checksums
+    of its arrays that Orbax writes, of which nothing is synced, checked or proved."""
+    names = ("blocked", "processor", "until_it_counts")
+    rows: dict[str, list[tuple[float, ...]]] = {"durable": [], "not_synced": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpoints(Path(folder) / "checkpoints", keep=2) as checkpoints,
+    ):
+        for step in range(1, 12):
+            begin = clocks()
+            checkpoints.save(step, state)
+            blocked = time.perf_counter() - begin[0]
+            checkpoints.wait()
+            until, processor = per_update(begin, 1)
+            rows["durable"].append((blocked, processor, until))
+            begin = clocks()
+            written: JsonValue = {"checksums": dict(checksums(state))}
+            saving = orbax.save_async(f"{folder}/{step}", state, custom_metadata=written)
+            blocked = time.perf_counter() - begin[0]
+            saving.result()
+            shutil.rmtree(f"{folder}/{step - 1}", ignore_errors=True)
+            until, processor = per_update(begin, 1)
+            rows["not_synced"].append((blocked, processor, until))
+    return {
+        how: {
+            name: median(column)
+            for name, column in zip(names, zip(*found[1:], strict=True), strict=True)
+        }
+        for how, found in rows.items()
+    }
+
+
+def tell_checkpoints(
+    config: RunConfig, device_count: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure checkpoints of the run's state, and of one of 256 MiB, and print what they cost."""
+    run = resolve(config, device_count)
+    states = {
+        "cnn": init_state(run, build_mesh(run.layout)),
+        "256 MiB": {f"{index}": jnp.full((16, 2**20), index, jnp.float32) for index in range(4)},
+    }
+    found = {}
+    for name, state in states.items():
+        found[name] = each = checkpoint_seconds(state)
+        durable, plain = each["durable"], each["not_synced"]
+        more = sum(durable[part] - plain[part] for part in ("blocked", "processor")) / 60
+        words = [
+            f"blocks training for {one['blocked'] * 1e3:.0f} ms, takes "
+            f"{one['processor'] * 1e3:.0f} ms of a processor and is there after "
+            f"{one['until_it_counts'] * 1e3:.0f}"
+            for one in (durable, plain)
+        ]
+        print(f"a checkpoint of {name} {words[0]}; without syncs and manifest it {words[1]}")
+        print(f"durability at one a minute costs {more:.2%}, where no core is free for it")
+    return found
+
+
 _UPDATES_BETWEEN_COMPARISONS = 100
 
 
@@ -113,9 +178,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--checkpoints-only", action="store_true")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     config = load_config(HERE / "cnn.toml")
+    checkpoints = tell_checkpoints(config, arguments.devices)
+    if arguments.checkpoints_only:
+        text = json.loads((HERE / "results.json").read_text())
+        text |= {"seconds_of_a_checkpoint": checkpoints}
+        (HERE / "results.json").write_text(json.dumps(text, indent=1) + "\n")
+        return
     pairs: list[dict[str, tuple[float, float]]] = []
     for repeat in range(1, arguments.repeats + 1):
         bare = bare_seconds(config, arguments.devices)
@@ -144,6 +216,7 @@ def main() -> None:
     )
     result = {
         "seconds_to_compare_replicas": compared,
+        "seconds_of_a_checkpoint": checkpoints,
         "overhead": overheads,
         "wall_and_processor_seconds_of_an_update": pairs,
         "updates_per_repeat": resolve(config, arguments.devices).total_steps,

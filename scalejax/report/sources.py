@@ -27,6 +27,7 @@ from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan, in_words
 from scalejax.sweep.results import RunRow, recorded_sweep, seedless
 from scalejax.training.input_stalls import wait_share
+from scalejax.training.manifest import record_damage
 from scalejax.training.record import RunRecord, TrainMeasurement
 from scalejax.training.time_accounting import TimeAccount, load_intervals, time_account
 
@@ -140,6 +141,8 @@ class RunSource:
     failures: FailuresMet | None = None
     """Failures, restarts and checkpoints observed in the run, as inputs of the failure model; None
     if there are too few."""
+    damage: str | None = None
+    """How the record differs from what was written; None if it does not, or nothing tells."""
 
     @property
     def model_goodput(self) -> float | None:
@@ -319,6 +322,7 @@ def _read_run(path: Path) -> RunSource:
         prediction=serialization.load(Prediction, prediction) if prediction.is_file() else None,
         time=time_account(intervals) if intervals else None,
         failures=failures_met(intervals),
+        damage=record_damage(folder),
         emulation=serialization.load(Emulation, emulated) if emulated.is_file() else None,
     )
 

@@ -36,7 +36,7 @@ from scalejax.training.loop import TrainingLoop
 from scalejax.training.manifest import newest_file
 from scalejax.training.mesh import build_mesh
 from scalejax.training.profiler import StepTraces
-from scalejax.training.record import RunFolder
+from scalejax.training.record import EMPTY_RECORD, RunFolder
 from scalejax.training.reporter import Reporter, Silent
 from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
 from scalejax.training.run_folder import describe_run
@@ -259,7 +259,7 @@ def _train_at_once(
                 heartbeat,
                 clock,
                 after_step=begin,
-                proved=resumed.runs[index].record if resumed else None,
+                proved=resumed.runs[index].record if resumed else EMPTY_RECORD,
                 runs_together=len(runs),
             )
             loggers.append(open_logs.enter_context(closing(logger)))

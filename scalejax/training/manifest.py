@@ -29,7 +29,7 @@ from scalejax.core.serialization import (
     unstamped,
 )
 from scalejax.core.serialization import save_text as write_text
-from scalejax.training.record import RecordPosition
+from scalejax.training.record import RecordPosition, RunFolder
 
 MANIFEST = "manifest.json"
 """Name of the manifest in the folder of a checkpoint."""
@@ -161,6 +161,24 @@ def first_difference(folder: Path, files: Mapping[str, FileSum]) -> str | None:
             if words is not None:
                 return f"{name} {words}"
     return None if files else "its manifest names no file"
+
+
+def record_damage(files: RunFolder) -> str | None:
+    """In what the record of a run is not what it was at its newest checkpoint; None if in nothing,
+    or where no manifest tells."""
+    steps = (int(path.name) for path in files.checkpoints.glob("*") if path.name.isdecimal())
+    for step in sorted(steps, reverse=True):
+        try:
+            runs = read_manifest(files.checkpoints / str(step)).runs
+        except Damaged:
+            continue
+        try:
+            if len(runs) == 1:
+                runs[0].record.part_of(files.measurements)
+        except Damaged as error:
+            return f"{error} (checkpoint {step}); --resume brings it back, or says what is missing"
+        break
+    return None
 
 
 def digest(value: object) -> str:

@@ -336,6 +336,8 @@ class RecordPosition:
         Raises:
             Damaged: if they are not those that were written; the text does not name the file.
         """
+        if not self.size_bytes:
+            return b""
         try:
             with path.open("rb") as file:
                 found = file.read(self.size_bytes)
@@ -355,6 +357,10 @@ class RecordPosition:
             Damaged: if they are not those that were written.
         """
         return tuple(_parsed(self.part_of(path), path))
+
+
+EMPTY_RECORD = RecordPosition(size_bytes=0, sha256=hashlib.sha256().hexdigest())
+"""Where a record is before the first update."""
 
 
 class MeasurementLog:

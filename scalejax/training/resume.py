@@ -73,10 +73,12 @@ class RunIdentity:
             ConfigError: naming the fields that differ.
         """
         changeable = changeable_fields(self.run)
+        names = {*self.config, *saved.config}
         changed = [
-            f"{name}={now} (was {saved.config[name]})"
-            for name, now in self.config.items()
-            if name not in changeable and saved.config.get(name, now) != now
+            f"{name}={self.config.get(name, 'absent')} (was {saved.config.get(name, 'absent')})"
+            for name in sorted(names - changeable)
+            if self.config.get(name) != saved.config.get(name)
+            and ((name in self.config and name in saved.config) or _is_of_a_table(name, names))
         ]
         where = f"{files.path / 'checkpoints' / str(step)}"
         if changed:
@@ -99,6 +101,14 @@ class RunIdentity:
 
     def _position(self, step: int) -> tuple[float, int]:
         return self.run.epoch_of(step), self.run.phase_of(step).split.global_batch
+
+
+def _is_of_a_table(name: str, names: set[str]) -> bool:
+    """Whether a field is of a table that may be absent, or is that: other fields of one config
+    alone are new or old ones of another version."""
+    parts = name.split(".")
+    parents = {".".join(parts[:count]) for count in range(1, len(parts))}
+    return bool(parents & names) or any(other.startswith(f"{name}.") for other in names)
 
 
 def checkpoint_to_go_on_from(

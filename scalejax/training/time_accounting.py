@@ -220,7 +220,8 @@ def time_account_in_words(account: TimeAccount) -> str:
 
 
 def load_intervals(path: Path) -> tuple[Interval, ...]:
-    """The intervals in a file, none if it does not exist; a truncated last line is ignored.
+    """The intervals in a file, none if it does not exist; a truncated last line is ignored, as are
+    zeros at the end, which a power cut leaves.
 
     Raises:
         ConfigError: if a line is damaged (with its number).
@@ -229,7 +230,7 @@ def load_intervals(path: Path) -> tuple[Interval, ...]:
         data = path.read_bytes()
     except FileNotFoundError:
         return ()
-    whole = len(data) // LINE_BYTES
+    whole = len(data.rstrip(b"\0")) // LINE_BYTES
     lines = [data[number * LINE_BYTES : (number + 1) * LINE_BYTES] for number in range(whole)]
     return tuple(
         _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)

@@ -36,7 +36,7 @@ from scalejax.training.multihost import (
     require_same_state,
 )
 from scalejax.training.profiler import StepTraces, TraceSchedule, require_room
-from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord
 from scalejax.training.reporter import Reporter, Silent, reporter_for
 from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
 from scalejax.training.run_folder import (
@@ -139,7 +139,7 @@ def train(
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
             signals.begin()
-            proved = resumed.runs[0].record if resumed else None
+            proved = resumed.runs[0].record if resumed else EMPTY_RECORD
             with (
                 closing(
                     MetricsLogger(

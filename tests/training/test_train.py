@@ -31,8 +31,9 @@ from scalejax.training.checkpoint import load_weights
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord, StatusChange
+from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord, StatusChange
 from scalejax.training.reporter import PlainLines, Silent, reporter_for
+from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import describe_run, refuse_other_run
 from scalejax.training.step import build_step
 from scalejax.training.time_accounting import RunClock
@@ -374,6 +375,19 @@ def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):
     assert loss_of(weights_of(record.folder.path)) == min(losses)
 
 
+def test_a_table_that_run_toml_lost_is_told_by_its_name(finished):
+    """Early stopping is a table that may be absent: without it the run ends with other weights."""
+    stopping = with_fields(CONFIG, {"train.early_stopping": {"patience": 50}})
+    files = finished[0].folder
+    with_it, without = (RunIdentity.of(resolve(each, 2), files) for each in (stopping, CONFIG))
+
+    for one, other in ((with_it, without), (without, with_it)):
+        saved = one.at(6, EMPTY_RECORD, None)
+        one.require_same(6, saved, files)
+        with pytest.raises(ConfigError, match=r"another config .*train\.early_stopping"):
+            other.require_same(6, saved, files)
+
+
 def at(folder, step, name="manifest.json"):
     """A file of a checkpoint."""
     return folder / "checkpoints" / str(step) / name
@@ -384,6 +398,20 @@ def cut_record(folder, lines):
     path = folder / "measurements.jsonl"
     kept = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines(kept)))
+
+
+def test_a_report_says_that_a_completed_run_has_too_few_lines(finished, tmp_path):
+    """Its last status alone would be believed."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    page = tmp_path / "report.html"
+    main(["report", str(folder), "--output", str(page)])
+    assert "is damaged" not in page.read_text()
+
+    cut_record(folder, lambda lines: [*lines[:2], *lines[3:]])
+    main(["report", str(folder), "--output", str(page)])
+
+    assert RunRecord.load(folder).status == "completed"
+    assert "run is damaged: the record up to there is not what was written" in page.read_text()
 
 
 PASSED_OVER = {

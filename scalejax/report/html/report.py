@@ -231,6 +231,7 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
         [_time_row(run) for run in runs],
     )
     page.add_notes(f"{run.label}: {run.slow_note}" for run in runs if run.slow_note)
+    page.add_notes(f"{run.label} is damaged: {run.damage}" for run in runs if run.damage)
     if any((run.wait_share or 0) >= WORTH_SAYING for run in runs):
         page.add_chart(
             "Waiting for input",

@@ -28,8 +28,9 @@ from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
 from scalejax.launch.gpus import visible_gpus
 from scalejax.launch.kubernetes import JobSetRun, manifest
-from scalejax.launch.peers import STUCK_SECONDS, require_stuck_seconds
+from scalejax.launch.peers import require_stuck_seconds
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
+from scalejax.launch.watchdog import STUCK_SECONDS
 from scalejax.training.record import RunFolder
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")

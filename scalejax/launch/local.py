@@ -24,7 +24,7 @@ from scalejax.core.environment import handling, process_fields
 from scalejax.core.errors import ConfigError, ExitCode, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
 from scalejax.launch.gpus import share
-from scalejax.launch.watchdog import STOPPED, Loss, Watch, lost
+from scalejax.launch.watchdog import STOPPED, STUCK_SECONDS, Loss, Watch, lost
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 10.0
@@ -68,7 +68,7 @@ class Launch:
     """Number of restarts."""
     stopped_seconds: float = 15.0
     """How long a process may be stopped before it counts as lost."""
-    stuck_seconds: float = 300.0
+    stuck_seconds: float = STUCK_SECONDS
     """As `Watch.stuck_seconds`."""
 
     def __post_init__(self) -> None:

@@ -21,10 +21,7 @@ from typing import Any, Protocol
 from scalejax.core.errors import ConfigError, ExitCode, refusal
 from scalejax.core.heartbeat import Beat, latest_beat, packed, unpacked
 from scalejax.core.process_group import Place
-from scalejax.launch.watchdog import Loss, Watch, lost
-
-STUCK_SECONDS = 60.0
-"""By default, least time without progress after which processes hang."""
+from scalejax.launch.watchdog import STUCK_SECONDS, Loss, Watch, lost
 
 _ALL, _TOLD = "scalejax/beats", "scalejax/told"
 """Folders of the store: the heartbeat of each process, which the first reads; what it tells the

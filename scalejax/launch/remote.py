@@ -23,6 +23,7 @@ from typing import TextIO
 from scalejax.core import process_group
 from scalejax.core.errors import ConfigError, ExitCode, refusal, require_one_line
 from scalejax.launch.local import GlooFilter
+from scalejax.launch.watchdog import STUCK_SECONDS
 
 SECONDS_TO_FOLLOW = 30.0
 """Time after the limit of their watch in which the others must have ended, once one has failed."""
@@ -47,7 +48,7 @@ class RemoteLaunch:
     """Further options of srun, as in "nodes=2"."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes; srun also passes those of this process on."""
-    stuck_seconds: float = 60.0
+    stuck_seconds: float = STUCK_SECONDS
     """Limit of the watch that the processes keep."""
     shows_all: bool = False
     """Whether to forward the output of all processes, or of the first only."""

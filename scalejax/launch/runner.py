@@ -15,8 +15,9 @@ from typing import TextIO, TypeVar
 
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.launch.local import Launch, launch
-from scalejax.launch.peers import STUCK_SECONDS, require_stuck_seconds
+from scalejax.launch.peers import require_stuck_seconds
 from scalejax.launch.remote import RemoteLaunch, launch_remote
+from scalejax.launch.watchdog import STUCK_SECONDS
 
 Result = TypeVar("Result")
 

@@ -23,11 +23,14 @@ _IN_WORDS = {
     ExitCode.TRANSIENT: "could not reach the network or a store",
 }
 
+STUCK_SECONDS = 60.0
+"""By default, least time without progress after which processes hang."""
 _SLOWER = 10
 """A phase may take so many times its slowest so far without progress."""
 _FIRST, _SAVING = 30, 5
 """Multiples of `stuck_seconds` that a phase may take which did not end twice before (start-up,
-compiling, the first batches, updates and checkpoints), and that each later checkpoint may take."""
+compiling, the first batches, updates and checkpoints, the end), and that each later checkpoint may
+take."""
 _NO_BEAT = Beat(liveness_count=0, progress_count=0, step=0, phase="starting")
 """Heartbeat of a process that has not written one yet."""
 

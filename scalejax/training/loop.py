@@ -161,7 +161,7 @@ class TrainingLoop:
             self._pause(state)  # a signal had interrupted its evaluation
         state = self._run_steps(state)
         self._logger.clock.enter("checkpoint")  # until the last of them is whole
-        self._logger.heartbeat.at("saving", self._step)
+        self._logger.heartbeat.at("finishing", self._step)
         if len(self._open) > 1:
             self._checkpoints.wait()  # a kill between two ends must not repeat training
         for each in tuple(self._open):
@@ -218,6 +218,7 @@ class TrainingLoop:
         while self._step < end and goes_on:
             if self._recorder.is_boundary:
                 self._settle()
+                self._logger.heartbeat.at("tracing", self._step)  # writing it may take minutes
                 self._recorder.cross(self._step)
                 self._clock.restart(self._step)
             self._logger.heartbeat.at("waiting for input", self._step)
@@ -253,7 +254,7 @@ class TrainingLoop:
         if ending:
             self._settle()
             self._tell_unreadable("train")
-            self._logger.heartbeat.at("saving", self._step)
+            self._logger.heartbeat.at("finishing", self._step)
             for each in ending:
                 self._end(each, state)
             self._clock.restart(self._step)
@@ -476,6 +477,7 @@ class TrainingLoop:
         return best_step if restores and best_step != self._step else None
 
     def _interrupt(self, signal_number: int) -> None:
+        self._logger.heartbeat.at("finishing", self._step)
         with self._logger.clock.within("checkpoint"):
             self._checkpoints.wait()
         message = f"at step {self._step}; go on with: {self._resume_command}"

@@ -223,4 +223,4 @@ def test_whoever_watches_is_told_of_every_save(tmp_path, monkeypatch, is_interru
         run(tmp_path / "run")
 
     assert len(phases) == (3 if is_interrupted else 6)
-    assert set(phases) == {"saving"}
+    assert set(phases) == {"saving", "finishing"}

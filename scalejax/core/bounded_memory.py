@@ -27,7 +27,10 @@ class BoundedMemory(Generic[Value]):
     def get(self, key: Hashable) -> Value | None:
         """The value of `key`, if it is cached."""
         with self._lock:
-            return self._values[key][0] if key in self._values else None
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
 
     def of(self, key: Hashable, load: Callable[[], tuple[Value, int]]) -> Value:
         """The value of `key`, from the cache or else from `load`, which also returns its bytes."""

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.errors import ConfigError, Damaged, refusal, unknown_name
 from scalejax.core.filesystem import DataFile, listed
-from scalejax.data.formats.parquet_bytes import footer_of, read_row_group
+from scalejax.data.formats.parquet_bytes import footer_of, read_row_groups
 
 Filter = tuple[str, str, object]
 """Column, comparison and value: the rows for which it holds."""
@@ -115,42 +115,63 @@ def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowG
     metadata, schema = footer.metadata, footer.schema
     about = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     firsts = np.cumsum([0, *(each.num_rows for each in about)])
+    leaves = _Leaves.of(metadata, schema)
     groups = tuple(
         RowGroup(
             file=file,
             index=index,
             first_row=int(firsts[index]),
             rows=each.num_rows,
-            column_bytes=_column_bytes(each, schema),
-            column_bounds=_column_bounds(each, schema),
+            column_bytes=leaves.column_bytes(each),
+            column_bounds=leaves.column_bounds(each),
         )
         for index, each in enumerate(about)
     )
     return file, schema, groups
 
 
-def _column_bytes(about: pq.RowGroupMetaData, schema: pa.Schema) -> tuple[tuple[str, int], ...]:
-    sizes = dict.fromkeys(schema.names, 0)
-    for index in range(about.num_columns):
-        column = about.column(index)
-        sizes[column.path_in_schema.split(".")[0]] += column.total_uncompressed_size
-    for field in schema:  # numbers that repeat are written shorter than they are
-        if pa.types.is_primitive(field.type):
-            sizes[field.name] = about.num_rows * field.type.bit_width // 8
-    return tuple(sizes.items())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaves:
+    """Places of columns in a footer, found once for all of its row groups."""
 
+    bits: dict[str, int]
+    """Bits of a value of each column; 0 of those whose bytes the footer says."""
+    sized: tuple[tuple[int, str], ...]
+    """Place and column of each leaf of the latter."""
+    integers: tuple[tuple[int, str], ...]
+    """Place and name of each column of integers."""
 
-def _column_bounds(
-    about: pq.RowGroupMetaData, schema: pa.Schema
-) -> tuple[tuple[str, int, int], ...]:
-    integers = {field.name for field in schema if pa.types.is_integer(field.type)}
-    columns = [about.column(index) for index in range(about.num_columns)]
-    known = [
-        (column.path_in_schema, column.statistics)
-        for column in columns
-        if column.path_in_schema in integers and column.statistics is not None
-    ]
-    return tuple((name, found.min, found.max) for name, found in known if found.has_min_max)
+    @classmethod
+    def of(cls, metadata: pq.FileMetaData, schema: pa.Schema) -> "_Leaves":
+        """Those of a file."""
+        # numbers that repeat are written shorter than they are
+        is_number = {field.name: pa.types.is_primitive(field.type) for field in schema}
+        paths = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
+        columns = [path.split(".")[0] for path in paths]
+        integers = {field.name for field in schema if pa.types.is_integer(field.type)}
+        return cls(
+            bits={
+                field.name: field.type.bit_width if is_number[field.name] else 0 for field in schema
+            },
+            sized=tuple(pair for pair in enumerate(columns) if not is_number.get(pair[1])),
+            integers=tuple(pair for pair in enumerate(paths) if pair[1] in integers),
+        )
+
+    def column_bytes(self, about: pq.RowGroupMetaData) -> tuple[tuple[str, int], ...]:
+        """Bytes of each column when it is decompressed."""
+        sizes = {name: about.num_rows * bits // 8 for name, bits in self.bits.items()}
+        for place, name in self.sized:
+            sizes[name] += about.column(place).total_uncompressed_size
+        return tuple(sizes.items())
+
+    def column_bounds(self, about: pq.RowGroupMetaData) -> tuple[tuple[str, int, int], ...]:
+        """Lowest and highest value of each column of integers that has them."""
+        known = ((name, about.column(place).statistics) for place, name in self.integers)
+        return tuple(
+            (name, found.min, found.max)
+            for name, found in known
+            if found is not None and found.has_min_max
+        )
 
 
 def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
@@ -161,12 +182,31 @@ def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Tabl
         Damaged: if it is damaged.
         Unavailable: if its store does not answer.
     """
-    schema = footer_of(field, group.file).schema
+    (table,) = read_together(field, [group], columns)
+    return table
+
+
+def read_together(field: str, groups: Sequence[RowGroup], columns: Sequence[str]) -> list[pa.Table]:
+    """`read_columns` of each of some row groups of one file, which are read at once."""
+    file = groups[0].file
+    schema = footer_of(field, file).schema
     types = {name: schema.field(name).type for name in columns}  # each once
     structs = {name for name, type_ in types.items() if pa.types.is_struct(type_)}
     leaves = [f"{name}.bytes" if name in structs else name for name in types]
-    table = read_row_group(field, group.file, group.index, leaves)
-    return pa.table({name: _in_one_piece(table[name], name in structs) for name in types})
+    read = read_row_groups(field, file, [group.index for group in groups], leaves)
+    ends = np.cumsum([group.rows for group in groups]).tolist()
+    if len(read) != ends[-1]:
+        raise Damaged(f"{field}: {file.path} has {len(read)} rows in place of {ends[-1]}.")
+    tables = []
+    for group, end in zip(groups, ends, strict=True):
+        rows = read if len(groups) == 1 else read.slice(end - group.rows, group.rows)
+        pieces = {name: _in_one_piece(rows[name], name in structs) for name in types}
+        if len(groups) > 1:  # of its own memory: it stays cached when the others have left
+            pieces = {
+                name: pa.concat_arrays([piece, piece.slice(0, 0)]) for name, piece in pieces.items()
+            }
+        tables.append(pa.table(pieces))
+    return tables
 
 
 def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:

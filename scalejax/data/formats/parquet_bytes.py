@@ -6,6 +6,7 @@ Pages are held against their checksums, where they were written with any. Knows 
 import hashlib
 import io
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ _TAIL_BYTES = 2**15
 """Bytes at the end of a file at a URL that are read for its footer, and then the rest of it."""
 _FOOTER_BYTES = 2**28
 """Bytes that footers may take in memory."""
-_PARSED = 6
-"""Bytes that a footer takes in memory for each of the file (measured: 5.3 of 1,000 row groups of 40
-columns, `experiments/input_peers/wide.py`)."""
+_PARSED = 11
+"""Bytes that a footer takes in memory for each of the file (34.4 MB for 3.25 of 1,000 row groups of
+40 columns, by the process's resident pages: `experiments/input_peers/wide.py --footer`)."""
 _SENT_BYTES = 2**24
 """Bytes of footers that are sent to a worker process; it reads the others itself."""
 _GAP_BYTES = 2**20
@@ -202,9 +203,11 @@ def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
         _require_same(field, file, footer)
 
 
-def read_row_group(field: str, file: DataFile, index: int, leaves: Sequence[str]) -> pa.Table:
-    """Columns of a row group, by their paths in the schema; of a URL, their bytes alone are
-    fetched, with gaps of a quarter of them at most.
+def read_row_groups(
+    field: str, file: DataFile, indices: Sequence[int], leaves: Sequence[str]
+) -> pa.Table:
+    """Columns of row groups, by their paths in the schema, one group after the other; of a URL,
+    their bytes alone are fetched, with gaps of a quarter of them at most.
 
     Raises:
         ConfigError: if the file is gone, or has changed.
@@ -213,16 +216,17 @@ def read_row_group(field: str, file: DataFile, index: int, leaves: Sequence[str]
     """
     footer = footer_of(field, file)
     checked = {"metadata": footer.metadata, "page_checksum_verification": True}
+    wanted = {"row_groups": list(indices), "columns": list(leaves)}
     if not is_url(file.path):
         with _judged(field, file, footer), pq.ParquetFile(pa.OSFile(file.path), **checked) as found:
-            return found.read_row_group(index, columns=list(leaves))
-    spans = coalesced(_chunks(footer.metadata, index, leaves))
+            return found.read_row_groups(**wanted)
+    spans = coalesced(_chunks(footer.metadata, indices, leaves))
     for left in reversed(range(_READS)):
         contents = read_ranges(field, [part_of(file, begin, end) for begin, end in spans])
-        pieces = _Pieces(field, file, dict(zip(spans, contents, strict=True)))
+        pieces = _Pieces(field, file, spans, contents)
         try:
             with pq.ParquetFile(pa.PythonFile(pieces, "r"), pre_buffer=False, **checked) as found:
-                return found.read_row_group(index, columns=list(leaves))
+                return found.read_row_groups(**wanted)
         except (pa.ArrowInvalid, OSError) as error:  # once more: damaged on the way, maybe
             if not left:
                 raise Damaged(
@@ -233,17 +237,19 @@ def read_row_group(field: str, file: DataFile, index: int, leaves: Sequence[str]
 
 
 def _chunks(
-    metadata: pq.FileMetaData, index: int, leaves: Sequence[str]
+    metadata: pq.FileMetaData, indices: Sequence[int], leaves: Sequence[str]
 ) -> Iterator[tuple[int, int]]:
-    """First byte of each column chunk of a row group below one of `leaves`, and that after its
+    """First byte of each column chunk of some row groups below one of `leaves`, and that after its
     last."""
-    group, names = metadata.row_group(index), set(leaves)
-    for number in _columns_below(metadata, names):
-        column = group.column(number)
-        begin, dictionary = column.data_page_offset, column.dictionary_page_offset
-        if dictionary is not None and 0 < dictionary < begin:
-            begin = dictionary
-        yield begin, begin + column.total_compressed_size
+    numbers = list(_columns_below(metadata, set(leaves)))
+    for index in indices:
+        group = metadata.row_group(index)
+        for number in numbers:
+            column = group.column(number)
+            begin, dictionary = column.data_page_offset, column.dictionary_page_offset
+            if dictionary is not None and 0 < dictionary < begin:
+                begin = dictionary
+            yield begin, begin + column.total_compressed_size
 
 
 def _columns_below(metadata: pq.FileMetaData, names: set[str]) -> Iterator[int]:
@@ -281,8 +287,15 @@ class _Pieces(io.RawIOBase):
     """A file at a URL of which some ranges are here; others are fetched, for Arrow reads beyond
     the chunks of files that old writers have left."""
 
-    def __init__(self, field: str, file: DataFile, held: dict[tuple[int, int], bytes]) -> None:
-        self._field, self._file, self._held, self._at = field, file, held, 0
+    def __init__(
+        self,
+        field: str,
+        file: DataFile,
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[bytes],
+    ) -> None:
+        self._field, self._file, self._at = field, file, 0
+        self._begins, self._contents = [begin for begin, _ in spans], contents
 
     def readable(self) -> bool:
         return True
@@ -307,12 +320,10 @@ class _Pieces(io.RawIOBase):
     def _part(self, begin: int, end: int) -> bytes | memoryview:
         if begin >= end:
             return b""
-        for (first, last), content in self._held.items():
-            if first <= begin and end <= last:
-                return (
-                    content
-                    if (first, last) == (begin, end)
-                    else content[begin - first : end - first]
-                )
+        number = bisect_right(self._begins, begin) - 1
+        if number >= 0:
+            first, content = self._begins[number], self._contents[number]
+            if end - first <= len(content):
+                return memoryview(content)[begin - first : end - first]
         (content,) = read_ranges(self._field, [part_of(self._file, begin, end)])
         return content

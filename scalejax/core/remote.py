@@ -27,7 +27,7 @@ STORE_SECONDS, STALL_SECONDS = "SCALEJAX_STORE_SECONDS", "SCALEJAX_STORE_STALL_S
 """Variables: for how long a read is tried again; longest silence of a store within one try."""
 MOST_IGNORED_BYTES = 2**24
 """Largest file that is taken whole from a server that ignores ranges."""
-_AT_ONCE = 16
+_AT_ONCE = 48
 """Requests in flight of one read."""
 _SLOWEST_BYTES_PER_SECOND = 100_000
 """Rate below which a try of a store that shows no progress is given up (assumed)."""
@@ -556,7 +556,11 @@ async def _read_gcs(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes
         **options,
     )
     async with request as answer:
-        return await _content(answer, wanted, answer.headers.get("x-goog-generation"))
+        version = answer.headers.get("x-goog-generation")
+        content = await _content(answer, wanted, version)
+    if version is None and wanted.version is not None:  # it may know no conditions either
+        await _require_same(filesystem, wanted)
+    return content
 
 
 async def _content(answer: Any, wanted: Wanted, version: str | None) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,76 @@ def test_every_exception_ends_in_words_of_ours(folder, quick):
             open_source(config_of(store.url), "train", seed=0).take(np.arange(40))
         assert str(caught.value).count("\n") == 0
         assert store.url in str(caught.value)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A bucket of moto's server, which is in this process."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    s3fs = pytest.importorskip("s3fs")
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "of-the-test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    store = s3fs.S3FileSystem()
+    store.mkdir("bucket")
+    yield store, "s3://bucket"
+    server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    """A bucket of an emulator of Google Cloud Storage, which is in this process."""
+    create_server = pytest.importorskip("gcp_storage_emulator.server").create_server
+    # Without it gcsfs asks over gRPC what kind of bucket it is, for a minute.
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    gcsfs = pytest.importorskip("gcsfs")
+    server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+    server.start()
+    monkeypatch.setenv(
+        "STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server._api._httpd.server_port}"
+    )
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    monkeypatch.setitem(fsspec_conf(), "gs", {"token": "anon"})
+    yield gcsfs.GCSFileSystem(token="anon"), "gs://bucket"
+    server.stop()
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def fsspec_conf():
+    """The options that fsspec gives its file systems."""
+    return pytest.importorskip("fsspec.config").conf
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the stores' packages
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_a_bucket_gives_the_rows_of_one_version(folder, monkeypatch, request, kind):
+    """Slow: the packages of each store take seconds to start. A file, a folder and a glob are
+    found, a file written anew or removed is refused, and a store that is away is waited for."""
+    store, where = request.getfixturevalue(kind)
+    for name in ("train", "test"):
+        store.pipe(f"bucket/d/{name}.parquet", (folder / f"{name}.parquet").read_bytes())
+    config = replace(config_of(f"{where}/d"), test=f"{where}/d/te*.parquet")
+    source = open_source(config, "train", seed=0)
+
+    np.testing.assert_array_equal(source.take(np.arange(40))["inputs"], IMAGES)
+    whole = replace(config, train=f"{where}/d")
+    assert read_facts(whole).train_examples == 50
+    forget(source)
+    write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
+    store.pipe("bucket/d/train.parquet", (folder / "train.parquet").read_bytes())
+    with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was written anew"):
+        source.take(np.arange(40))
+    store.rm("bucket/d/train.parquet")
+    with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was there when it was"):
+        source.take(np.arange(40))
+    with pytest.raises(
+        ConfigError, match=rf"data\.train='{where}/d/train\.parquet' is refused: th"
+    ):
+        read_facts(config)

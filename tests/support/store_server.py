@@ -47,7 +47,26 @@ class Store:
     """Whether files have ETags."""
     delay_seconds: float = 0.0
     """Time before each answer."""
+    bytes_per_second: float = 0.0
+    """Rate of each answer; 0 for any."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    kept: dict[tuple[Path, int, int], tuple[bytes, str]] = field(default_factory=dict)
+
+    def content(self, path):
+        """The content of a file."""
+        return self._read(path)[0]
+
+    def etag(self, path):
+        """Its version."""
+        return self._read(path)[1]
+
+    def _read(self, path):
+        about = path.stat()
+        key = path, about.st_mtime_ns, about.st_ino
+        if key not in self.kept:
+            content = path.read_bytes()
+            self.kept[key] = content, f'"{hashlib.md5(content).hexdigest()}"'
+        return self.kept[key]
 
 
 @contextmanager
@@ -75,6 +94,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     store: Store
 
     def log_message(self, format, *args):
@@ -90,13 +110,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self):
         store, name = self.store, unquote(self.path).lstrip("/")
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         path = store.folder / name
-        content = path.read_bytes() if path.is_file() else None
+        content = store.content(path) if path.is_file() else None
         span = None
         if wanted and content is not None:
             end = int(wanted[2]) + 1 if wanted[2] else len(content)
-            span = int(wanted[1]), min(end, len(content))
+            span = int(wanted[1] or 0), min(end, len(content))
+            if not wanted[1]:  # the last bytes
+                span = max(0, len(content) - int(wanted[2] or 0)), len(content)
         with store.lock:
             number = len(store.asked)
             store.asked.append((self.command, name, span))
@@ -109,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_file(content, path, span, fault)
 
     def _send_file(self, content, path, span, fault):
-        etag = f'"{hashlib.md5(content).hexdigest()}"' if self.store.etags else None
+        etag = self.store.etag(path) if self.store.etags else None
         if fault == "another version":
             etag = '"another"'
         headers = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -168,7 +190,14 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(STALL_SECONDS)
             self.close_connection = True
             return None
-        self.wfile.write(body)
+        if self.store.bytes_per_second:
+            began = time.monotonic()
+            for at in range(0, len(body), 2**18):
+                self.wfile.write(body[at : at + 2**18])
+                early = began + (at + 2**18) / self.store.bytes_per_second - time.monotonic()
+                time.sleep(max(0.0, early))
+        else:
+            self.wfile.write(body)
         with self.store.lock:
             self.store.sent_bytes += len(body)
         return None

@@ -5,7 +5,7 @@ Knows files, columns and rows; nothing of the meaning of columns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +36,10 @@ class RowGroup:
     """Bytes of each column when it is decompressed."""
     column_bounds: tuple[tuple[str, int, int], ...]
     """Lowest and highest value of each column of integers whose bounds the footer has."""
+
+    def __hash__(self) -> int:
+        """Of its place alone: hashing each column of a wide file would take longer than reading."""
+        return hash((self.file, self.index))
 
     def bytes_of(self, columns: Sequence[str]) -> int:
         """Bytes that `columns` take in memory; at least, if they were written as a dictionary."""
@@ -116,13 +120,14 @@ def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowG
     about = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     firsts = np.cumsum([0, *(each.num_rows for each in about)])
     leaves = _Leaves.of(metadata, schema)
+    of_numbers = cache(leaves.column_bytes_of)
     groups = tuple(
         RowGroup(
             file=file,
             index=index,
             first_row=int(firsts[index]),
             rows=each.num_rows,
-            column_bytes=leaves.column_bytes(each),
+            column_bytes=leaves.column_bytes(each) if leaves.sized else of_numbers(each.num_rows),
             column_bounds=leaves.column_bounds(each),
         )
         for index, each in enumerate(about)
@@ -157,9 +162,13 @@ class _Leaves:
             integers=tuple(pair for pair in enumerate(paths) if pair[1] in integers),
         )
 
+    def column_bytes_of(self, rows: int) -> tuple[tuple[str, int], ...]:
+        """Bytes of each column of numbers, 0 of others."""
+        return tuple((name, rows * bits // 8) for name, bits in self.bits.items())
+
     def column_bytes(self, about: pq.RowGroupMetaData) -> tuple[tuple[str, int], ...]:
         """Bytes of each column when it is decompressed."""
-        sizes = {name: about.num_rows * bits // 8 for name, bits in self.bits.items()}
+        sizes = dict(self.column_bytes_of(about.num_rows))
         for place, name in self.sized:
             sizes[name] += about.column(place).total_uncompressed_size
         return tuple(sizes.items())

@@ -6,7 +6,7 @@ Each clone is mounted, which replays its journal, and its run resumed; it must e
 and the weights of the run that was left alone, bit for bit. While it is resumed it is cut again.
 Nonzero exit if any deviates. Linux, as root, with mkfs.xfs.
 
-    python experiments/power_cuts/run.py --cuts 200 --seed 0 [--filesystems ext4 xfs] [--no-sync]
+    python experiments/power_cuts/run.py --cuts 200 --seed 0 [--command train] [--no-sync]
 """
 
 import argparse
@@ -35,6 +35,7 @@ from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import Damaged, ScalejaxError
 from scalejax.core.serialization import save_toml
+from scalejax.sweep.folder import SweepFolder
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import (
@@ -150,9 +151,9 @@ class Watcher(Silent):
 class Campaign:
     """The runs and their disks, in a folder of their own that is gone at the end."""
 
-    def __init__(self, config: RunConfig, seed: int, place: Path, processes: int) -> None:
+    def __init__(self, config: RunConfig, seed: int, place: Path, command: str) -> None:
         self._config, self._seed, self._place = config, seed, place
-        self._processes = processes
+        self._command = command
         self._outer = place / "outer"
         image = place / "outer.img"
         with image.open("wb") as file:
@@ -249,33 +250,40 @@ class Campaign:
             cut.deviation = f"other {' and '.join(name for name, a, b in pairs if a != b)}"
 
     def _trained(self, folder: Path, watcher: Watcher, *, resume: bool = False) -> tuple[Any, ...]:
-        """Train, as `scalejax train` does, which would also predict, or by `scalejax launch`;
-        record and weights."""
-        if self._processes > 1:
-            record = self._launched(folder, watcher, resume=resume)
-        else:
+        """Train, as `scalejax train` does, which would also predict, or by another command; record
+        and weights."""
+        if self._command == "train":
             config = load_config(RunFolder(path=folder).config) if resume else self._config
-            record = train(
-                config, folder, device_count=1, resume=resume, reporter=watcher, predicts=False
-            )
-        if record.status != "completed":
-            raise SystemExit(f"the run ended as {record.status}")
-        return _figures(record), _weights(folder, self._config)
+            train(config, folder, device_count=1, resume=resume, reporter=watcher, predicts=False)
+            runs = [folder]
+        else:
+            runs = [folder]
+            if self._command == "sweep":
+                runs = [SweepFolder(path=folder).run(index).path for index in (0, 1)]
+            self._commanded(folder, runs[0], watcher, resume=resume)
+        records = [RunRecord.load(run) for run in runs]
+        if statuses := [record.status for record in records if record.status != "completed"]:
+            raise Damaged(f"a run ended as {statuses[0]}")
+        return [_figures(record) for record in records], [
+            _weights(run, self._config) for run in runs
+        ]
 
-    def _launched(self, folder: Path, watcher: Watcher, *, resume: bool) -> RunRecord:
-        """Train in several processes; its record is watched from outside."""
+    def _commanded(self, folder: Path, run: Path, watcher: Watcher, *, resume: bool) -> None:
+        """Train by `scalejax launch` or `sweep`; a record is watched from outside."""
         run_file = self._place / "run.toml"
         save_toml(self._config, run_file)
-        command = [sys.executable, "-m", "scalejax", "launch", f"--np=-{self._processes}"]
-        command += [str(run_file), "--folder", str(folder), *(["--resume"] if resume else [])]
-        path = RunFolder(path=folder).measurements
-        old = path.read_text().count("\n") if path.exists() else 0
+        command = [sys.executable, "-m", "scalejax", self._command, str(run_file)]
+        command += ["--np=-2"] if self._command == "launch" else ["-V", "seed=[0,1]"]
+        command += ["--folder", str(folder), *(["--resume"] if resume else [])]
+        path = RunFolder(path=run).measurements
+        lines = path.read_text().count("\n") if path.exists() else 0
         seen = path.stat().st_ino if path.exists() else None
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
             said: list[str] = []
             listener = threading.Thread(target=lambda: said.extend(process.stderr or ()))
             listener.start()
-            lines = old
             while process.poll() is None or listener.is_alive():
                 time.sleep(0.005)
                 if not path.exists():
@@ -291,11 +299,11 @@ class Campaign:
         words = " ".join("".join(said).split())
         for found in re.findall(r"checkpoint [0-9]+ is passed over: [^.]*\.", words):
             watcher.say(found)
-        if at := re.findall(r"(?:resumed: at step|started: on) ([0-9,]+)", words):
-            watcher.begin(int(at[0].replace(",", "")) if resume else 0, self.total_steps)
+        changes = RunRecord.load(run).statuses if path.exists() else ()
+        begun = [change.step for change in changes if change.status in ("started", "resumed")]
+        watcher.begin(begun[-1] if begun else 0, self.total_steps)
         if process.returncode:
             raise Damaged(f"exit code {process.returncode}: {words[-600:]}")
-        return RunRecord.load(folder)
 
     def close(self) -> None:
         """Leave no mount."""
@@ -351,7 +359,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no other run after them")
     parser.add_argument("--results", type=Path, default=HERE / "results.json")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--processes", type=int, default=1, help="more: by scalejax launch")
+    parser.add_argument("--command", choices=("train", "launch", "sweep"), default="train")
     parser.add_argument("--no-sync", action="store_true", help="how it is without os.fsync")
     flags = parser.parse_args()
     if flags.no_sync:
@@ -363,7 +371,7 @@ def main() -> int:
     config = load_config(HERE / "run.toml", {"train.epochs": flags.epochs})
     memory = Path("/dev/shm")  # a disk that syncs at once: more cuts in the same time
     place = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
-    campaign = Campaign(config, flags.seed, place, flags.processes)
+    campaign = Campaign(config, flags.seed, place, flags.command)
     try:
         while len(cuts) < flags.cuts and time.monotonic() < begin + flags.seconds:
             filesystem = flags.filesystems[number % len(flags.filesystems)]
@@ -381,8 +389,9 @@ def main() -> int:
             number += 1
             versions = {name: version(name) for name in ("scalejax", "jax", "orbax-checkpoint")}
             about = {"seed": flags.seed, "runs": number, **versions, "kernel": os.uname().release}
-            rows = [asdict(cut) for cut in cuts]
-            flags.results.write_text(json.dumps({**about, "cuts": rows}, indent=1) + "\n")
+            rows = ",\n".join(f"  {json.dumps(asdict(cut))}" for cut in cuts)
+            text = json.dumps({**about, "cuts": []}, indent=1)
+            flags.results.write_text(text.replace("[]", f"[\n{rows}\n ]") + "\n")
     finally:
         campaign.close()
         shutil.rmtree(place)

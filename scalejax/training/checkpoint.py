@@ -157,8 +157,8 @@ class Checkpoints:
             return str(error)
 
     def go_on_from(self, step: int) -> None:
-        """Have the checkpoint of `step` be the newest: later ones are set aside as damaged-STEP, or
-        deleted where they were not finished; every process must call it.
+        """Have the checkpoint of `step` be the newest: later ones that counted once are set aside
+        as damaged-STEP, what was not finished is deleted; every process must call it.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -180,9 +180,9 @@ class Checkpoints:
         }
 
     def _set_aside(self, step: int) -> None:
-        path = self.folder / str(step)
-        if not (path / MANIFEST).exists():
-            _delete(path)
+        path, newest_step = self.folder / str(step), newest(self.folder)
+        if not (path / MANIFEST).exists() and newest_step is not None and step > newest_step:
+            _delete(path)  # a crash came before it counted
             return
         aside = self.folder / f"damaged-{step}"
         if aside.exists():

@@ -20,7 +20,7 @@ from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged
 from scalejax.training import checkpoint as module
 from scalejax.training.checkpoint import Checkpoints, load_weights, save_weights
 from scalejax.training.checksums import checksums
-from scalejax.training.manifest import read_manifest, write_manifest
+from scalejax.training.manifest import read_manifest, set_newest, write_manifest
 from scalejax.training.state import TrainState
 
 
@@ -262,6 +262,24 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(two_saved, tmp_path
     for step, reason in reasons.items():
         assert re.search(reason, found.passed_over[step])
     assert_same(restored, state_on(2, value=1.0))  # what was damaged is not in the way
+    aside = {path.name for path in folder.glob("damaged-*")}
+    assert aside == {
+        f"damaged-{step}" for step, why in found.passed_over.items() if why != "it is gone"
+    }
+
+
+def test_what_a_crash_left_without_a_manifest_is_deleted(two_saved, tmp_path):
+    """It never counted; what has lost its manifest since is kept, as that of an earlier version."""
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
+    for step in ("3", "5"):
+        (folder / step / "manifest.json").unlink()
+    set_newest(folder, 3)
+
+    with Checkpoints(folder, keep=2) as checkpoints:
+        assert checkpoints.newest_sound(lambda manifest: None).step == 0
+        checkpoints.go_on_from(0)
+
+    assert [path.name for path in folder.iterdir()] == ["damaged-3"]
 
 
 @pytest.mark.slow_except("_METADATA-cut", "d/*-garbled")

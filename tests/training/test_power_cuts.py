@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_a_run_goes_on_after_power_cuts_and_ends_with_the_same_bits(tmp_path):
-    """By --resume alone, whatever of it had not reached the disk; the campaign has made 200."""
+    """By --resume alone, whatever of it had not reached the disk; the campaign has made 340."""
     results = tmp_path / "results.json"
     flags = ["--cuts", "3", "--epochs", "4", "--filesystems", "ext4", "--results", str(results)]
     done = subprocess.run(

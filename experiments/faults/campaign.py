@@ -88,7 +88,7 @@ class Campaign:
         code = self._finished(launched)
         if code:
             raise SystemExit(f"the undisturbed run failed ({code}): {launched.said[-2000:]}")
-        self._undisturbed = _outcome(folder)
+        self._undisturbed = outcome(folder)
 
     def run(self, number: int, indices: range, told: "Callable[[Fault], None]") -> None:
         """The faults of `indices`, in one run, or in more where one is over before."""
@@ -121,7 +121,7 @@ class Campaign:
             self._looked_after(launched, hit[-1])
             if code:
                 hit[-1].deviations.append(f"ended with exit code {code}: {launched.said[-1500:]}")
-            elif (differs := _difference(_outcome(folder), self._undisturbed)) is not None:
+            elif (differs := difference(outcome(folder), self._undisturbed)) is not None:
                 hit[-1].deviations.append(f"the run ended otherwise: {differs}")
             if hit[-1].deviations:
                 told(hit[-1])
@@ -242,7 +242,7 @@ def _shifted_clock(place: Path) -> Path | None:
     return library if subprocess.run([*command, "-ldl"], check=False).returncode == 0 else None
 
 
-def _outcome(folder: Path) -> tuple[Any, ...]:
+def outcome(folder: Path) -> tuple[Any, ...]:
     """All that a run measured but the time it took, and the bytes of its weights."""
     rows = []
     for line in RunRecord.load(folder).measurements:
@@ -257,7 +257,8 @@ def _outcome(folder: Path) -> tuple[Any, ...]:
     return rows, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(weights)]
 
 
-def _difference(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> str | None:
+def difference(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> str | None:
+    """In what two outcomes differ, in words; None if in nothing."""
     for one, other in zip(ours[0], theirs[0], strict=False):
         if one != other:
             return f"the record has {one}, not {other}"

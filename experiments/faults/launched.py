@@ -66,7 +66,7 @@ class Launched:
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         found = {}
         for child in _read(children).split():
-            variables = _environment(int(child))
+            variables = environment_of(int(child))
             if variables.get("SCALEJAX_LAUNCHER") == str(self.process.pid):
                 found[int(variables["SCALEJAX_PROCESS"])] = int(child)
                 self._ports.add(int(variables["SCALEJAX_COORDINATOR"].rpartition(":")[2]))
@@ -103,7 +103,7 @@ class Launched:
         """Processes and ports of it that are there `seconds` after its end."""
         end = time.monotonic() + seconds
         while True:
-            left = [f"process {each}" for each in _marked(self.mark)]
+            left = [f"process {each}" for each in marked(self.mark)]
             left += [f"port {port}" for port in self._ports & _listening_ports()]
             if not left or time.monotonic() > end:
                 return left
@@ -113,20 +113,21 @@ class Launched:
         """End it, and all it started, whatever became of it."""
         self.process.kill()
         self.process.wait()
-        for each in _marked(self.mark):
+        for each in marked(self.mark):
             os.kill(each, signal.SIGKILL)
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     """Processes that carry `mark`; a zombie does not."""
     found = []
     for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and _environment(int(path.name)).get(MARK) == mark:
+        if path.name.isdecimal() and environment_of(int(path.name)).get(MARK) == mark:
             found.append(int(path.name))
     return found
 
 
-def _environment(process: int) -> dict[str, str]:
+def environment_of(process: int) -> dict[str, str]:
+    """The environment variables of a process; none if it has ended."""
     pairs = _read(f"/proc/{process}/environ").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 

@@ -209,8 +209,9 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
     known = Executor._valid_parameters()
     options: dict[str, str | bool] = {name: value or True for name, value in run.given.items()}
     setup = [str(options.pop("setup"))] if "setup" in options else []
-    # A process that fails may exit before the first has recorded that all have saved; processes
-    # that wait for a lost one notice it themselves, or are killed after `--wait`.
+    # A process that fails may exit before the first has recorded that all have saved. Processes
+    # that wait for a lost one notice it themselves, and then have SLURM kill the step with it
+    # (`launch.peers`); what cannot even do that is killed after `--wait`.
     srun = ["--kill-on-bad-exit=0", f"--wait={SECONDS_TO_SAVE}"]
     if "cpus_per_task" in options:
         srun.append(f"--cpus-per-task={options['cpus_per_task']}")  # srun no longer inherits it

@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parquet_cases import random_images, write_images
+from parquet_cases import encoded, random_images, write_images
 from store_server import LASTING, PASSING, served
 
-from scalejax.config.data import ParquetConfig, ReadingConfig, TokensConfig
+from scalejax.cli.main import main
+from scalejax.config.data import ImageFolderConfig, ParquetConfig, ReadingConfig, TokensConfig
 from scalejax.core import remote
 from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError, Damaged, ExitCode, ScalejaxError, Unavailable
@@ -26,6 +27,7 @@ from scalejax.data.formats import parquet_bytes
 from scalejax.data.formats.parquet import find_files
 from scalejax.data.formats.parquet_bytes import coalesced
 from scalejax.data.readers.row_group_cache import RowGroups
+from scalejax.training.data_fingerprints import _is_same, used_files
 
 IMAGES = random_images(40)
 LABELS = np.arange(40) % 5
@@ -360,10 +362,10 @@ def test_tokens_and_images_come_through_the_same_faults(tmp_path, quick):
     with served(tmp_path) as store:
         config = TokensConfig(train=f"{store.url}/train.bin", tokens=16, vocabulary=100)
         source = open_source(config, "train", seed=0)
-        store.fault = failing("cut", count=3)
-        rows = source.take(np.arange(20))
-        assert rows["inputs"].shape == (20, 16)
-        np.testing.assert_array_equal(rows["inputs"].ravel(), tokens[:320])
+        for kind in ("cut", "elsewhere"):
+            store.fault = failing(kind, count=3)
+            rows = source.take(np.arange(1, 20))
+            np.testing.assert_array_equal(rows["inputs"].ravel(), tokens[16:320])
         tokens[::-1].tofile(tmp_path / "train.bin")
         with pytest.raises(ConfigError, match=r"train\.bin was written anew"):
             source.take(np.arange(20))
@@ -373,6 +375,27 @@ def test_tokens_and_images_come_through_the_same_faults(tmp_path, quick):
         assert Path(copy).read_bytes() == tokens[::-1].tobytes()
 
 
+@pytest.mark.parametrize("kind", ["page", "short", "stall", "503"])
+def test_an_image_is_read_again_before_it_counts_as_unreadable(tmp_path, quick, kind):
+    """A page of a proxy, or half an image, whose size a folder over HTTP does not tell."""
+    for part in ("train", "test"):
+        for number, image in enumerate(IMAGES[:6]):
+            path = tmp_path / part / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encoded(image))
+    with served(tmp_path) as store:
+        config = ImageFolderConfig(
+            train=f"{store.url}/train/", test=f"{store.url}/test/", image_size=8
+        )
+        source = open_source(config, "train", seed=0)
+        asked = len(store.asked)
+        store.fault = lambda number, *_: kind if number < asked + 2 else None
+
+        rows = source.take(np.arange(6))
+
+    np.testing.assert_array_equal(rows["inputs"], IMAGES[[0, 2, 4, 1, 3, 5]])
+
+
 def test_every_exception_ends_in_words_of_ours(folder, quick):
     """None of a store's package reaches a user."""
     for kind in (*LASTING, "wrong bytes", "418", "301", "505"):
@@ -380,6 +403,43 @@ def test_every_exception_ends_in_words_of_ours(folder, quick):
             open_source(config_of(store.url), "train", seed=0).take(np.arange(40))
         assert str(caught.value).count("\n") == 0
         assert store.url in str(caught.value)
+
+
+def test_a_command_ends_in_the_code_of_the_store(folder, quick, monkeypatch, capsys):
+    """75 of one that does not answer, which launchers try again; 2 of a file that is not there."""
+    with served(folder) as store:
+        monkeypatch.setenv("COLUMNS", "1000")
+        for fault, code in ((lambda *_: "503", 75), (lambda *_: "404", 2)):
+            store.fault = fault
+            patient(monkeypatch, 0.1)
+            assert main(["data", "inspect", f"{store.url}/train.parquet"]) == code
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{store.url}/train.parquet" in line
+
+
+def test_a_run_is_not_resumed_on_a_file_with_another_footer(tmp_path):
+    """Of the same size and time; runs of before scalejax wrote the hash of footers resume."""
+    path = tmp_path / "train.parquet"
+    table = pa.table({"x": np.arange(40.0), "label": LABELS})
+    plain = {"row_group_size": 7, "compression": "none", "use_dictionary": False}
+    pq.write_table(table, path, **plain)
+    about = path.stat()
+    config = ParquetConfig(
+        train=str(path), test=str(path), feature_columns=("x",), label_column="label", classes=5
+    )
+    before = used_files(config)
+    pq.write_table(table.set_column(0, "x", pa.array(np.arange(40.0)[::-1])), path, **plain)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    parquet_bytes._footers = BoundedMemory(2**28)  # as in another process
+
+    after = used_files(config)
+
+    assert before is not None
+    assert after is not None
+    (one,), (other,) = before.train, after.train
+    assert one.file == other.file
+    assert not _is_same(one, other)
+    assert _is_same(replace(one, listing=None), other)
 
 
 @pytest.fixture

@@ -17,9 +17,12 @@ from scalejax.core.filesystem import (
 )
 from scalejax.core.remote import read_whole
 from scalejax.data.formats.image_folder import image_files, image_folder_facts
-from scalejax.data.source import Inspected, Reader, Split, UsedPart
-from scalejax.data.transforms.augmentation import AS_IS, Augmentation
+from scalejax.data.source import Inspected, Reader, Split, UnreadableExample, UsedPart
+from scalejax.data.transforms.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.transforms.images import decoded_all
+
+_READS_AT_URL = 3
+"""Reads of images of a store, whose sizes nobody knows, before one counts as unreadable."""
 
 
 class ImageFolder(Reader, names=("image_folder",)):
@@ -76,15 +79,25 @@ class ImageFolder(Reader, names=("image_folder",)):
         location = self._files.location
         paths = [os.path.join(location, self._files.path(int(index))) for index in indices]
         changes = self._augmentation.of(indices, epoch)
-        images = decoded_all(
-            _contents(self._field, location, paths),
-            len(paths),
-            size=self._config.image_size,
-            channels=self._config.channels,
-            named=paths.__getitem__,
-            changes=changes,
-        )
+        images = self._images(paths, changes, _READS_AT_URL if is_url(location) else 1)
         return {"inputs": images, "targets": self._classes[indices], **changes.beside()}
+
+    def _images(self, paths: list[str], changes: Changes, reads: int) -> np.ndarray:
+        """The images at `paths`, read again if one is none: a page of a proxy, or half an image,
+        may have come from a store."""
+        try:
+            return decoded_all(
+                _contents(self._field, self._files.location, paths),
+                len(paths),
+                size=self._config.image_size,
+                channels=self._config.channels,
+                named=paths.__getitem__,
+                changes=changes,
+            )
+        except UnreadableExample:
+            if reads == 1:
+                raise
+        return self._images(paths, changes, reads - 1)
 
 
 def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], bytes]:

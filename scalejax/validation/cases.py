@@ -408,6 +408,7 @@ _TRAINED_BY = (
     ("PaxML", "pax-2023"),
     (r"TensorFlow 1\.x \(May 2017\)", "tensorflow-2017"),
     ("multi_gpu_model", "keras-multi-gpu-model"),
+    ("Horovod|NVIDIADeepLearningExamples/TensorFlow|^TensorFlow1$", "horovod-2018"),
     ("TensorFlow", "tensorflow-2020"),
     ("MXNet", "mxnet-2020"),
     ("OneFlow", "oneflow-2020"),

@@ -279,6 +279,8 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "MXNet NVIDIA Release 23.04", "year": "2023"}, "mxnet-2023"),
         ({"framework": "TensorFlow 1.x (May 2017)"}, "tensorflow-2017"),
         ({"framework": "TensorFlow 2.4"}, "tensorflow-2020"),
+        ({"framework": "TensorFlow1"}, "horovod-2018"),
+        ({"framework": "NVIDIADeepLearningExamples/TensorFlow"}, "horovod-2018"),
         ({"framework": "DeepSpeed ZeRO-3"}, "deepspeed-2021"),
         ({"framework": "Keras on TensorFlow 1.7, multi_gpu_model"}, "keras-multi-gpu-model"),
         ({"framework": "PyTorch 1.7, DataParallel"}, "pytorch-dataparallel"),

@@ -28,6 +28,10 @@ CLUSTERS = {
     "nccl_b300_sxm": "dgx-b300",
     "nccl_gb200": "gb200-nvl72",
     "nccl_gb300": "gb300-nvl72",
+    "elsewhere_p5": "aws-p5",
+    "elsewhere_p4de": "aws-p4de",
+    "elsewhere_h200": "dgx-h200",
+    "elsewhere_a100": "dgx-a100-80gb",
 }
 """Catalogue names by the beginning of the ledger's."""
 
@@ -44,8 +48,10 @@ def adapted(cluster: Cluster, family: str) -> Cluster:
         return replace(cluster, link=replace(cluster.link, measured=_table(cluster, "gb300-nvl72")))
     if family == "dgxh100":  # 2 devices of each node, a 400 Gb/s card each
         return _part(cluster, devices_per_node=2, network_bytes_per_second=100e9)
-    if family == "issue232":  # one device of each node, one 400 Gb/s card used
-        return _part(cluster, devices_per_node=1, network_bytes_per_second=50e9)
+    if family == "issue232":  # one device of each node, one 400 Gb/s card used, NCCL_ALGO=Tree
+        part = _part(cluster, devices_per_node=1, network_bytes_per_second=50e9)
+        trees = tuple(each for each in cluster.library.methods if each.algorithm == "tree")
+        return replace(part, library=replace(cluster.library, methods=trees))
     if family == "a800":  # 2 devices of each node, links of 200 GB/s; assumed: 200 Gb/s cards
         a800 = replace(cluster, link=replace(cluster.link, bytes_per_second=200e9))
         return _part(a800, devices_per_node=2, network_bytes_per_second=50e9)

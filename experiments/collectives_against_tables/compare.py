@@ -14,10 +14,11 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, median, pstdev
+from typing import TypeVar
 
 from cases import CLUSTERS, adapted, family_of, gradient_sync_of
 from fit import (
@@ -30,7 +31,7 @@ from fit import (
     fit_all,
     with_constants,
 )
-from ledger import Point, all_reduce_points, nccl_points, nvlink_points
+from ledger import Point, all_reduce_points, elsewhere_points, nccl_points, nvlink_points
 
 from scalejax.core.units import MIB
 from scalejax.hardware import Cluster, MeasuredTimes
@@ -45,10 +46,12 @@ from scalejax.simulator.collectives.measured import (
 )
 from scalejax.simulator.collectives.placement import group_route
 
+Table = TypeVar("Table", MeasuredTimes, Factors)
+"""What was measured within a node, or over nodes."""
 HELD_OUT = Path(__file__).parent / "held_out_constants.json"
 TABLE_OF = {
     "cw_gb200": ("gb200",),
-    "vtrain_ar_a100": ("vtrain_ar_a100", "nccl_a100_sxm"),
+    "vtrain_ar_a100": ("vtrain_ar_a100", "elsewhere_a100", "nccl_a100_sxm"),
     "aws_p4de": ("nccl_a100_sxm",),
     "aws_p5": ("nccl_h100_sxm",),
     "dgxh100": ("nccl_h100_sxm",),
@@ -57,7 +60,12 @@ TABLE_OF = {
 }
 """Families of whose points within a node the table of a family's links is made, the first that has
 any; of others, their own."""
-OVER_NODES = ("aws_p4de", "aws_p5_16gpu", "cw_gb200")
+NETWORK_OF = {
+    "aws_p4de": ("aws_p4de", "elsewhere_p4de"),
+    "aws_p5": ("aws_p5", "elsewhere_p5"),
+}
+"""Families of whose points over nodes the table of a family's network is made, as `TABLE_OF`."""
+OVER_NODES = ("aws_p4de", "aws_p5_16gpu", "cw_gb200", "elsewhere_p")
 """Cases of which the catalogue has a table over nodes."""
 XLA = ("h100_sxm_80gb", "b200_sxm", "gb200", "gb300")
 """Families of `nvlink_collective_rates.csv`."""
@@ -80,7 +88,7 @@ published to reach). V100: 47.9 of 50 GB/s over two wires (Dell, HPC solution fo
 table 3, p2pBandwidthLatencyTest). Rings of NCCL reach what copies do: on H100 0.829 of the rate,
 and copies 0.83 (NVIDIA/nccl#1264)."""
 DEVICE_FOLDS = ((2,), (3, 5, 7), (4,), (8,), (16, 18), (32, 36), (64, 72), (24, 144, 1440))
-UNFITTED = {"attainable_fraction": 0.85, "message_seconds": 1e-7, "ramp_seconds": 1e-8}
+UNFITTED = {"attainable_fraction": 0.9, "message_seconds": 2e-5, "ramp_seconds": 1e-5}
 """A network's constants before anything was measured on it."""
 
 
@@ -152,10 +160,10 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
         cluster = adapted(with_constants(catalogued(name), constants), family)
         model = model_on(with_constants(catalogued(name), constants))
         sources = TABLE_OF.get(family, (family,))
-        tables = [table_of(kept, source) for source in sources]
-        times = next((each for each in tables if each.curves), table_of((), family))
-        factors = factors_of(kept, family, cluster)
-        curves: dict[tuple[str, int], Curve | None] = {}
+        tables = likest([table_of(kept, source) for source in sources], lambda each: each.curves)
+        networks = [factors_of(kept, s, cluster) for s in NETWORK_OF.get(family, (family,))]
+        networks = likest(networks, bool)
+        curves: dict[tuple[str, int], list[Curve]] = {}
         for point in fold.held_out:
             if family_of(point.hardware) != family:
                 continue
@@ -163,12 +171,16 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
             modelled = MODELS[point.operation](point.payload_bytes, way, cluster.library.methods)
             key = (point.operation, way.members_per_node)
             if key not in curves:
-                curves[key] = curve_of(times, model, *key) if way.members_per_node > 1 else None
-            curve = curves[key]
-            inside = 0.0 if curve is None else curve.at(point.payload_bytes)
+                possible = (curve_of(times, model, *key) for times in tables)
+                inside_node = way.members_per_node > 1
+                curves[key] = [each for each in possible if each is not None and inside_node]
+            inside = mean_of(curve.at(point.payload_bytes) for curve in curves[key])
             predicted = inside if way.nodes == 1 and inside else max(inside, modelled)
-            if factors and way.nodes > 1 and point.hardware.startswith(OVER_NODES):
-                predicted = modelled * factor_over_nodes(factors, point.payload_bytes, way.nodes)
+            if networks and way.nodes > 1:
+                predicted = modelled * mean_of(
+                    factor_over_nodes(factors, point.payload_bytes, way.nodes)
+                    for factors in networks
+                )
             found.append(
                 Outcome(
                     point=point,
@@ -177,6 +189,19 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
                 )
             )
     return found
+
+
+def likest(tables: list[Table], is_known: Callable[[Table], object]) -> list[Table]:
+    """The first if it is known; else all others that are: a machine's own table, or those of the
+    machines like it."""
+    known = [each for each in tables if is_known(each)]
+    return tables[:1] if known[:1] == tables[:1] else known
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Geometric mean, 0 of none."""
+    known = list(values)
+    return geometric_mean(known) if known else 0.0
 
 
 def factors_of(points: Iterable[Point], family: str, cluster: Cluster) -> Factors:
@@ -241,7 +266,7 @@ def with_constants_of_others(system: str, constants: Constants) -> Constants:
 def refit(points: list[Point], all_folds: dict[str, list[Fold]]) -> dict[str, Constants]:
     """The constants of each fold, fitted without what it holds out."""
     start = catalogue_constants(LIBRARY + LINKS + NETWORKS)
-    start |= {name: UNFITTED[name[2]] for name in NETWORKS}
+    start |= {name: UNFITTED[name[2]] for name in NETWORKS if name[0] == "network"}
     found = {}
     for fold in (fold for some in all_folds.values() for fold in some):
         kept = [point for point in points if point not in fold.held_out]
@@ -330,19 +355,39 @@ def report(found: dict[str, list[Outcome]]) -> None:
         print(f"| {system} | {len(errors)} | {median(errors):.1%} | {means[-1]:.1%} |")
     every = fmean(abs(math.expm1(o.predicted)) for o in systems)
     print(f"mean over systems {fmean(means):.1%}, over rows {every:.1%}")
+    equal: dict[tuple[str, int, int], list[Outcome]] = defaultdict(list)
+    for o in systems:
+        equal[family_of(o.point.hardware), o.point.devices, o.point.payload_bytes].append(o)
+    once = [
+        math.exp(same[0].predicted) * same[0].point.seconds
+        / median(o.point.seconds for o in same) - 1
+        for same in equal.values()
+    ]  # fmt: skip
+    repeats = [
+        abs(o.point.seconds / median(other.point.seconds for other in same) - 1)
+        for same in equal.values()
+        if len(same) > 1
+        for o in same
+    ]
+    print(
+        f"equal settings once, by their median: {len(once)}, mean {fmean(map(abs, once)):.1%}; "
+        f"{len(repeats)} rows of equal settings are off their median by {fmean(repeats):.1%}"
+    )
 
 
 def file_of(point: Point) -> str:
     """The file of the ledger that a point is from."""
     if point.hardware.startswith("nccl_"):
         return "nccl_times.csv"
+    if point.hardware.startswith("elsewhere_"):
+        return "measured_elsewhere.csv"
     is_of_xla = family_of(point.hardware) in XLA
     return "nvlink_collective_rates.csv" if is_of_xla else "all_reduce_times.csv"
 
 
 def main() -> None:
     """Print the comparisons."""
-    points = nvlink_points() + all_reduce_points() + nccl_points()
+    points = nvlink_points() + all_reduce_points() + nccl_points() + elsewhere_points()
     points = [replace(point) for point in dict.fromkeys(points)]
     all_folds = folds(points)
     constants = refit(points, all_folds) if "--refit" in sys.argv else held_out_constants()

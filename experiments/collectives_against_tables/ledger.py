@@ -14,6 +14,8 @@ from scalejax.hardware import load_measured_times
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger"
 COPY = Path(__file__).parent / "measured_all_reduces.csv"
+ELSEWHERE = Path(__file__).parent / "measured_elsewhere.csv"
+"""All-reduces of machines that the ledger has not: logs of nccl-tests, out of place."""
 TABLES = {
     "h100_sxm_80gb": "h100-nvswitch",
     "b200_sxm": "b200-nvswitch",
@@ -81,7 +83,15 @@ def nvlink_points() -> list[Point]:
 
 def all_reduce_points() -> list[Point]:
     """Rows of `all_reduce_times.csv`, by case."""
-    path = LEDGER / "all_reduce_times.csv" if LEDGER.exists() else COPY
+    return _all_reduces(LEDGER / "all_reduce_times.csv" if LEDGER.exists() else COPY)
+
+
+def elsewhere_points() -> list[Point]:
+    """All-reduces of machines like those of `all_reduce_times.csv`, of other owners."""
+    return _all_reduces(ELSEWHERE)
+
+
+def _all_reduces(path: Path) -> list[Point]:
     with path.open() as file:
         return [
             Point(

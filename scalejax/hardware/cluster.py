@@ -126,6 +126,9 @@ class Network:
     over that of its global links."""
     sums_in_switches: bool = False
     """Whether the switches add up what nodes send (SHARP)."""
+    keeps_order: bool = True
+    """Whether what a device writes arrives in order. Protocols of low latency, whose data hold the
+    flags that say that they are there, need it."""
 
     def __post_init__(self) -> None:
         require_physical("network.", self)
@@ -174,15 +177,33 @@ class CollectiveMethod:
     """Latency of one message within a node."""
     network_hop_seconds: float
     """Latency of one message between nodes."""
+    link_hop_multiple_over_nodes: float = 1.0
+    """`link_hop_seconds` of a group over several nodes, over that of one within a node."""
+    network_base_seconds: float = 0.0
+    """Time before the first message of a collective over several nodes, besides: proxies of the
+    hosts start."""
+    network_payload_bytes_per_second: float | None = None
+    """Rate at which messages with flags, which the host's proxy posts, pass a hop between nodes,
+    whatever the cards are; each hop passes the payload whole. None where it flows as the links'
+    rate allows."""
     servers: int | None = None
     """Parameter servers, each on a host of its own; None: one on every node of the workers."""
 
     def __post_init__(self) -> None:
         require_physical("method.", self)
         require_at_least("method.servers", self.servers, 1)
+        require_above(
+            "method.network_payload_bytes_per_second", self.network_payload_bytes_per_second, 0
+        )
         require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
-        for name in ("base_seconds", "link_hop_seconds", "network_hop_seconds"):
-            require_at_least(f"method.{name}", getattr(self, name), 0)
+        require_at_most(
+            "method.link_hop_multiple_over_nodes",
+            self.link_hop_multiple_over_nodes,
+            _LARGEST_MULTIPLE,
+        )
+        require_above("method.link_hop_multiple_over_nodes", self.link_hop_multiple_over_nodes, 0)
+        for name in ("base", "link_hop", "network_hop", "network_base"):
+            require_at_least(f"method.{name}_seconds", getattr(self, f"{name}_seconds"), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ def test_switches_of_a_network_sum_however_many_nodes_there_are():
     )
 
     wire = 1.125 * 2**15 / (0.729 * 0.829 * 450e9)
-    ramp = 1.79e-6 + 8.37e-6
+    ramp = 1.79e-6 + 4.4e-8
     assert many == pytest.approx(0.658 * 47e-6 + 18e-6 + wire + 2 * (wire * ramp) ** 0.5)
     assert few <= many
     assert many < 0.6 * collective_seconds(_collective("all_reduce", 2**15, (3584, 1)), plain)
@@ -168,6 +168,64 @@ def test_in_switch_reduction_needs_a_switch_that_adds():
 
     assert with_ring == pytest.approx(17.514e-3)
     assert in_switch == pytest.approx(11.251e-3)
+
+
+def test_messages_of_low_latency_need_a_network_that_keeps_their_order():
+    """EFA's first generation delivers out of order, so NCCL sends by Simple between nodes: a small
+    sum over 2 nodes takes its latency, within one node nothing changes, nor do large payloads."""
+    ordered = _modelled("dgx-h100")
+    network = ordered.network
+    assert network is not None
+    unordered = dataclasses.replace(
+        ordered, network=dataclasses.replace(network, keeps_order=False)
+    )
+
+    def ratio(payload: int, devices: int) -> float:
+        one = _collective("all_reduce", payload, (devices, 1))
+        return collective_seconds(one, unordered) / collective_seconds(one, ordered)
+
+    assert ratio(4096, 16) > 1.5
+    assert ratio(4096, 8) == ratio(10 * GIGABYTE, 16) == 1
+
+
+def test_a_library_of_messages_in_order_alone_still_sends():
+    """A library without Simple has no other way, whatever the network does."""
+    flagged = dataclasses.replace(RING, protocol="ll")
+    network = dataclasses.replace(PAPER.network, keeps_order=False)  # pyright: ignore[reportArgumentType]
+    library = dataclasses.replace(PAPER.library, methods=(flagged,))
+    cluster = dataclasses.replace(PAPER, network=network, library=library)
+
+    assert collective_seconds(_collective("all_reduce", 1000, (32, 1)), cluster) > 0
+
+
+def test_flagged_messages_pass_each_hop_whole():
+    """1 MB up and down one network hop at 1 GB/s is 2 ms, and along 7 links of 100 GB/s 0.14 ms,
+    over any cards; within a node the messages flow."""
+    posted = dataclasses.replace(RING, network_payload_bytes_per_second=1e9)
+    cluster = dataclasses.replace(
+        PAPER, library=dataclasses.replace(PAPER.library, methods=(posted,))
+    )
+    free = dataclasses.replace(PAPER, library=dataclasses.replace(PAPER.library, methods=(RING,)))
+
+    one, none = (_collective("all_reduce", size, (32, 1)) for size in (10**6, 0))
+    added = collective_seconds(one, cluster) - collective_seconds(none, cluster)
+    assert added == pytest.approx(2e-3 + 0.14e-3)
+    within = _collective("all_reduce", 10**6, (8, 1))
+    assert collective_seconds(within, cluster) == collective_seconds(within, free)
+
+
+def test_a_network_adds_its_start_and_slower_flags_within_nodes():
+    """A tree over 4 nodes of 8: 14 link hops of 3 us for 1, 4 network hops of 10 and 50 us once;
+    over 8 devices of a node neither is there."""
+    slow = dataclasses.replace(TREE, link_hop_multiple_over_nodes=3.0, network_base_seconds=50e-6)
+    cluster = dataclasses.replace(
+        PAPER, library=dataclasses.replace(PAPER.library, methods=(slow,))
+    )
+
+    assert collective_seconds(_collective("all_reduce", 0, (32, 1)), cluster) == pytest.approx(
+        14 * 3e-6 + 4 * 10e-6 + 50e-6
+    )
+    assert collective_seconds(_collective("all_reduce", 0, (8, 1)), cluster) == pytest.approx(14e-6)
 
 
 def test_all_to_all_by_hand():

@@ -10,7 +10,9 @@ from scalejax.hardware import CollectiveMethod
 from scalejax.simulator.collectives.alpha_beta import (
     latency_seconds,
     pipelined_seconds,
+    protocol_seconds,
     ring_seconds,
+    usable,
 )
 from scalejax.simulator.collectives.route import Route
 
@@ -36,7 +38,7 @@ def all_reduce_seconds(
     }
     return min(
         _ALGORITHMS[method.algorithm](payload_bytes, route, method)
-        for method in methods
+        for method in usable(methods, route)
         if method.algorithm in _ALGORITHMS and is_possible.get(method.algorithm, True)
     )
 
@@ -72,7 +74,8 @@ def tree_all_reduce_seconds(payload_bytes: int, route: Route, method: Collective
         link_hops=2 * (route.members_per_node - 1),
         network_hops=2 * math.ceil(math.log2(route.nodes)),
     )
-    return start + pipelined_seconds(transfer / method.bandwidth_fraction, route.ramp_seconds)
+    sent = protocol_seconds(transfer, payload_bytes, route, method)
+    return start + pipelined_seconds(sent, route.ramp_seconds)
 
 
 def hierarchical_all_reduce_seconds(

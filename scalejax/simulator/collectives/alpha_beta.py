@@ -1,20 +1,33 @@
 """Terms that all collective algorithms share: latency of messages, pipelined transfer, a ring."""
 
 import math
+from collections.abc import Sequence
 
 from scalejax.hardware import CollectiveMethod
 from scalejax.simulator.collectives.route import Route
+
+_LOW_LATENCY = ("ll", "ll128")
+"""Protocols whose messages hold their own flags."""
+
+
+def usable(methods: Sequence[CollectiveMethod], route: Route) -> tuple[CollectiveMethod, ...]:
+    """The methods that the route allows: protocols of low latency need messages in order."""
+    found = tuple(each for each in methods if each.protocol not in _LOW_LATENCY)
+    return tuple(methods) if route.keeps_order or not found else found
 
 
 def latency_seconds(
     method: CollectiveMethod, route: Route, *, link_hops: int, network_hops: int
 ) -> float:
     """Latency of a collective: its start, then one empty message per hop."""
-    return (
-        method.base_seconds + link_hops * method.link_hop_seconds
-    ) * route.latency_fraction + network_hops * (
-        method.network_hop_seconds + route.network_message_seconds
-    )
+    hop = method.link_hop_seconds
+    if route.nodes > 1:
+        hop *= method.link_hop_multiple_over_nodes
+    inside = method.base_seconds + link_hops * hop
+    between = network_hops * (method.network_hop_seconds + route.network_message_seconds)
+    if network_hops:
+        between += method.network_base_seconds
+    return inside * route.latency_fraction + between
 
 
 def pipelined_seconds(transfer_seconds: float, ramp_seconds: float) -> float:
@@ -25,6 +38,29 @@ def pipelined_seconds(transfer_seconds: float, ramp_seconds: float) -> float:
     The second term is the dip in bandwidth between 1 and 64 MiB.
     """
     return transfer_seconds + 2 * math.sqrt(transfer_seconds * ramp_seconds)
+
+
+def protocol_seconds(
+    transfer_seconds: float, payload_bytes: float, route: Route, method: CollectiveMethod
+) -> float:
+    """Time to send what takes `transfer_seconds` at the links' rate by the method's protocol.
+
+    Over nodes messages with flags may pass each hop whole: up and down a node's g - 1 links, and
+    one hop between nodes each way, which more nodes do not lengthen as counted here.
+
+    Args:
+        transfer_seconds: of the slowest link, without a protocol.
+        payload_bytes: what is summed over the nodes; half of what is gathered counts as much.
+        route: links between the members.
+        method: whose protocol sends.
+    """
+    seconds = transfer_seconds / method.bandwidth_fraction
+    posted = method.network_payload_bytes_per_second
+    if route.nodes > 1 and posted is not None:
+        inside = method.bandwidth_fraction * route.link_bytes_per_second
+        whole = 2 / posted + 2 * (route.members_per_node - 1) / inside
+        seconds = max(seconds, payload_bytes * whole)
+    return seconds
 
 
 def ring_seconds(
@@ -38,7 +74,8 @@ def ring_seconds(
     network_hops = passes * (route.nodes - 1)
     transfer = (n - 1) / route.narrowest_bytes_per_second
     transfer += route.own_share / route.link_bytes_per_second
-    transfer *= passes * payload_bytes / n / method.bandwidth_fraction
+    transfer *= passes * payload_bytes / n
+    transfer = protocol_seconds(transfer, passes / 2 * payload_bytes, route, method)
     hops = passes * (n - 1) - network_hops
     start = latency_seconds(method, route, link_hops=hops, network_hops=network_hops)
     return start + pipelined_seconds(transfer, route.ramp_seconds)

@@ -6,7 +6,7 @@ Knows the route of a group and the methods of a library; nothing of programs or 
 from collections.abc import Sequence
 
 from scalejax.hardware import CollectiveMethod
-from scalejax.simulator.collectives.alpha_beta import pipelined_seconds, ring_seconds
+from scalejax.simulator.collectives.alpha_beta import pipelined_seconds, ring_seconds, usable
 from scalejax.simulator.collectives.route import Route
 
 
@@ -25,9 +25,8 @@ def gather_seconds(
     """
     if route.members == 1:
         return 0.0
-    return min(
-        ring_seconds(payload_bytes, route, method, passes=1) for method in _of(methods, "ring")
-    )
+    rings = usable(_of(methods, "ring"), route)
+    return min(ring_seconds(payload_bytes, route, method, passes=1) for method in rings)
 
 
 def all_to_all_seconds(

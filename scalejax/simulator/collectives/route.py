@@ -37,6 +37,8 @@ class Route:
     """Time constant of the pipeline when the switch sums."""
     sums_in_network: bool = False
     """Whether the switches between the nodes add up what they send."""
+    keeps_order: bool = True
+    """Whether messages arrive in the order in which they were sent, all the way."""
     own_share: float = 0.0
     """Time to copy a member's own part in memory, over the time to send it on a link."""
     latency_fraction: float = 1.0
@@ -110,6 +112,7 @@ def find_route(
         sums_in_network=nodes > 1
         and cluster.network is not None
         and cluster.network.sums_in_switches,
+        keeps_order=nodes == 1 or cluster.network is None or cluster.network.keeps_order,
         own_share=link.own_share,
         latency_fraction=link.latency_fraction,
         ramp_seconds=ramp_seconds,

@@ -27,8 +27,9 @@ _TAIL_BYTES = 2**15
 _FOOTER_BYTES = 2**28
 """Bytes that footers may take in memory."""
 _PARSED = 11
-"""Bytes that a footer takes in memory for each of the file (34.4 MB for 3.25 of 1,000 row groups of
-40 columns, by the process's resident pages: `experiments/input_peers/wide.py --footer`)."""
+"""Bytes that a footer takes in memory for each of the file (30 to 34 MB for 3.25 of 1,000 row
+groups of 40 columns, by the process's resident pages: `experiments/input_peers/wide.py --footer`).
+"""
 _SENT_BYTES = 2**24
 """Bytes of footers that are sent to a worker process; it reads the others itself."""
 _GAP_BYTES = 2**20

@@ -28,8 +28,8 @@ from scalejax.data.formats.parquet import RowGroup, read_columns, read_together
 _FETCHED_AHEAD = 8
 """Parts of row groups of a store that are fetched at once."""
 _TOGETHER_BYTES, _MOST_TOGETHER = 2**22, 1024
-"""Largest row groups, decompressed, that are read together, and most of them: 1,000 of 400 rows
-take 0.16 s at once, and 0.57 one by one (`experiments/input_peers/wide.py`)."""
+"""Bytes, decompressed, of row groups that are read together, and their most: opening a file for
+each of a thousand takes longer than reading them."""
 _KEY = b"scalejax key"
 """Name under which a file holds its key."""
 

@@ -6,9 +6,11 @@ open, all runs that it may mean are returned. Compiles and predicts nothing.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
-from scalejax.config.model import NARROW_TYPES, ModelConfig
+from scalejax.config.model import NARROW_TYPES, PRODUCT_NAMES, ActivationName, ModelConfig
 from scalejax.config.parallelism import ContextStrategy
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
@@ -38,15 +40,6 @@ _H200 = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 full recompute."""
 
 
-_GPT3_ON_V5P = "training/v5p/GPT3-175B-MaxText/"
-"""Of AI-Hypercomputer/tpu-recipes: its log is of MaxText's configs/v5p/gpt3_175b/v5p_1024.sh, which
-sets quantization=int8, remat_policy=full, tensor 8 and 4 samples of 2,048 tokens for each chip. The
-ledger has bfloat16, in which its rate would be 96 % of the peak, and a layout of another file."""
-_NEMOTRON = "NVIDIA/dgxc-benchmarking@85380ff", "nemotron/README.md:93"
-"""Its table says VP "NA" of 340B on 8 stages, as of networks without a pipeline, where the
-releases before and after say 12: not stated. The ledger has 1."""
-
-
 def as_published(row: LedgerRow) -> LedgerRow:
     """`row` corrected to its source, by the names of networks and the devices of JAX; of a run that
     stalled its memory alone."""
@@ -60,17 +53,8 @@ def as_published(row: LedgerRow) -> LedgerRow:
     if is_open and (found := _DATA_ARGUMENT.search(row.notes or "")):
         data = int(found[1])
         row = replace(row, spread=replace(row.spread, data=data, fsdp=_fsdp(row) // data))
-    if (row.source_locator or "").startswith(_GPT3_ON_V5P):
-        row = replace(
-            row,
-            model=replace(row.model, seq_len=2048),
-            spread=replace(row.spread, tensor=8),
-            work=replace(row.work, precision="int8", recompute="full", global_batch=2048),
-        )
     if (network := _SAME_NETWORK.get(row.model.model)) is not None:
         row = replace(row, model=replace(row.model, model=network))
-    if _NEMOTRON[0] in row.source and (row.source_locator or "").startswith(_NEMOTRON[1]):
-        row = replace(row, spread=replace(row.spread, pipeline_chunks=None))
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(
@@ -295,10 +279,12 @@ def _interleaving(row: LedgerRow) -> int:
 
 
 def _is_interleaving_open(row: LedgerRow) -> bool:
-    """Whether a pipeline of a dense network by NeMo states no interleaving."""
-    stages = row.spread.pipeline or 1
-    is_open = stages > 1 and row.spread.pipeline_chunks is None
-    return is_open and row.kind == "dense" and _is_nemo(row)
+    """Whether a pipeline of a dense network by NeMo states no interleaving: tables of NVIDIA's
+    dgxc-benchmarking have "NA" there, which the ledger has as 1, also of networks that the releases
+    before and after interleave (nemotron/README.md)."""
+    stages, chunks = row.spread.pipeline or 1, row.spread.pipeline_chunks
+    is_open = chunks is None or (chunks == 1 and "dgxc-benchmarking" in row.source)
+    return stages > 1 and is_open and row.kind == "dense" and _is_nemo(row)
 
 
 _LAYERS_OF_CHUNK = 2
@@ -603,29 +589,43 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
     return [per_device // microbatch]
 
 
-_MAXTEXT_CUSTOM = "custom"
-"""MaxText's remat_policy that keeps on the device, or offloads, what other options name."""
-_MAXTEXT_NAMED = {"save_dot_with_context_except_mlp": ("qkv_proj", "context", "out_proj")}
-"""Its policies that keep activations by name (MaxText/layers/decoders.py, get_remat_policy)."""
-_KEEPS_CONTEXT = re.compile(r"'context': '(device|offload)'")
-"""Mark of rows whose arguments of MaxText keep the result of attention."""
+_MAXTEXT_POLICIES: dict[str, tuple[ActivationName, ...]] = {
+    "minimal": PRODUCT_NAMES,
+    "minimal_flash": (*PRODUCT_NAMES, "context"),
+    "minimal_with_context": (*PRODUCT_NAMES, "context"),
+    "save_dot_with_context_except_mlp": ("qkv_proj", "context", "out_proj"),
+    "save_dot_except_mlpwi": ("qkv_proj", "out_proj", "mlpwo"),
+    "save_dot_except_mlp": ("qkv_proj", "out_proj"),
+    "save_qkv_proj": ("qkv_proj",),
+    "save_out_proj": ("out_proj",),
+    "custom": (),
+}
+"""MaxText's remat policies that keep activations by name, and these; "custom" what the run names
+(AI-Hypercomputer/maxtext, MaxText/layers/decoders.py: get_remat_policy)."""
+_OFFLOADED_POLICIES: dict[str, tuple[ActivationName, ...]] = {
+    "minimal_offloaded": PRODUCT_NAMES,
+    "qkv_proj_offloaded": ("qkv_proj",),
+}
+"""Those that offload them."""
+_LATENTS = ("kv_wa_proj", "query_wa_proj")
+_ACTIVATION = re.compile(r"'(\w+)': '(device|offload)'")
+"""Arguments of MaxText on activations, in a row's notes: "'context': 'device'"."""
+_MAXTEXT_NAMES = {"query_proj": "qkv_proj", "key_proj": "qkv_proj", "value_proj": "qkv_proj"}
+"""MaxText's names of what has one name here."""
 
 _MEGATRON_MODULES = {"norm", "act", "shared_expert"}
 """What rows of Megatron-Core list of its --recompute-modules: cheap to compute again."""
 
 
 def _recomputes(row: LedgerRow) -> list[JsonValue]:
-    """Candidate recompute settings; of MaxText all but the input of a block, and what it names;
-    none, then full, where a row of a transformer states none; with Megatron-Core the selective one
+    """Candidate recompute settings; of MaxText's policies what they keep or offload by name, then
+    besides the inputs of blocks offloaded, as runs whose row does not say it may have; none, then
+    full, where a row of a transformer states none; with Megatron-Core the selective one
     between them. nanotron recomputes nothing unless it is asked to (huggingface/nanotron,
     config/parallelism_config.py: recompute_layer = False)."""
     stated = (row.work.recompute or "").rstrip("?") or None
-    if stated == _MAXTEXT_CUSTOM:
-        if _KEEPS_CONTEXT.search(row.notes or ""):
-            return [{"save": ["context"]}]
-        return ["full"]
-    if stated in _MAXTEXT_NAMED:
-        return [{"save": [*_MAXTEXT_NAMED[stated]]}]
+    if stated in _MAXTEXT_POLICIES or stated in _OFFLOADED_POLICIES:
+        return _kept_by_name(row, stated)
     if stated is not None and set(stated.split(", ")) <= _MEGATRON_MODULES:
         stated = "selective"
     if stated not in (None, "none", "selective", "full"):
@@ -641,6 +641,33 @@ def _recomputes(row: LedgerRow) -> list[JsonValue]:
     if stated is None and "nanotron" in (row.framework or ""):
         return ["none"]
     return ["none", "full"] if stated is None else [stated]
+
+
+def _kept_by_name(row: LedgerRow, policy: str) -> list[JsonValue]:
+    """Candidates of a policy of MaxText's."""
+    stated: dict[str, list[ActivationName]] = {"device": [], "offload": []}
+    for name, place in _ACTIVATION.findall(row.notes or ""):
+        wanted = _MAXTEXT_NAMES.get(name, name)
+        known = next((each for each in get_args(ActivationName) if each == wanted), None)
+        if known is not None and known not in stated[place]:
+            stated[place].append(known)
+
+    block = _BLOCKS.get(row.model.model)
+    has_latents = block is not None and "mla" in PRESETS[block].sizes
+
+    def of_network(names: Sequence[str]) -> list[JsonValue]:
+        return [name for name in names if has_latents or name not in _LATENTS]
+
+    offload = of_network((*_OFFLOADED_POLICIES.get(policy, ()), *stated["offload"]))
+    kept = of_network((*_MAXTEXT_POLICIES.get(policy, ()), *stated["device"]))
+    save: list[JsonValue] = [name for name in kept if name not in (*offload, _INPUT)]
+    first: JsonValue = {"save": save, "offload": offload} if save or offload else "full"
+    if policy != "custom" or _INPUT in (*kept, *offload):
+        return [first]
+    return [first, {"save": save, "offload": [*offload, _INPUT]}]
+
+
+_INPUT: ActivationName = "decoder_layer_input"
 
 
 def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
@@ -662,7 +689,7 @@ def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
     if name == "llama":
         if model.ffn_hidden is None:
             raise ConfigError("ffn_hidden of a llama is not stated")
-        sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": _ffn_hidden(row)}
+        sizes |= {"kv_heads": _heads_of_keys(row) or model.heads, "ffn_hidden": model.ffn_hidden}
         if _TIED in (row.notes or ""):
             sizes["tied_embeddings"] = True
         if (experts := moe_table(row)) is not None:
@@ -681,21 +708,6 @@ def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
         "attention": _attention(row),
         "compute_dtype": compute_type,
     }
-
-
-_TWICE_AS_WIDE = {("gemma4", 35): 20}
-"""Layers whose feed-forward layer is twice as wide as a row states, by network and layers: those of
-Gemma 4 E2B that share keys (its config.json: use_double_wide_mlp, num_kv_shared_layers)."""
-
-
-def _ffn_hidden(row: LedgerRow) -> int:
-    """Width of the feed-forward layers, in the mean over layers, to a multiple of 256."""
-    model = row.model
-    assert model.ffn_hidden is not None  # noqa: S101  of a decoder
-    assert model.layers is not None  # noqa: S101
-    if not (wide := _TWICE_AS_WIDE.get((model.model, model.layers), 0)):
-        return model.ffn_hidden
-    return round(model.ffn_hidden * (1 + wide / model.layers) / 256) * 256
 
 
 def _heads_of_keys(row: LedgerRow) -> int | None:

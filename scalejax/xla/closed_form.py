@@ -14,12 +14,12 @@ from scalejax.config.model import (
     BlockConfig,
     DecoderConfig,
     LlamaConfig,
-    SavedActivations,
 )
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Chip
+from scalejax.simulator.frameworks.kept_activations import named_activations
 from scalejax.simulator.frameworks.kernels import Kernels
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
@@ -239,7 +239,7 @@ def strategy_of(run: ResolvedRun, *, knows_names: bool = False) -> Strategy:
         accepted = "the closed form of a pipeline is that of 1F1B; use scalejax predict"
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     recompute = next((each for each in get_args(Recompute) if each == model.remat), None)
-    if knows_names and isinstance(model.remat, SavedActivations):
+    if knows_names and named_activations(model.remat) is not None:
         recompute = "full"
     if recompute is None or layout.optimizer_memory_host_offload:
         name = "layout.optimizer_memory_host_offload" if recompute else "model.remat"

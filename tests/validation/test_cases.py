@@ -7,7 +7,7 @@ from ledger_cases import GPT, RESNET, case
 
 from scalejax.config.model import GptConfig, LlamaConfig
 from scalejax.config.training import FineTuningConfig, LoraConfig
-from scalejax.validation import Skipped
+from scalejax.validation import Skipped, find_ledger, read_ledger
 from scalejax.validation.cases import case_of
 
 
@@ -202,16 +202,15 @@ TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (P
 
 
 def test_interleaving_that_its_source_does_not_state_is_not_taken_from_the_ledger(row):
-    """A table of NVIDIA's says "NA" of Nemotron-4 340B, the ledger 1: chunks of two layers."""
-    place = {"source": "github:NVIDIA/dgxc-benchmarking@85380ff", "layers": "16"}
-    stated = GPT | NEMO | place | {"framework": "NeMo", "pipeline_chunks": "1"}
+    """Tables of dgxc-benchmarking say "NA" of it, the ledger 1: chunks of two layers."""
+    stated = GPT | NEMO | {"framework": "NeMo", "pipeline_chunks": "1", "layers": "16"}
 
-    def chunks(locator: str) -> int:
-        made = case(row(stated | {"source_locator": locator}))
+    def chunks(source: str) -> int:
+        made = case(row(stated | {"source": source}))
         return made.runs[0].config.layout.pipeline_chunks
 
-    assert chunks('nemotron/README.md:93 column "256x H100 GPUs"') == 2
-    assert chunks('llama/README.md:93 column "256x H100 GPUs"') == 1
+    assert chunks("github:NVIDIA/dgxc-benchmarking@85380ff") == 2
+    assert chunks("github:NVIDIA/NeMo@85380ff") == 1
 
 
 def test_what_nemo_leaves_open_is_as_in_its_recipes(row):
@@ -335,16 +334,12 @@ def test_row_that_its_source_contradicts_is_run_as_published(row):
     assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["selective_op"]
 
 
-def test_a_log_of_int8_is_no_run_in_bfloat16(row):
+def test_a_log_of_int8_is_no_run_in_bfloat16():
     """MaxText's GPT-3 on v5p, which would be at 96 % of the peak of bfloat16: at that of int8, with
     the layout and the samples of the script that the log is of."""
-    place = "training/v5p/GPT3-175B-MaxText/README.md log line"
-    said = {"framework": "MaxText (JAX)", "source_locator": place, "hardware": "tpu_v5p"}
-    said |= {"device_count": "512", "data": "", "fsdp": "", "zero_stage": "3", "tensor": "2"}
-    said |= {"intra_node_link": "", "node_network_gbit_per_second": "", "hidden": "1024"}
-    said |= {"seq_len": "4096", "global_batch": "1024", "per_device_batch": "", "microbatch": ""}
+    rows = {each.case_id: each for each in read_ledger(find_ledger("tpu_and_jax"))}
 
-    found = case(row(GPT | said | {"devices_per_node": "4", "heads": "16"}))
+    found = case(rows["tpurecipe_v5p_GPT3-175B-MaxText"])
 
     run = found.runs[0]
     assert (run.layout.fsdp, run.layout.tensor, run.dataset.input_shape) == (64, 8, (2048,))
@@ -353,27 +348,50 @@ def test_a_log_of_int8_is_no_run_in_bfloat16(row):
 
 
 @pytest.mark.parametrize(
-    ("change", "remat", "axes"),
+    ("change", "save", "offload", "axes"),
     [
-        ({"recompute": "custom", "notes": "{'context': 'device'}"}, ("context",), (1, 8)),
-        ({"recompute": "custom", "notes": "{'ici_data_parallelism': '2'}"}, "full", (2, 4)),
+        ({"recompute": "custom", "notes": "{'context': 'device'}"}, ("context",), (), (1, 8)),
+        (
+            {"recompute": "custom", "notes": "{'query_proj': 'offload', 'key_proj': 'offload'}"},
+            (),
+            ("qkv_proj",),
+            (1, 8),
+        ),
+        ({"recompute": "custom", "notes": "{'ici_data_parallelism': '2'}"}, "full", "full", (2, 4)),
         (
             {"recompute": "save_dot_with_context_except_mlp"},
             ("qkv_proj", "context", "out_proj"),
+            (),
+            (1, 8),
+        ),
+        ({"recompute": "save_qkv_proj"}, ("qkv_proj",), (), (1, 8)),
+        ({"recompute": "minimal"}, ("qkv_proj", "out_proj", "mlpwi", "mlpwo"), (), (1, 8)),
+        (
+            {"recompute": "minimal_offloaded"},
+            (),
+            ("qkv_proj", "out_proj", "mlpwi", "mlpwo"),
             (1, 8),
         ),
     ],
 )
-def test_arguments_of_maxtext_say_what_is_kept_and_how_it_is_spread(change, remat, axes, row):
-    """Without more microbatches than it is told to make."""
+def test_arguments_of_maxtext_say_what_is_kept_and_how_it_is_spread(
+    change, save, offload, axes, row
+):
+    """Without more microbatches than it is told to make. Where the policy is "custom" and nothing
+    is said of the inputs of blocks, they may be offloaded: where the step does not fit else."""
     maxtext = GPT | {"framework": "MaxText (JAX)", "data": "", "microbatch": ""}
 
     runs = case(row(maxtext | change)).runs
 
-    assert len(runs) == 1
+    others = [getattr(each.config.model, "remat", None) for each in runs[1:]]
+    is_open = change["recompute"] == "custom"
+    assert ["decoder_layer_input" in getattr(each, "offload", ()) for each in others] == [
+        True
+    ] * is_open
     found = getattr(runs[0].config.model, "remat", None)
     assert (runs[0].layout.data, runs[0].layout.fsdp) == axes
-    assert getattr(found, "save", found) == remat
+    assert getattr(found, "save", found) == save
+    assert getattr(found, "offload", found) == offload
     assert runs[0].config.batch.microbatches == 1
 
 
@@ -396,7 +414,7 @@ def test_rows_of_2026_become_runs(row):
     torus |= {"global_batch": "16", "per_device_batch": "0.5", "recompute": "custom"}
     tpu = case(row(RACK | torus | {"microbatch": "1"}))
     assert (tpu.runs[0].layout.fsdp, tpu.runs[0].layout.device_count) == (16, 16)
-    assert [getattr(run.config.model, "remat", "") for run in tpu.runs] == ["full"]
+    assert getattr(tpu.runs[0].config.model, "remat", "") == "full"
 
     stages = {"layers": "6", "fsdp": "1", "pipeline": "4", "context": "2", "pipeline_chunks": "2"}
     for layers in ("6", "8"):

@@ -12,6 +12,8 @@ from scalejax.core.serialization import build
 from scalejax.data.facts import resolve
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import XLA
+from scalejax.simulator.program import HOST_MEMORY, Program
+from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transformer import transformer_program
 from scalejax.validation import compile_cases, evaluate
 from scalejax.validation.archive import Archive
@@ -114,3 +116,38 @@ def test_maxtext_keeps_attention_and_reaches_windows_by_blocks(row):
     share = (1 + 15 / 36) / 2
     assert again == [round(whole * share), round(whole * share), round(whole * share * 5 / 2)]
     assert kept == [again[0], again[2]]
+
+
+def test_what_maxtext_keeps_or_offloads_is_no_work_again_and_in_memory(row):
+    """Of 4 layers of 8,192 tokens: queries, keys and values, 16 + 2 x 4 heads of 64, are kept by
+    save_qkv_proj, and sent to the host by qkv_proj_offloaded, 24 x 64 numbers of 2 bytes a token;
+    with the inputs of blocks there, 2 of 4 are in flight, and memory is less by the other two."""
+    maxtext = GPT | {"framework": "MaxText (JAX)", "data": "", "microbatch": "", "seq_len": "8192"}
+    maxtext |= {"hardware": "tpu_v5p", "intra_node_link": "", "layers": "4", "hidden": "1024"}
+    maxtext |= {"model": "llama", "kv_heads": "4", "ffn_hidden": "1024", "heads": "16"}
+    maxtext |= {"node_network_gbit_per_second": "", "global_batch": "8", "per_device_batch": "1"}
+    cluster = load_cluster("tpu-v5p")
+
+    def found(policy: str, notes: str = "") -> Program:
+        said = {"recompute": policy, "notes": notes}
+        return program_in_closed_form(case(row(maxtext | said)).job(0))
+
+    def again(program: Program) -> set[str]:
+        return {each.name for each, _ in program.walk() if each.kind == "matmul"}
+
+    whole, saved, offloaded = map(found, ("full", "save_qkv_proj", "qkv_proj_offloaded"))
+    inputs = found("custom", "{'decoder_layer_input': 'offload'}")
+
+    layer, stream = 8192 * 24 * 64 * 2, 8192 * 1024 * 2
+    assert again(whole) - again(saved) == again(whole) - again(offloaded) == {"backward.qkv"}
+    assert again(inputs) == again(whole)
+    held = [each.memory.temporary_bytes - whole.memory.temporary_bytes for each in (saved, inputs)]
+    assert held == [4 * layer, -2 * stream]
+    assert [each.memory.host_bytes for each in (saved, offloaded)] == [0, 4 * layer]
+    copies = {
+        each.name: each.collective.payload_bytes
+        for each, _ in offloaded.walk()
+        if each.collective is not None and each.collective.group == HOST_MEMORY
+    }
+    assert copies == {"forward.copy_to_host": layer, "backward.copy_from_host": layer}
+    assert timeline(saved, cluster).step_seconds < timeline(whole, cluster).step_seconds

@@ -16,7 +16,6 @@ from scalejax.config.model import (
     DecoderRemat,
     GptConfig,
     LlamaConfig,
-    SavedActivations,
 )
 from scalejax.config.pipeline_schedule import PipelineSchedule, TrainedSchedule
 from scalejax.config.run import ResolvedRun
@@ -35,6 +34,10 @@ from scalejax.simulator.frameworks.expert_exchange import (
 )
 from scalejax.simulator.frameworks.grouped_experts import Capacity, with_grouped_experts
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
+from scalejax.simulator.frameworks.kept_activations import (
+    named_activations,
+    with_kept_activations,
+)
 from scalejax.simulator.frameworks.kernels import Kernels, with_kernels
 from scalejax.simulator.frameworks.megatron import (
     with_attention_dropout,
@@ -52,7 +55,7 @@ from scalejax.simulator.frameworks.overlap import (
     with_sums_in_last_pass,
 )
 from scalejax.simulator.frameworks.software import Software, software_by_name
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Program
 from scalejax.simulator.transformer.shape import TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
@@ -246,14 +249,16 @@ def _tokens(run: ResolvedRun) -> int:
     return run.split.microbatch * run.dataset.input_shape[0] // run.layout.context
 
 
-def _recomputed_products(remat: DecoderRemat) -> int:
+def _recomputed_products(remat: DecoderRemat, *, has_matrices_once: bool) -> int:
     """Products of experts that run again before the backward pass.
 
-    With "selective_op", which keeps every second product of a block and none of experts, and with
-    activations kept by name, none of which is of experts: all but the last, whose result nothing
-    needs. Source: pytorch/torchtitan, distributed/activation_checkpoint.py: the list of operations
-    kept.
+    With "selective_op", which keeps every second product of a block and none of experts: all but
+    the last, whose result nothing needs (pytorch/torchtitan, distributed/activation_checkpoint.py:
+    the list of operations kept). MaxText weighs results of experts (layers/moe.py: unpermute), so
+    that the gradient of their weights needs the last one too, whatever else is kept by name.
     """
+    if has_matrices_once and remat not in ("none", "selective"):
+        return 2
     match remat:
         case "none" | "selective":
             return 0
@@ -292,7 +297,7 @@ def _grouped_experts(
         tokens,
         model.hidden * width,
         element_bytes=width,
-        recomputed_products=_recomputed_products(model.remat),
+        recomputed_products=_recomputed_products(model.remat, has_matrices_once=has_matrices_once),
         has_matrices_once=has_matrices_once,
         capacity=capacity,
     )
@@ -311,29 +316,13 @@ def _expert_exchange(program: Program, run: ResolvedRun, larger: Sequence[Progra
     return program
 
 
-def _kept_attention(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
-    """`program`, in closed form with full recompute, without attention again where its result is
-    among the activations that are kept, or offloaded, by name."""
+def _kept_activations(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
     del larger
-    remat = getattr(run.config.model, "remat", None)
-    if program.backend != "closed_form" or not isinstance(remat, SavedActivations):
+    model = run.config.model
+    kept = named_activations(model.remat) if isinstance(model, DecoderConfig) else None
+    if kept is None:
         return program
-    if "context" not in (*remat.save, *remat.offload):
-        return program
-
-    def without(items: tuple[Operation | Loop, ...]) -> tuple[Operation | Loop, ...]:
-        return tuple(
-            replace(item, body=without(item.body)) if isinstance(item, Loop) else item
-            for item in items
-            if isinstance(item, Loop) or not _is_attention_again(item)
-        )
-
-    return replace(program, operations=without(program.operations))
-
-
-def _is_attention_again(item: Operation) -> bool:
-    parts = item.name.split(".")
-    return item.kind == "attention" and "backward" in parts and "gradient" not in parts
+    return with_kept_activations(program, kept, ELEMENT_BYTES[model.compute_dtype])
 
 
 def _eager_loss(
@@ -484,10 +473,10 @@ _MEGABLOX = Property(
     source="AI-Hypercomputer/maxtext, layers/moe.py: megablox, sparse_matmul (gmm, tgmm)",
     transform=partial(_grouped_experts, has_matrices_once=True),
 )
-_KEPT_ATTENTION = Property(
-    title="attention that is kept by name is not computed again",
-    source="AI-Hypercomputer/maxtext, configs/base.yml: remat_policy = custom, context",
-    transform=_kept_attention,
+_KEPT_ACTIVATIONS = Property(
+    title="activations that are kept by name, or offloaded, are not computed again",
+    source="AI-Hypercomputer/maxtext, MaxText/layers/decoders.py: get_remat_policy",
+    transform=_kept_activations,
 )
 _LAYERS_OVERLAP = Property(
     title="gathers and sums over fsdp overlap with the layers before and after",
@@ -586,7 +575,7 @@ FRAMEWORKS = {
             name="maxtext-2025",
             title="MaxText",
             year=2025,
-            properties=(_MEGABLOX, _KEPT_ATTENTION, _LAYERS_OVERLAP),
+            properties=(_MEGABLOX, _KEPT_ACTIVATIONS, _LAYERS_OVERLAP),
             kernels=Kernels(
                 keeps_stacks=True, has_fused_attention=True, window_block=_SPLASH_BLOCK
             ),

@@ -121,12 +121,19 @@ EXPERT_CONSTANTS = {
     "token_exchange_share": Constant(
         typical=1.0, deviation=0.5, least=0.1, most=2.5, chip_deviation=0.2
     ),
+    # About the geometric mean of nemo-2025, megatron-core-2026 and megatron-bridge-2025.
     "routed_dispatch_seconds": Constant(
-        typical=20e-6, deviation=1.5, least=1e-7, most=400e-6, chip_deviation=0.5
+        typical=100e-6, deviation=0.3, least=1e-7, most=400e-6, chip_deviation=0.5
     ),
 }
 """Constants that only networks with experts have, fitted to those with all else as it is: on each
 chip too, as its hosts dispatch."""
+_HOST = "routed_dispatch_seconds"
+_MOST_OF_HOST = math.log(4)
+"""Log of the most by which hosts of one chip are slower than those of all."""
+GRAPHED = ("megatron-bridge-2025", "nemo-2026")
+"""Frameworks whose recipes launch parts of a layer from CUDA graphs, so that hosts take less."""
+OF_GRAPHED = replace(EXPERT_CONSTANTS[_HOST], typical=20e-6, deviation=1.5)
 OWN_ATTENTION = ("pytorch-fsdp-2023", "pax-2023")
 """Frameworks whose attention was no library's of today, FlashAttention-2 in Triton and XLA's own
 products: they have a share of the peak of their own."""
@@ -302,18 +309,33 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
 def fit_experts(settings: Sequence[Setting], rates: Rates, around: Rates | None = None) -> Rates:
     """`rates` with the constants of experts that bring predictions nearest to `settings`, around
     their priors or those of all chips."""
+    constants = expert_constants(settings[0].framework)
     middle = {
-        name: getattr(around, name) if around else each.typical
-        for name, each in EXPERT_CONSTANTS.items()
+        name: getattr(around, name) if around else each.typical for name, each in constants.items()
     }
     spread = {
-        name: each.chip_deviation if around else each.deviation
-        for name, each in EXPERT_CONSTANTS.items()
+        name: each.chip_deviation if around else each.deviation for name, each in constants.items()
     }
     starts = [middle]
-    if around is None:
-        starts += [middle | {"routed_dispatch_seconds": seconds} for seconds in (2e-6, 100e-6)]
-    return nearest(settings, rates, EXPERT_CONSTANTS, middle, spread, starts)
+    if around is None and _HOST in constants:
+        starts += [middle | {_HOST: seconds} for seconds in (20e-6, 200e-6)]
+    hosts = () if around or _HOST not in constants else chips_of(settings)
+    return nearest(settings, rates, constants, middle, spread, starts, hosts)
+
+
+def expert_constants(framework: str) -> Mapping[str, Constant]:
+    """Those that a framework can have: no host launches the operations of XLA's one by one, and
+    what it takes with graphs is a matter of these."""
+    kernels = FRAMEWORKS[framework].kernels
+    if kernels is not None and kernels.keeps_stacks:
+        return {name: each for name, each in EXPERT_CONSTANTS.items() if name != _HOST}
+    return EXPERT_CONSTANTS | ({_HOST: OF_GRAPHED} if framework in GRAPHED else {})
+
+
+def chips_of(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """The chips of settings if they are several, whose hosts may differ."""
+    chips = tuple(sorted({each.chip for each in settings}))
+    return chips if len(chips) > 1 else ()
 
 
 def nearest(
@@ -323,8 +345,13 @@ def nearest(
     middle: Mapping[str, float],
     spread: Mapping[str, float],
     starts: Sequence[Mapping[str, float]],
+    hosts: Sequence[str] = (),
 ) -> Rates:
-    """`base` with the constants named in `middle` nearest to `settings` and to `middle` itself."""
+    """`base` with the constants named in `middle` nearest to `settings` and to `middle` itself.
+
+    What hosts take is that of all chips times one of each of `hosts`, drawn towards 1: rows of one
+    chip whose host is slow do not say that those of others are.
+    """
     names = list(middle)
     pairs = scaling_pairs(settings)
     if "step_dispersion_seconds" in names:
@@ -333,17 +360,38 @@ def nearest(
     low = np.log([constants[name].least for name in names])
     high = np.log([constants[name].most for name in names])
     each_weight = weights(settings)
+    on_host = [hosts.index(each.chip) if hosts else 0 for each in settings]
 
     def place(values: Mapping[str, float]) -> np.ndarray:
-        return np.clip(np.log([values[name] for name in names]), low + 1e-6, high - 1e-6)
+        logs = [*(math.log(values[name]) for name in names), *(0.0 for _ in hosts)]
+        return np.clip(logs, low + 1e-6, high - 1e-6)
 
-    center, width = place(middle), np.array([spread[name] for name in names])
+    deviations = [spread[name] for name in names]
+    if hosts:
+        low = np.concatenate((low, np.full(len(hosts), -_MOST_OF_HOST)))
+        high = np.concatenate((high, np.full(len(hosts), _MOST_OF_HOST)))
+        deviations += [constants[_HOST].chip_deviation] * len(hosts)
+    center, width = place(middle), np.array(deviations)
 
     def rates_of(values: np.ndarray) -> Rates:
-        return replace(base, **dict(zip(names, np.exp(values).tolist(), strict=True)))
+        own = dict(zip(names, np.exp(values[: len(names)]).tolist(), strict=True))
+        return replace(base, **own)
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        pooled = rates_of(values)
+        if not hosts:
+            return log_errors(settings, pooled)
+        factors = np.exp(values[len(names) :]) * pooled.routed_dispatch_seconds
+        of_chip = [replace(pooled, routed_dispatch_seconds=each) for each in factors.tolist()]
+        return np.array(
+            [
+                log_errors([each], of_chip[chip])[0]
+                for each, chip in zip(settings, on_host, strict=True)
+            ]
+        )
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        logs = log_errors(settings, rates_of(values))
+        logs = errors(values)
         growth = np.array(
             [each_weight[large] * (logs[large] - logs[small]) for large, small in pairs]
         )
@@ -362,11 +410,15 @@ def fit_all_of_experts(settings: Sequence[Setting]) -> Rates:
     """Rates of a framework that is known by networks with experts alone: how long its host takes
     where there are none stays at the prior."""
     names = [name for name in free_constants(settings) if name != "dispatch_seconds"]
-    constants = {name: CONSTANTS[name] for name in names} | EXPERT_CONSTANTS
+    own = expert_constants(settings[0].framework)
+    constants = {name: CONSTANTS[name] for name in names} | dict(own)
     middle = {name: each.typical for name, each in constants.items()}
     spread = {name: each.deviation for name, each in constants.items()}
-    starts = [middle | {"routed_dispatch_seconds": seconds} for seconds in (2e-6, 20e-6, 100e-6)]
-    return nearest(settings, Rates(dispatch_seconds=1e-6), constants, middle, spread, starts)
+    starts = [middle]
+    if _HOST in own:
+        starts += [middle | {_HOST: seconds} for seconds in (20e-6, 200e-6)]
+    hosts = chips_of(settings) if _HOST in own else ()
+    return nearest(settings, Rates(dispatch_seconds=1e-6), constants, middle, spread, starts, hosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -395,6 +395,21 @@ def test_blocks_of_experts_become_grouped_products_by_hand():
     assert sent.collective.tokens == tokens
 
 
+def test_a_gather_of_parameters_as_large_as_all_tokens_is_no_exchange():
+    """Over the expert axis too: only a layer sends tokens."""
+    step = step_in_blocks()
+    (layers,) = step.operations
+    assert isinstance(layers, Loop)
+    update = replace(layers.body[0], name="update.gather")
+    tokens = RoutedTokens(tokens=96, experts_per_token=4, experts=8)
+
+    program = with_grouped_experts(
+        replace(step, operations=(layers, update)), tokens, token_bytes=64
+    )
+
+    assert program.operations[1] == update
+
+
 def test_experts_with_a_capacity_are_a_batch_of_plain_products():
     """A quarter more rows than assignments, which a product with 160 places for the 32 tokens of
     each of 3 samples puts there: of tokens, of results and of the mask, backward."""

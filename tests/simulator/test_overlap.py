@@ -165,3 +165,43 @@ def test_gathers_over_fsdp_run_one_layer_ahead():
         assert timeline(beside, PAPER).step_seconds == pytest.approx(ahead, rel=1e-3)
     compiled = replace(step(4), backend="cuda")
     assert with_overlapped_layers(compiled) == compiled
+
+
+def test_parameters_gathered_at_the_end_are_beside_the_first_forward_pass():
+    """3 microbatches of 2 + 4 ms, and 3 ms of gathers, of which the next step's first forward pass
+    hides 2 (Megatron-LM's --overlap-param-gather)."""
+    forward = Loop(name="forward", trip_count=2, body=(matmul("up", 1),))
+    backward = Loop(name="backward", trip_count=2, body=(matmul("up.gradient", 2),))
+    step = program_of(
+        Loop(name="microbatches", trip_count=3, body=(forward, backward)),
+        fusion("update.up", 1),
+        gather("update.gather", 3, axis="data"),
+        wait("update.gather"),
+    )
+
+    beside = with_overlapped_state(step)
+
+    first = ["up.first", "update.gather-done", "up.gradient.first"]
+    assert names(beside) == ["update.gather", *first, "up", "up.gradient", "update.up"]
+    assert timeline(step, PAPER).step_seconds == pytest.approx(22e-3, rel=0.01)
+    assert timeline(beside, PAPER).step_seconds == pytest.approx(20e-3, rel=0.01)
+
+
+def test_state_over_the_expert_axis_is_beside_the_passes_and_tokens_are_not():
+    """Devices of the expert axis compute other samples: gradients of all but experts are summed
+    over it too, as loads and weights of experts are within a layer, which wait for each other."""
+    loads = gather("loads", 1, axis="expert")
+    assert loads.collective is not None
+    summed = replace(loads, collective=replace(loads.collective, name="all_reduce"))
+    step = program_of(
+        Loop(name="forward", trip_count=2, body=(matmul("up", 1), summed, wait("loads"))),
+        Loop(name="backward", trip_count=2, body=(matmul("back", 1),)),
+        replace(summed, name="update.sum.up.of_stage"),
+        wait("update.sum.up.of_stage"),
+        gather("update.gather", 1, axis="expert"),
+        wait("update.gather"),
+    )
+
+    forward = ["up", "loads", "loads-done", "update.gather-done"]
+    backward = ["update.sum.up.of_stage", "back", "update.sum.up.of_stage-done"]
+    assert names(with_overlapped_state(step)) == ["update.gather", *forward, *backward]

@@ -24,16 +24,19 @@ three times: forward, for the recompute, and backward (Rajbhandari et al. 2021, 
 section 4.1). Left out: small parameters, which all devices keep. Knows nothing of hardware.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from scalejax.config.parallelism import CONTEXT, DATA, FSDP, PIPELINE, TENSOR
+from scalejax.config.parallelism import CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.transforms.pipeline import renamed
 
 _Items = tuple[Operation | Loop, ...]
-_OF_STATE = ((DATA,), (DATA, CONTEXT))
+_OF_STATE = frozenset((DATA, EXPERT, CONTEXT))
 """Axes over which gradients are summed and ZeRO shards the state."""
+_UPDATE = "update."
+"""What names of the closed form's sums and gathers after the last microbatch begin with: others
+without the data axis are of tokens."""
 
 
 def with_overlapped_tensor(program: Program) -> Program:
@@ -45,34 +48,72 @@ def with_overlapped_tensor(program: Program) -> Program:
 def with_overlapped_state(program: Program) -> Program:
     """`program` with parameter gathers and gradient sums overlapped with its passes.
 
-    Gradients that the pass over a layer sums are those of the layer before. With several
-    microbatches parameters and sums overlap with all of them, where Megatron-LM uses the first and
-    the last: equal as long as one pass takes longer than the collective.
+    Gradients that the pass over a layer sums are those of the layer before. Parameters that are
+    gathered at the end of a step are gathered at the start of the next one, beside the forward pass
+    of its first microbatch. With several microbatches other gathers, and sums, overlap with all of
+    them, where Megatron-LM uses the first and the last: equal as long as one pass takes longer than
+    the collective.
     """
     items = [_sums_first(item) for item in program.operations]
     passes = [index for index, item in enumerate(items) if isinstance(item, Loop)]
     if not passes:
         return program
     first, last = passes[0], passes[-1]
-    gathers = {
-        item.name
-        for item in items[:first]
-        if isinstance(item, Operation) and _is_of_state(item, "all_gather")
-    }
-    waits = [item for item in items if isinstance(item, Operation) and item.waits_for in gathers]
-    sums = [
-        item
-        for item in items[last:]
-        if isinstance(item, Operation) and _is_of_state(item, "reduce_scatter")
-    ]
-    moved = [*waits, *sums]
-    rest = [item for item in items if not any(item is each for each in moved)]
-    begin, end = rest.index(items[first]), rest.index(items[last])
+    begins, ends = items[first], items[last]
+    opening, closing = _gathers(items[:first]), _gathers(items[last:])
+    sums = [each for each in items[last:] if isinstance(each, Operation) and _sums_state(each)]
+    opened, closed = _waits_for(opening, items), _waits_for(closing, items)
+    moved = {id(each) for each in (*closing, *opened, *closed, *sums)}
+    rest = [item for item in items if id(item) not in moved]
+    begin, end = rest.index(begins), rest.index(ends)
     # Sums begin with the last pass, and their waits stay behind it.
     rest[end:end] = sums
     after = (begin if begin != end else end + len(sums)) + 1
-    rest[after:after] = waits
+    rest[after:after] = opened
+    if closing:
+        rest = [*closing, *_waiting_in_first(rest, closed)]
     return replace(program, operations=tuple(rest))
+
+
+def _gathers(items: Sequence[Operation | Loop]) -> list[Operation]:
+    """Gathers of parameters among `items`."""
+    return [
+        item for item in items if isinstance(item, Operation) and _is_of_state(item, "all_gather")
+    ]
+
+
+def _waits_for(started: Sequence[Operation], items: Sequence[Operation | Loop]) -> list[Operation]:
+    names = {item.name for item in started}
+    return [item for item in items if isinstance(item, Operation) and item.waits_for in names]
+
+
+def _sums_state(item: Operation) -> bool:
+    """Whether it sums gradients after the last microbatch: over the devices that share the
+    optimizer's state, or before that over the expert axis, whose devices compute other samples."""
+    if _is_of_state(item, "reduce_scatter"):
+        return True
+    collective = item.collective
+    over_experts = collective is not None and EXPERT in collective.group.axes
+    return over_experts and _is_of_state(item, "all_reduce")
+
+
+def _waiting_in_first(
+    items: Sequence[Operation | Loop], waits: Sequence[Operation]
+) -> list[Operation | Loop]:
+    """`items` that wait behind the forward pass of the first microbatch, which is taken out of the
+    loop over microbatches."""
+    made = list(items)
+    first = next(index for index, item in enumerate(made) if isinstance(item, Loop))
+    loop = made[first]
+    assert isinstance(loop, Loop)  # noqa: S101  it is the first
+    if any(isinstance(each, Loop) for each in loop.body):
+        others = [replace(loop, trip_count=loop.trip_count - 1)] if loop.trip_count > 1 else []
+        made[first : first + 1] = [*(renamed(each, ".first") for each in loop.body), *others]
+    loops = [index for index, item in enumerate(made) if isinstance(item, Loop)]
+    backward = next((index for index in loops if "backward" in made[index].name), loops[-1] + 1)
+    place = max((index for index in loops if index < backward), default=loops[0]) + 1
+    made[place:place] = waits
+    return made
 
 
 def with_overlapped_layers(program: Program) -> Program:
@@ -160,12 +201,11 @@ def _sums_first(item: Operation | Loop) -> Operation | Loop:
 
 def _is_of_state(item: Operation, name: str) -> bool:
     collective = item.collective
-    return (
-        collective is not None
-        and collective.is_async
-        and collective.name == name
-        and collective.group.axes in _OF_STATE
-    )
+    if collective is None or not collective.is_async or collective.name != name:
+        return False
+    axes = collective.group.axes
+    is_of_update = DATA in axes or item.name.startswith(_UPDATE)
+    return is_of_update and _OF_STATE.issuperset(axes)
 
 
 def _beside_products(items: _Items) -> _Items:

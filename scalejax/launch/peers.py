@@ -163,8 +163,10 @@ class PeerWatch:
         watch, last = self._new_watch(), time.monotonic()
         while not self._end.wait(self._every):
             now = time.monotonic()
-            if now - last > self._seconds / 2 + self._every:
-                # This process itself was stopped, or starved: it has seen nothing meanwhile.
+            was_away = now - last > self._seconds / 2 + self._every
+            if was_away or (self._count == 1 and _is_in_debugger()):
+                # This process itself was stopped, or starved: it has seen nothing meanwhile. Or a
+                # person looks at it.
                 watch, self._last_round = self._new_watch(), now
             last = now
             if (words := self._judged(watch, now)) is not None and not self._end.is_set():
@@ -240,6 +242,16 @@ def require_stuck_seconds(seconds: float) -> None:
     if not 0 <= seconds < math.inf:
         accepted = "it must be a number of seconds, or 0 for no watch"
         raise ConfigError(refusal("stuck_seconds", seconds, accepted))
+
+
+def _is_in_debugger() -> bool:
+    """Whether the main thread is at a breakpoint of pdb, or of what is built on bdb."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "bdb":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _store_of_jax() -> Store:

@@ -177,6 +177,36 @@ def test_no_watch_where_none_is_wanted():
         PeerWatch(None, -1)
 
 
+AT_A_BREAKPOINT = """
+from scalejax.core.heartbeat import Heartbeat
+from scalejax.launch.peers import PeerWatch
+heart = Heartbeat(None)
+for step in range(3):
+    heart.at("training", step)
+with PeerWatch(None, 0.2):
+    breakpoint()
+    print("went on")
+"""
+
+
+def test_a_process_at_a_breakpoint_does_not_hang():
+    """Alone, with a person before it, who takes five times the limit."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AT_A_BREAKPOINT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        line = process.stdout.readline()
+        time.sleep(1.0)
+        said, _ = process.communicate("c\n", timeout=60)
+
+    assert process.returncode == 0, line + said
+    assert "went on" in said
+
+
 def test_one_that_was_stopped_itself_does_not_blame_others(watched, heart, monkeypatch):
     """After Ctrl-Z and fg, it begins to watch anew."""
     judged = []

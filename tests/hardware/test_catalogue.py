@@ -92,6 +92,16 @@ def test_every_cluster_loads_and_survives_a_round_trip(name: str):
     assert build(Cluster, plain(cluster)) == cluster
 
 
+@pytest.mark.parametrize("name", ["tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-7x"])
+def test_devices_of_a_tpu_share_its_way_to_the_host(name: str):
+    """16 GB/s, by "How to Scale Your Model" for a chip, which JAX may see as two devices."""
+    cluster = load_cluster(name)
+
+    assert cluster.host is not None
+    assert cluster.chip.tpu is not None
+    assert cluster.host.bytes_per_second * cluster.chip.tpu.devices_per_chip <= 16e9
+
+
 @pytest.mark.parametrize("name", chip_names())
 def test_every_chip_is_physically_sensible(name: str):
     """Lower precision is never slower, and no chip is faster per clock than its units allow."""

@@ -198,6 +198,25 @@ def test_a_library_of_messages_in_order_alone_still_sends():
     assert collective_seconds(_collective("all_reduce", 1000, (32, 1)), cluster) > 0
 
 
+def test_a_method_that_a_group_cannot_use_does_not_take_the_place_of_those_in_order():
+    """Rings and trees of LL and LL128 alone, beside Simple for messages in pairs and in a switch:
+    over a network out of order groups with one member a node, which no switch sums, still send."""
+    flagged = tuple(
+        dataclasses.replace(RING, algorithm=algorithm, protocol=protocol)
+        for algorithm in ("ring", "tree")
+        for protocol in ("ll", "ll128")
+    )
+    pairwise = dataclasses.replace(RING, algorithm="pairwise")
+    network = dataclasses.replace(PAPER.network, keeps_order=False)  # pyright: ignore[reportArgumentType]
+    library = dataclasses.replace(PAPER.library, methods=(*flagged, NVLS, pairwise))
+    unordered = dataclasses.replace(PAPER, network=network, library=library)
+    ordered = dataclasses.replace(unordered, network=PAPER.network)
+
+    for name in ("all_reduce", "all_gather", "all_to_all"):
+        one = _collective(name, 1000, (4, 8))
+        assert collective_seconds(one, unordered) == collective_seconds(one, ordered) > 0
+
+
 def test_flagged_messages_pass_each_hop_whole():
     """1 MB up and down one network hop at 1 GB/s is 2 ms, and along 7 links of 100 GB/s 0.14 ms,
     over any cards; within a node the messages flow."""

@@ -36,10 +36,15 @@ def all_reduce_seconds(
         "nvls": route.in_switch_fraction is not None and route.members_per_node > 1,
         "sharp": route.sums_in_network,
     }
+    # Before protocols are left out, or the last that reduces might be.
+    reducing = [
+        method
+        for method in methods
+        if method.algorithm in _ALGORITHMS and is_possible.get(method.algorithm, True)
+    ]
     return min(
         _ALGORITHMS[method.algorithm](payload_bytes, route, method)
-        for method in usable(methods, route)
-        if method.algorithm in _ALGORITHMS and is_possible.get(method.algorithm, True)
+        for method in usable(reducing, route)
     )
 
 

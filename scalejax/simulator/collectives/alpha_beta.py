@@ -11,7 +11,8 @@ _LOW_LATENCY = ("ll", "ll128")
 
 
 def usable(methods: Sequence[CollectiveMethod], route: Route) -> tuple[CollectiveMethod, ...]:
-    """The methods that the route allows: protocols of low latency need messages in order."""
+    """The methods that the route allows: protocols of low latency need messages in order. Where
+    `methods`, of which the collective can take each, have no other, all."""
     found = tuple(each for each in methods if each.protocol not in _LOW_LATENCY)
     return tuple(methods) if route.keeps_order or not found else found
 

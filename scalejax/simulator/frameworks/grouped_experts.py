@@ -24,12 +24,11 @@ from scalejax.simulator.program import (
     Program,
     RoutedTokens,
 )
+from scalejax.simulator.transformer.operations import UPDATE
 from scalejax.simulator.transforms.pipeline import gate_of
 
 _Items = tuple[Operation | Loop, ...]
 _WIDE_BYTES = 4  # of an element of float32
-_UPDATE = "update."
-"""What names of the closed form's gathers of parameters begin with, which are of no tokens."""
 _SUMS = re.compile(r"\.(up|down)\.gradient\.(zero|cast)$")
 """Names, in closed form, of what clears sums of the gradients of matrices, and casts them."""
 
@@ -146,7 +145,7 @@ def _grouped(
             inner = only.get(gate_of(item) or "") or gradient
             made.append(replace(item, body=_grouped(item.body, way, only, inner)))
         elif item.collective is not None:
-            is_of_update = item.name.startswith(_UPDATE)
+            is_of_update = item.name.startswith(f"{UPDATE}.")  # no tokens, but parameters
             sent = item.collective if is_of_update else _sent(item.collective, way)
             made.append(replace(item, collective=sent))
         else:

@@ -29,14 +29,12 @@ from dataclasses import replace
 
 from scalejax.config.parallelism import CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.transformer.operations import UPDATE
 from scalejax.simulator.transforms.pipeline import renamed
 
 _Items = tuple[Operation | Loop, ...]
 _OF_STATE = frozenset((DATA, EXPERT, CONTEXT))
 """Axes over which gradients are summed and ZeRO shards the state."""
-_UPDATE = "update."
-"""What names of the closed form's sums and gathers after the last microbatch begin with: others
-without the data axis are of tokens."""
 
 
 def with_overlapped_tensor(program: Program) -> Program:
@@ -204,7 +202,7 @@ def _is_of_state(item: Operation, name: str) -> bool:
     if collective is None or not collective.is_async or collective.name != name:
         return False
     axes = collective.group.axes
-    is_of_update = DATA in axes or item.name.startswith(_UPDATE)
+    is_of_update = DATA in axes or item.name.startswith(f"{UPDATE}.")
     return is_of_update and _OF_STATE.issuperset(axes)
 
 

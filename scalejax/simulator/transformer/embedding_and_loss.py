@@ -9,7 +9,7 @@ from typing import Literal
 from scalejax.config.parallelism import CONTEXT, DATA, EXPERT, FSDP, PIPELINE, TENSOR, Layout
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.transformer.block import heads, kept_stacks
-from scalejax.simulator.transformer.operations import Writer, combined
+from scalejax.simulator.transformer.operations import UPDATE, Writer, combined
 from scalejax.simulator.transformer.shape import (
     BlockShard,
     TransformerShape,
@@ -499,11 +499,11 @@ def update(end: Update) -> tuple[Operation | Loop, ...]:
     """Operations after the last microbatch: gradient sum over the batch, optimizer update."""
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)
-    write = Writer("update", shape.operand_type, layout)
+    write = Writer(UPDATE, shape.operand_type, layout)
     counts, parts_of = end.counts, end.parts
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if deals_layers(shape, whole):
-        back = Writer("update", _F32, whole)
+        back = Writer(UPDATE, _F32, whole)
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
     if whole.pipeline > 1:

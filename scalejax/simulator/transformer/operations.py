@@ -22,6 +22,9 @@ _CACHE_SIZE = 65536  # entries of the caches
 _LAYOUTS_KEPT = 256  # layouts whose collectives are cached; a search goes from one to the next
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
+UPDATE = "update"
+"""Prefix of the names of what follows the last microbatch: sums of gradients, the optimizer, and
+gathers of parameters, as opposed to collectives of tokens."""
 COMBINED_BYTES = 30 * 1024**2
 """Buffers up to this size are combined into one collective (XLA,
 xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold); an all-reduce copies them."""

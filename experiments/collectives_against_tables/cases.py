@@ -30,7 +30,6 @@ CLUSTERS = {
     "nccl_gb300": "gb300-nvl72",
     "elsewhere_p5": "aws-p5",
     "elsewhere_p4de": "aws-p4de",
-    "elsewhere_h200": "dgx-h200",
     "elsewhere_a100": "dgx-a100-80gb",
 }
 """Catalogue names by the beginning of the ledger's."""

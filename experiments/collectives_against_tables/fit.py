@@ -99,8 +99,6 @@ SAME_LINK = {
     "gb300-nvl72": "gb200-nvl72",
 }
 """The cluster whose link's constants another shares."""
-SAME_NETWORK = {"dgx-h200": "dgx-h100"}
-"""The cluster whose network's constants another shares."""
 AS_TREES = ("network_base_seconds", "network_payload_bytes_per_second")
 """What rings have as trees of their protocol do: hosts start and post them alike."""
 
@@ -136,8 +134,7 @@ def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
     link_owner = SAME_LINK.get(cluster.name, cluster.name)
     network = cluster.network
     if network is not None:
-        network_owner = SAME_NETWORK.get(cluster.name, cluster.name)
-        network = replace(network, **of("network", network_owner))
+        network = replace(network, **of("network", cluster.name))
     return replace(
         cluster,
         link=replace(cluster.link, measured=None, **of("link", link_owner)),
@@ -243,7 +240,6 @@ def crosses_network(point: Point) -> bool:
         "issue232",
         "elsewhere_p4de",
         "elsewhere_p5",
-        "elsewhere_h200",
     )
 
 

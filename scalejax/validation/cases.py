@@ -6,11 +6,17 @@ open, all runs that it may mean are returned. Compiles and predicts nothing.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from scalejax.config.model import NARROW_TYPES, PRODUCT_NAMES, ActivationName, ModelConfig
+from scalejax.config.model import (
+    NARROW_TYPES,
+    PRODUCT_NAMES,
+    ActivationName,
+    DecoderConfig,
+    ModelConfig,
+)
 from scalejax.config.parallelism import ContextStrategy
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
@@ -226,6 +232,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
                 *_nearest_layers(row),
                 *_nearest_chunks(row),
                 *_nearest_blocks(row),
+                *_nearest_activations(row),
                 *nearest(row, expert_axes(row, _fsdp(row))),
             ),
         )
@@ -346,6 +353,13 @@ def _nearest_blocks(row: LedgerRow) -> tuple[str, ...]:
         "Gemma 4 by the blocks of Gemma 3, without embeddings of each layer, and layers of two "
         "widths by their mean",
     )
+
+
+def _nearest_activations(row: LedgerRow) -> tuple[str, ...]:
+    if _policy_of_maxtext(row) is None:
+        return ()
+    _, others = _stated_activations(row)
+    return tuple(f"{name}, which is kept, computed again" for name in others)
 
 
 def _is_megatron(row: LedgerRow) -> bool:
@@ -608,11 +622,13 @@ _OFFLOADED_POLICIES: dict[str, tuple[ActivationName, ...]] = {
     "qkv_proj_offloaded": ("qkv_proj",),
 }
 """Those that offload them."""
-_LATENTS = ("kv_wa_proj", "query_wa_proj")
 _ACTIVATION = re.compile(r"'(\w+)': '(device|offload)'")
 """Arguments of MaxText on activations, in a row's notes: "'context': 'device'"."""
-_MAXTEXT_NAMES = {"query_proj": "qkv_proj", "key_proj": "qkv_proj", "value_proj": "qkv_proj"}
-"""MaxText's names of what has one name here."""
+_PARTS_OF_ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
+    "qkv_proj": ("query_proj", "key_proj", "value_proj"),
+    "mlpwi": ("mlpwi_0", "mlpwi_1"),
+}
+"""What has one name here, by MaxText's names of all of its parts."""
 
 _MEGATRON_MODULES = {"norm", "act", "shared_expert"}
 """What rows of Megatron-Core list of its --recompute-modules: cheap to compute again."""
@@ -624,9 +640,9 @@ def _recomputes(row: LedgerRow) -> list[JsonValue]:
     full, where a row of a transformer states none; with Megatron-Core the selective one
     between them. nanotron recomputes nothing unless it is asked to (huggingface/nanotron,
     config/parallelism_config.py: recompute_layer = False)."""
-    stated = (row.work.recompute or "").rstrip("?") or None
-    if stated in _MAXTEXT_POLICIES or stated in _OFFLOADED_POLICIES:
-        return _kept_by_name(row, stated)
+    if (policy := _policy_of_maxtext(row)) is not None:
+        return _kept_by_name(row, policy)
+    stated = _stated_recompute(row)
     if stated is not None and set(stated.split(", ")) <= _MEGATRON_MODULES:
         stated = "selective"
     if stated not in (None, "none", "selective", "full"):
@@ -644,28 +660,51 @@ def _recomputes(row: LedgerRow) -> list[JsonValue]:
     return ["none", "full"] if stated is None else [stated]
 
 
+def _stated_recompute(row: LedgerRow) -> str | None:
+    return (row.work.recompute or "").rstrip("?") or None
+
+
+def _policy_of_maxtext(row: LedgerRow) -> str | None:
+    """Its policy that keeps activations by name, if that is what a row states."""
+    stated = _stated_recompute(row)
+    return stated if stated in _MAXTEXT_POLICIES or stated in _OFFLOADED_POLICIES else None
+
+
 def _kept_by_name(row: LedgerRow, policy: str) -> list[JsonValue]:
-    """Candidates of a policy of MaxText's."""
-    stated: dict[str, list[ActivationName]] = {"device": [], "offload": []}
-    for name, place in _ACTIVATION.findall(row.notes or ""):
-        wanted = _MAXTEXT_NAMES.get(name, name)
-        known = next((each for each in get_args(ActivationName) if each == wanted), None)
-        if known is not None and known not in stated[place]:
-            stated[place].append(known)
+    """Candidates of a policy of MaxText's, which keeps what the network has of what it names."""
+    stated, _ = _stated_activations(row)
+    network = build(ModelConfig, _model(row, "bfloat16", "full"))
+    absent = network.unnamed_activations if isinstance(network, DecoderConfig) else {}
 
-    block = _BLOCKS.get(row.model.model)
-    has_latents = block is not None and "mla" in PRESETS[block].sizes
+    def kept(policies: Mapping[str, tuple[ActivationName, ...]], place: str) -> list[JsonValue]:
+        of_row = [name for name, stated_place in stated.items() if stated_place == place]
+        names = dict.fromkeys((*policies.get(policy, ()), *of_row))
+        return [name for name in names if name not in absent]
 
-    def of_network(names: Sequence[str]) -> list[JsonValue]:
-        return [name for name in names if has_latents or name not in _LATENTS]
-
-    offload = of_network((*_OFFLOADED_POLICIES.get(policy, ()), *stated["offload"]))
-    kept = of_network((*_MAXTEXT_POLICIES.get(policy, ()), *stated["device"]))
-    save: list[JsonValue] = [name for name in kept if name not in (*offload, _INPUT)]
+    offload = kept(_OFFLOADED_POLICIES, "offload")
+    on_device = kept(_MAXTEXT_POLICIES, "device")
+    save: list[JsonValue] = [name for name in on_device if name not in (*offload, _INPUT)]
     first: JsonValue = {"save": save, "offload": offload} if save or offload else "full"
-    if policy != "custom" or _INPUT in (*kept, *offload):
+    if policy != "custom" or _INPUT in (*on_device, *offload):
         return [first]
     return [first, {"save": save, "offload": [*offload, _INPUT]}]
+
+
+def _stated_activations(row: LedgerRow) -> tuple[dict[ActivationName, str], list[str]]:
+    """Places of the activations that a row of MaxText states to be kept, "device" or "offload"; and
+    MaxText's names of others, which are no activation here, or not all parts of one in one place.
+    """
+    places: dict[str, str] = dict(_ACTIVATION.findall(row.notes or ""))
+    found: dict[ActivationName, str] = {}
+    read = set[str]()
+    for name in get_args(ActivationName):
+        parts = _PARTS_OF_ACTIVATIONS.get(name, ())
+        of_parts = {places.get(part) for part in parts}
+        place = places.get(name) or (of_parts.pop() if len(of_parts) == 1 else None)
+        if place is not None:
+            found[name] = place
+            read |= {name, *parts}
+    return found, [name for name in places if name not in read]
 
 
 _INPUT: ActivationName = "decoder_layer_input"

@@ -6,6 +6,7 @@ import pytest
 from ledger_cases import GPT, RESNET, case
 
 from scalejax.config.model import GptConfig, LlamaConfig
+from scalejax.config.presets import PRESETS
 from scalejax.config.training import FineTuningConfig, LoraConfig
 from scalejax.validation import Skipped, find_ledger, read_ledger
 from scalejax.validation.cases import case_of
@@ -354,16 +355,21 @@ def test_a_log_of_int8_is_no_run_in_bfloat16():
     assert found.cluster.chip.peak("f8e4m3fn") == 918e12
 
 
+def _places(place: str, *names: str) -> str:
+    """Arguments of MaxText that put activations there."""
+    return "{" + ", ".join(f"'{name}': '{place}'" for name in names) + "}"
+
+
+_QKV = ("query_proj", "key_proj", "value_proj")
+_GATED = ("mlpwi_0", "mlpwi_1")
+
+
 @pytest.mark.parametrize(
     ("change", "save", "offload", "axes"),
     [
         ({"recompute": "custom", "notes": "{'context': 'device'}"}, ("context",), (), (1, 8)),
-        (
-            {"recompute": "custom", "notes": "{'query_proj': 'offload', 'key_proj': 'offload'}"},
-            (),
-            ("qkv_proj",),
-            (1, 8),
-        ),
+        ({"recompute": "custom", "notes": _places("offload", *_QKV)}, (), ("qkv_proj",), (1, 8)),
+        ({"recompute": "custom", "notes": _places("device", *_GATED)}, ("mlpwi",), (), (1, 8)),
         ({"recompute": "custom", "notes": "{'ici_data_parallelism': '2'}"}, "full", "full", (2, 4)),
         (
             {"recompute": "save_dot_with_context_except_mlp"},
@@ -400,6 +406,78 @@ def test_arguments_of_maxtext_say_what_is_kept_and_how_it_is_spread(
     assert getattr(found, "save", found) == save
     assert getattr(found, "offload", found) == offload
     assert runs[0].config.batch.microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("notes", "unknown"),
+    [
+        (_places("offload", "query_proj"), ("query_proj",)),
+        (_places("device", "query_proj", "key_proj"), ("query_proj", "key_proj")),
+        (
+            _places("device", "query_proj", "key_proj") + _places("offload", "value_proj"),
+            ("query_proj", "key_proj", "value_proj"),
+        ),
+        (_places("device", "mlpwi_1", "engram"), ("mlpwi_1", "engram")),
+    ],
+)
+def test_names_of_maxtext_that_are_not_told_apart_here_keep_nothing(notes, unknown, row):
+    """Queries, keys and values have one name here, which needs all three in one place, as have both
+    halves of a gate: less, and names that nothing has, are computed again, and the row says so."""
+    maxtext = GPT | {"framework": "MaxText (JAX)", "data": "", "microbatch": ""}
+
+    found = case(row(maxtext | {"recompute": "custom", "notes": notes}))
+
+    assert getattr(found.runs[0].config.model, "remat", None) == "full"
+    assert found.nearest == tuple(f"{name}, which is kept, computed again" for name in unknown)
+
+
+EXPERTS_OF_MAXTEXT = GPT | {
+    **{"framework": "MaxText (JAX)", "data": "", "microbatch": "", "kv_heads": "4"},
+    **{"ffn_hidden": "96", "experts": "8", "experts_per_token": "2", "expert_hidden": "64"},
+    "shared_experts": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "save", "offload"),
+    [
+        ("mixtral_moe", "minimal", ("qkv_proj", "out_proj", "mlpwo"), ()),
+        ("mixtral_moe", "minimal_flash", ("qkv_proj", "out_proj", "mlpwo", "context"), ()),
+        ("mixtral_moe", "minimal_with_context", ("qkv_proj", "out_proj", "mlpwo", "context"), ()),
+        ("mixtral_moe", "minimal_offloaded", (), ("qkv_proj", "out_proj", "mlpwo")),
+        (
+            "deepseek_v3_moe",
+            "minimal",
+            ("qkv_proj", "kv_wa_proj", "query_wa_proj", "out_proj", "mlpwi", "mlpwo"),
+            (),
+        ),
+    ],
+)
+def test_policies_of_maxtext_keep_what_a_network_of_experts_has(model, policy, save, offload, row):
+    """Its policies name what some networks lack: without shared experts and dense layers there are
+    no first matrices of theirs, and latents are of latent attention."""
+    shared = {"shared_experts": "1"} if "mlpwi" in save else {}
+
+    found = case(row(EXPERTS_OF_MAXTEXT | shared | {"model": model, "recompute": policy}))
+
+    remat = getattr(found.runs[0].config.model, "remat", None)
+    assert (getattr(remat, "save", None), getattr(remat, "offload", None)) == (save, offload)
+
+
+def test_latent_attention_without_a_latent_of_queries_keeps_none(row, monkeypatch):
+    """As DeepSeek-V2-Lite's, whose queries are made at once."""
+    preset = PRESETS["deepseek-v3"]
+    latent = preset.sizes["mla"]
+    assert isinstance(latent, dict)
+    latent = {name: size for name, size in latent.items() if name != "q_lora_rank"}
+    lite = replace(preset, sizes={**preset.sizes, "mla": latent})
+    monkeypatch.setitem(PRESETS, "deepseek-v3", lite)
+
+    found = case(row(EXPERTS_OF_MAXTEXT | {"model": "deepseek_v3_moe", "recompute": "minimal"}))
+
+    names = getattr(getattr(found.runs[0].config.model, "remat", None), "save", ())
+    assert "kv_wa_proj" in names
+    assert "query_wa_proj" not in names
 
 
 RACK = GPT | {"model": "llama31_8b", "ffn_hidden": "96", "hardware": "gb200"}

@@ -118,19 +118,23 @@ def test_maxtext_keeps_attention_and_reaches_windows_by_blocks(row):
     assert kept == [again[0], again[2]]
 
 
+OF_MAXTEXT = GPT | {
+    **{"framework": "MaxText (JAX)", "data": "", "microbatch": "", "seq_len": "8192"},
+    **{"hardware": "tpu_v5p", "intra_node_link": "", "layers": "4", "hidden": "1024"},
+    **{"model": "llama", "kv_heads": "4", "ffn_hidden": "1024", "heads": "16"},
+    **{"node_network_gbit_per_second": "", "global_batch": "8", "per_device_batch": "1"},
+}
+
+
 def test_what_maxtext_keeps_or_offloads_is_no_work_again_and_in_memory(row):
     """Of 4 layers of 8,192 tokens: queries, keys and values, 16 + 2 x 4 heads of 64, are kept by
     save_qkv_proj, and sent to the host by qkv_proj_offloaded, 24 x 64 numbers of 2 bytes a token;
     with the inputs of blocks there, 2 of 4 are in flight, and memory is less by the other two."""
-    maxtext = GPT | {"framework": "MaxText (JAX)", "data": "", "microbatch": "", "seq_len": "8192"}
-    maxtext |= {"hardware": "tpu_v5p", "intra_node_link": "", "layers": "4", "hidden": "1024"}
-    maxtext |= {"model": "llama", "kv_heads": "4", "ffn_hidden": "1024", "heads": "16"}
-    maxtext |= {"node_network_gbit_per_second": "", "global_batch": "8", "per_device_batch": "1"}
     cluster = load_cluster("tpu-v5p")
 
     def found(policy: str, notes: str = "") -> Program:
         said = {"recompute": policy, "notes": notes}
-        return program_in_closed_form(case(row(maxtext | said)).job(0))
+        return program_in_closed_form(case(row(OF_MAXTEXT | said)).job(0))
 
     def again(program: Program) -> set[str]:
         return {each.name for each, _ in program.walk() if each.kind == "matmul"}
@@ -151,3 +155,29 @@ def test_what_maxtext_keeps_or_offloads_is_no_work_again_and_in_memory(row):
     }
     assert copies == {"forward.copy_to_host": layer, "backward.copy_from_host": layer}
     assert timeline(saved, cluster).step_seconds < timeline(whole, cluster).step_seconds
+
+
+@pytest.mark.parametrize(("model", "is_kept"), [("llama", False), ("gemma4", True)])
+def test_the_result_of_a_block_is_kept_where_a_norm_follows_it(model, is_kept, row):
+    """8,192 tokens x 1,024 numbers of 2 bytes in each of 4 layers, "mlpwo": without a norm after it
+    the backward pass reads it nowhere, and JAX keeps and copies nothing."""
+
+    def found(policy: str) -> Program:
+        cells = OF_MAXTEXT | {"model": model, "recompute": policy}
+        return program_in_closed_form(case(row(cells)).job(0))
+
+    without, named, offloaded = map(
+        found, ("save_dot_except_mlp", "save_dot_except_mlpwi", "minimal_offloaded")
+    )
+
+    size = is_kept * 8192 * 1024 * 2
+    assert named.memory.temporary_bytes - without.memory.temporary_bytes == 4 * size
+    width = 256 if model == "gemma4" else 64  # of a head, by its preset
+    others = 8192 * ((16 + 2 * 4) * width + 1024 + 2 * 1024) * 2  # with the halves of "mlpwi"
+    assert offloaded.memory.host_bytes == 4 * (others + size)
+    copies = [
+        each.collective.payload_bytes
+        for each, _ in offloaded.walk()
+        if each.collective is not None and each.collective.group == HOST_MEMORY
+    ]
+    assert copies == [others + size] * 2

@@ -322,7 +322,10 @@ def _kept_activations(program: Program, run: ResolvedRun, larger: Sequence[Progr
     kept = named_activations(model.remat) if isinstance(model, DecoderConfig) else None
     if kept is None:
         return program
-    return with_kept_activations(program, kept, ELEMENT_BYTES[model.compute_dtype])
+    has_post_norms = isinstance(model, LlamaConfig) and model.block.post_norms
+    return with_kept_activations(
+        program, kept, ELEMENT_BYTES[model.compute_dtype], has_post_norms=has_post_norms
+    )
 
 
 def _eager_loss(

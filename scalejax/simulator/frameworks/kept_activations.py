@@ -6,7 +6,8 @@ lies in the memory of the device until its backward pass, or in that of the host
 the layer computes forward, and back while the one after it computes backward
 (AI-Hypercomputer/maxtext, MaxText/layers/decoders.py: get_remat_policy, which calls
 `jax.checkpoint_policies.save_and_offload_only_these_names`). Left out: the copies of the first
-layer and the last, which nothing hides; rotations of queries and keys, which are not kept rotated.
+layer and the last, which nothing hides; rotations of queries and keys, which are not kept rotated;
+the last product of a layer, computed again where a norm follows it and "mlpwo" is not kept.
 Knows nothing of hardware.
 """
 
@@ -36,6 +37,7 @@ _MADE_BY: dict[ActivationName, tuple[str, ...]] = {
 """The products that make an activation, by the names of the closed form."""
 _PASS = re.compile(r"(?:dense\.)?(forward|backward)\.(.+)")
 _INPUT: ActivationName = "decoder_layer_input"
+_RESULT: ActivationName = "mlpwo"
 _OF_INPUTS = ("forward.kept", "embedding.kept.zero")
 """Ends of the names of what writes the inputs of blocks to their stack on the device, and clears
 it."""
@@ -49,16 +51,25 @@ def named_activations(remat: DecoderRemat) -> SavedActivations | None:
     return remat if isinstance(remat, SavedActivations) else None
 
 
-def with_kept_activations(program: Program, kept: SavedActivations, element_bytes: int) -> Program:
+def with_kept_activations(
+    program: Program, kept: SavedActivations, element_bytes: int, *, has_post_norms: bool = False
+) -> Program:
     """`program` without what is not computed again, and with memory and copies of what is kept.
 
     Args:
         program: a step in closed form that computes all of a block again but its input.
         kept: activations by name.
         element_bytes: bytes of an element of an activation.
+        has_post_norms: whether a norm follows the feed-forward layer. Else no backward pass reads
+            what the layer makes, and `jax.checkpoint` keeps and copies none of it, named or not.
     """
     if program.backend != "closed_form":
         return program
+    if not has_post_norms:
+        kept = SavedActivations(
+            save=tuple(name for name in kept.save if name != _RESULT),
+            offload=tuple(name for name in kept.offload if name != _RESULT),
+        )
     names: set[ActivationName] = {*kept.save, *kept.offload, _INPUT}
     on_device = on_host = in_flight = stream = 0
     for loop in _layers(program.operations):

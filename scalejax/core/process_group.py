@@ -35,6 +35,8 @@ REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
 """Variable: the file that a process creates if its input is refused after it joined the group."""
 
 LOOPBACK = "127.0.0.1"
+SLURM = "SLURM"
+"""`Place.told_by` of a task of `srun`."""
 JOIN_TIMEOUT_SECONDS = 300
 """Timeout for all processes to join the group; JAX's own default."""
 _HEARTBEAT_TIMEOUT_SECONDS = 100
@@ -236,7 +238,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
         process=_number(environment, "SLURM_PROCID"),
         processes=_number(environment, "SLURM_STEP_NUM_TASKS"),
         coordinator=_loopback(f"{job}.{step}") if nodes == 1 else None,
-        told_by="SLURM",
+        told_by=SLURM,
     )
 
 

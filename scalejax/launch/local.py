@@ -81,8 +81,9 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     """The joint exit code of the processes of `job`, once they have ended.
 
     0 if all succeeded; 2 if their input was refused; 3 if the run diverged; 128 + n if signal n
-    stopped them, after a checkpoint. Where `most_restarts` are used up: 4 if what is stored is
-    damaged, 75 if the network or a store failed, else 5, as one of them was lost. Signals to this
+    stopped them, after a checkpoint. Where `most_restarts` are used up: 75 if the network or a
+    store failed, else 5, as one of them was lost; 4 if what is stored is damaged, also in a second
+    try, which takes what was stored before it. Signals to this
     process are forwarded to them; the second one kills them.
 
     Args:
@@ -93,7 +94,7 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     Raises:
         ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
     """
-    processes, restarts = job.processes, 0
+    processes, restarts, was_damaged = job.processes, 0, False
     with contextlib.nullcontext(signals) if signals else Signals() as signals:
         while True:
             command = job.command + (job.again() if restarts else ())
@@ -102,10 +103,14 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
             if isinstance(ended, int):
                 return ended
             print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
-            if not may_restart or signals.received:
+            is_damaged = ended.exit_code == ExitCode.DAMAGED
+            # What was passed over once is not found again: the same end twice is for a person.
+            if not may_restart or signals.received or (is_damaged and was_damaged):
                 return ended.exit_code
+            was_damaged = is_damaged
             restarts += 1
-            processes = _processes_left(job, processes, ended.count)
+            if ended.exit_code == ExitCode.LOST:
+                processes = _processes_left(job, processes, ended.count)
             words = f"{processes} process{'es' if processes > 1 else ''}"
             print(f"restart {restarts} of {job.most_restarts}, {words}", file=out)
 

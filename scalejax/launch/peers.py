@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from scalejax.core.errors import ConfigError, ExitCode, refusal
 from scalejax.core.heartbeat import Beat, latest_beat, packed, unpacked
-from scalejax.core.process_group import Place
+from scalejax.core.process_group import SLURM, Place
 from scalejax.launch.watchdog import STUCK_SECONDS, Loss, Watch, lost
 
 _ALL, _TOLD = "scalejax/beats", "scalejax/told"
@@ -82,6 +82,7 @@ class PeerWatch:
         require_stuck_seconds(seconds)
         self._process = 0 if place is None else place.process
         self._count = 1 if place is None else place.processes
+        self._is_step_of_slurm = place is not None and place.told_by == SLURM
         self._seconds = seconds or math.inf
         self._has_progress = has_progress
         self._leave = leave
@@ -222,7 +223,9 @@ class PeerWatch:
         print(f"error: {words}; {who} exits.", file=sys.stderr, flush=True)
         # The others read the verdict of the first process, which holds the store.
         time.sleep(self._every * _ROUNDS_TO_LEAVE * (1 if self._process else 2))
-        if self._process == 0 or (self._process == 1 and words.startswith("process 0 ")):
+        is_first_left = self._process == (1 if words.startswith("process 0 ") else 0)
+        # Only a step whose tasks are the processes: else it is a shell, or a launcher.
+        if self._is_step_of_slurm and is_first_left:
             _kill_step()
         self._leave(ExitCode.LOST)
 
@@ -245,10 +248,12 @@ def require_stuck_seconds(seconds: float) -> None:
 
 
 def _is_in_debugger() -> bool:
-    """Whether the main thread is at a breakpoint of pdb, or of what is built on bdb."""
+    """Whether the main thread is at a breakpoint: of pdb and what is built on bdb, or of debugpy,
+    as of VS Code and PyCharm."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if frame.f_globals.get("__name__") == "bdb":
+        name = str(frame.f_globals.get("__name__"))
+        if name == "bdb" or name.startswith(("_pydevd_bundle.", "pydevd")):
             return True
         frame = frame.f_back
     return False

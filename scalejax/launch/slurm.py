@@ -270,11 +270,15 @@ def _after(run: SlurmRun) -> list[str]:
         f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi',
     ]
     if run.most_restarts:
+        damaged = f"${{{REFUSAL_MARKER}}}-damaged"
         ends = "|".join(str(code) for code in (*map(int, FINAL_CODES), STOPPED[0]))
         lines += [
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {run.most_restarts} ]; then',
             "  case $code in",
             f"    {ends}) ;;",
+            # Once: the next try takes what was stored before it, or ends so again.
+            f'    {ExitCode.DAMAGED:d}) if [ ! -e "{damaged}" ]; then',
+            f'      touch "{damaged}"; scontrol requeue "$SLURM_JOB_ID"; fi ;;',
             '    *) scontrol requeue "$SLURM_JOB_ID" ;;',
             "  esac",
             "fi",

@@ -302,3 +302,21 @@ def first_of(mpirun):
         if b"OMPI_COMM_WORLD_RANK=0" in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
             return int(child)
     raise AssertionError(f"mpirun has no first process: {children}")
+
+
+def test_only_a_step_of_slurm_that_is_the_run_is_killed(heart, tmp_path, monkeypatch):
+    """A run alone in `srun --pty bash`, or a launcher's, is in a step of others."""
+    called = tmp_path / "called"
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" >> {called}\n')
+    scancel.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    codes = {}
+
+    with PeerWatch(None, SECONDS, leave=partial(codes.setdefault, 0)):
+        until(codes, 1)
+
+    assert codes == {0: ExitCode.LOST}
+    assert not called.exists()

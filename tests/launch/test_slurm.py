@@ -169,6 +169,23 @@ def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
     assert calls[0].endswith(" --resume") == bool(restarts)
 
 
+@needs_submitit
+def test_the_script_goes_back_into_the_queue_once_for_what_is_damaged(tmp_path):
+    """The second try takes what was stored before it; the same end again is for a person."""
+    for name, ends in (("srun", ExitCode.DAMAGED), ("scontrol", 0)):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\nexit {ends}\n")
+        command.chmod(0o755)
+    text = script(run(tmp_path))
+    (tmp_path / "slurm").mkdir(exist_ok=True)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+
+    for _ in range(2):
+        subprocess.run(["bash", "-c", text], env=environment, check=False)
+
+    assert (tmp_path / "calls").read_text().split() == ["srun", "scontrol", "srun"]
+
+
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [

@@ -18,7 +18,7 @@ from scalejax.core.errors import ConfigError
 VARIABLE = "SCALEJAX_HEARTBEAT"
 """Environment variable with the path of the heartbeat file; absent without a launcher."""
 
-_FORMAT = struct.Struct("<QQQd40s")
+_FORMAT = struct.Struct("<QQQdd40s")
 _SECONDS_BETWEEN_BEATS = 0.5
 
 
@@ -37,6 +37,8 @@ class Beat:
     slowest_seconds: float = 0.0
     """Longest time without progress in this phase so far; 0 before it ended twice: a first update
     is only queued, and waited for in the second."""
+    store_seconds: float = 0.0
+    """For how long a read of its data is tried again; 0 where that is in no store."""
 
 
 _latest: list[Beat] = []
@@ -58,6 +60,7 @@ class Heartbeat:
         """
         self._liveness_count = self._progress_count = self._step = 0
         self._phase = "starting"
+        self._store_seconds = 0.0
         self._since = time.monotonic()
         self._ended: dict[str, tuple[int, float]] = {}
         self._map: mmap.mmap | None = None
@@ -96,6 +99,10 @@ class Heartbeat:
         _latest[:] = [self._beat_now()]
         self._write()
 
+    def reads_a_store(self, seconds: float) -> None:
+        """Say that the loop may wait for a store, which is tried again for so long."""
+        self._store_seconds = seconds
+
     @property
     def phase(self) -> str:
         """Current phase of the loop."""
@@ -118,6 +125,7 @@ class Heartbeat:
             step=self._step,
             phase=self._phase,
             slowest_seconds=slowest if times > 1 else 0.0,
+            store_seconds=self._store_seconds,
         )
 
     def _write(self) -> None:
@@ -128,20 +136,23 @@ class Heartbeat:
 def packed(beat: Beat) -> bytes:
     """`beat` as bytes, which `unpacked` reads."""
     counts = beat.liveness_count, beat.progress_count, beat.step
-    return _FORMAT.pack(*counts, beat.slowest_seconds, beat.phase.encode())
+    seconds = beat.slowest_seconds, beat.store_seconds
+    return _FORMAT.pack(*counts, *seconds, beat.phase.encode())
 
 
 def unpacked(content: bytes) -> Beat | None:
     """The heartbeat in `content`; None if it is not whole."""
     if len(content) != _FORMAT.size:
         return None
-    liveness_count, progress_count, step, slowest_seconds, phase = _FORMAT.unpack(content)
+    *counts, slowest_seconds, store_seconds, phase = _FORMAT.unpack(content)
+    liveness_count, progress_count, step = counts
     return Beat(
         liveness_count=liveness_count,
         progress_count=progress_count,
         step=step,
         phase=phase.rstrip(b"\0").decode(errors="replace"),
         slowest_seconds=slowest_seconds,
+        store_seconds=store_seconds,
     )
 
 

@@ -31,6 +31,8 @@ _FIRST, _SAVING = 30, 5
 """Multiples of `stuck_seconds` that a phase may take which did not end twice before (start-up,
 compiling, the first batches, updates and checkpoints, the end), and that each later checkpoint may
 take."""
+_READING = ("waiting for input", "evaluating")
+"""Phases that read data."""
 _NO_BEAT = Beat(liveness_count=0, progress_count=0, step=0, phase="starting")
 """Heartbeat of a process that has not written one yet."""
 
@@ -164,11 +166,13 @@ class Watch:
     def limit_seconds(self, beat: Beat) -> float:
         """How long a process may stay at `beat` without progress: ten times the slowest of its
         phase so far, at least `stuck_seconds`, and five times that for a checkpoint; thirty times
-        that while the phase has not ended twice."""
+        that while the phase has not ended twice. Where it reads a store, an outage ends it first,
+        in words of its own."""
+        store_seconds = beat.store_seconds if beat.phase in _READING else 0.0
         if not beat.slowest_seconds:
-            return self.stuck_seconds * _FIRST
+            return max(self.stuck_seconds * _FIRST, self.stuck_seconds + store_seconds)
         least = self.stuck_seconds * (_SAVING if beat.phase == "saving" else 1)
-        return max(least, beat.slowest_seconds * _SLOWER)
+        return max(least + store_seconds, beat.slowest_seconds * _SLOWER)
 
 
 def _in_words(code: int) -> str:

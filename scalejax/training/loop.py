@@ -20,9 +20,12 @@ from typing import Any
 
 import jax
 
+from scalejax.config.data import DataConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
 from scalejax.core.errors import Damaged
+from scalejax.core.filesystem import is_url
+from scalejax.core.remote import deadlines
 from scalejax.core.units import counted
 from scalejax.data.loader.loader import Batches
 from scalejax.data.loader.skip_unreadable import Skipped
@@ -70,6 +73,13 @@ class _Member:
     """Whether it is to end, and how."""
 
 
+def store_seconds(data: DataConfig) -> float:
+    """For how long a read of `data` is tried again; 0 where none of it is at a URL."""
+    locations = (getattr(data, part, None) for part in ("train", "test"))
+    is_remote = data.is_of_files and any(is_url(each) for each in locations if each is not None)
+    return deadlines().total_seconds if is_remote else 0.0
+
+
 class TrainingLoop:
     """One session of runs, from their state to the end of the last of them or a signal."""
 
@@ -109,6 +119,7 @@ class TrainingLoop:
         self._programs = programs
         self._checkpoints = checkpoints
         self._logger = loggers[0]  # its heartbeat, clock and reporter are those of the loop
+        self._logger.heartbeat.reads_a_store(store_seconds(self._run.config.data))
         self._signals = signals
         self._recorder = recorder
         self._resume_command = resume_command

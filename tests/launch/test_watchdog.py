@@ -8,22 +8,34 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scalejax.cli.main import main
+from scalejax.config.data import FashionMnistConfig, ParquetConfig
 from scalejax.core.errors import ExitCode
-from scalejax.core.heartbeat import Beat, Heartbeat, read_beat
+from scalejax.core.heartbeat import Beat, Heartbeat, packed, read_beat, unpacked
+from scalejax.core.remote import deadlines
 from scalejax.launch.local import Launch, launch
 from scalejax.launch.watchdog import Watch
+from scalejax.training.loop import store_seconds
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "scalejax" / "config" / "examples" / "fashion_no_warmup.toml"
 RUNNING, LIVES = (None, None), (False, False)
 
 
-def beat(*, liveness_count=0, progress_count=0, step=0, phase="training", slowest_seconds=1.0):
+def beat(
+    *,
+    liveness_count=0,
+    progress_count=0,
+    step=0,
+    phase="training",
+    slowest_seconds=1.0,
+    store_seconds=0.0,
+):
     """What a process says."""
     return Beat(
         liveness_count=liveness_count,
@@ -31,6 +43,7 @@ def beat(*, liveness_count=0, progress_count=0, step=0, phase="training", slowes
         step=step,
         phase=phase,
         slowest_seconds=slowest_seconds,
+        store_seconds=store_seconds,
     )
 
 
@@ -134,6 +147,24 @@ def test_each_phase_has_a_limit_of_its_own(watch, clock, phase, slowest_seconds,
         assert watch.hanging(RUNNING, beats, LIVES) is None
     clock[0] = limit_seconds + 1
 
+    assert watch.hanging(RUNNING, beats, LIVES).process == 1
+
+
+@pytest.mark.parametrize("phase", ["waiting for input", "evaluating"])
+def test_an_outage_of_a_store_is_waited_for_as_long_as_it_is_tried_again(watch, clock, phase):
+    """By a process whose data is at a URL, and those that wait for it: its own end is 75, with the
+    address, and not that of a lost process."""
+    config = ParquetConfig(train="s3://bucket/train", test="test")
+    seconds = store_seconds(config)
+    beats = (beat(step=1), beat(phase=phase, store_seconds=seconds))
+
+    assert seconds == deadlines().total_seconds
+    assert store_seconds(replace(config, train="train")) == 0
+    assert store_seconds(FashionMnistConfig()) == 0
+    assert unpacked(packed(beats[1])) == beats[1]
+    for clock[0] in (0.0, seconds + 99):
+        assert watch.hanging(RUNNING, beats, LIVES) is None
+    clock[0] = seconds + 101
     assert watch.hanging(RUNNING, beats, LIVES).process == 1
 
 

@@ -244,8 +244,9 @@ class Checkpoints:
                 )
                 write_manifest(path, manifest)
                 set_newest(self.folder, step)
-                for each in deleted:
-                    _delete(self.folder / str(each))
+                for each in deleted:  # this checkpoint counts, whatever becomes of others
+                    with contextlib.suppress(OSError):
+                        _delete(self.folder / str(each))
 
             counted = {each: accuracies[each] for each in kept}
             self._saving = _Saving(step, finish, counted)
@@ -287,7 +288,6 @@ class Checkpoints:
             CheckpointMismatch: if it holds another state, or cannot be read at present.
         """
         self.wait()
-        decided_by_first(lambda: None)  # until the first has written the manifest
         path = self.folder / str(step)
         arrays = self.manifest(step).arrays
         state = _verified(lambda: (orbax.load(str(path), like), arrays))
@@ -304,16 +304,18 @@ class Checkpoints:
         return state
 
     def wait(self) -> None:
-        """Wait until all saves are on disk.
+        """Wait until all saves count: until the first process has written their manifests; every
+        process must call it.
 
         Raises:
-            ConfigError: if it cannot be written.
+            ConfigError: if one cannot be written.
         """
-        with _naming_unwritable(self.folder):
-            self._await_last_save()
+        if jax.process_index():
+            self.close()
+        decided_by_first(self.close)
 
     def close(self) -> None:
-        """Finish pending writes.
+        """Finish this process's part of pending saves, without waiting for other processes.
 
         Raises:
             ConfigError: if it cannot be written.

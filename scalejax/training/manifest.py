@@ -23,12 +23,12 @@ from scalejax.core.serialization import (
     load,
     plain,
     save,
+    save_text,
     stamped,
     sync_file,
     sync_folder,
     unstamped,
 )
-from scalejax.core.serialization import save_text as write_text
 from scalejax.training.record import RecordPosition, RunFolder
 
 MANIFEST = "manifest.json"
@@ -112,8 +112,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         ConfigError: if it cannot be written.
     """
     body = plain(manifest)
-    fields: dict[str, JsonValue] = {_SHA256: _sha256(body), _BODY: body}
-    write_text(stamped(_KIND, _VERSION, fields), folder / MANIFEST)
+    fields: dict[str, JsonValue] = {_SHA256: digest(body), _BODY: body}
+    save_text(stamped(_KIND, _VERSION, fields), folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = unstamped(_KIND, _VERSION, load(dict, path))
         body = fields.get(_BODY)
-        if fields.get(_SHA256) != _sha256(body):
+        if fields.get(_SHA256) != digest(body):
             raise Damaged("its manifest has another checksum than was written")
         manifest = build(Manifest, body)
     except ConfigError as error:
@@ -183,7 +183,8 @@ def record_damage(files: RunFolder) -> str | None:
 
 def digest(value: object) -> str:
     """SHA-256 of plain data, whatever the order of its fields."""
-    return _sha256(value)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def newest_file(folder: Path) -> Path:
@@ -202,11 +203,6 @@ def newest(folder: Path) -> int | None:
 def set_newest(folder: Path, step: int) -> None:
     """Note that the newest checkpoint in `folder` is that of `step`."""
     save(Newest(step=step), newest_file(folder))
-
-
-def _sha256(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _files_below(folder: Path) -> Iterable[Path]:

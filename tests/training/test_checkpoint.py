@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -180,6 +181,47 @@ def test_a_checkpoint_counts_when_all_of_it_is_on_the_disk_and_not_before(tmp_pa
         ("write_manifest", "5", both),
         ("set_newest", tmp_path.name, both),
     ]
+
+
+def test_no_process_goes_on_before_the_first_has_made_the_checkpoint_count(tmp_path, monkeypatch):
+    """One that ended meanwhile would have launchers kill the first; an end after an error, which
+    others may have had already, waits for nobody."""
+    events, synced, decided = [], module.synced_files, module.decided_by_first
+
+    def slow(path):
+        time.sleep(0.3)
+        return synced(path)
+
+    def noting(decide):
+        said = decided(decide)
+        events.append((tmp_path / "3" / "manifest.json").exists())
+        return said
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        monkeypatch.setattr(module, "synced_files", slow)
+        monkeypatch.setattr(module, "decided_by_first", noting)
+        checkpoints.save(3, state_on(2))
+        checkpoints.wait()
+        assert events == [True]
+    assert events == [True]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+    """Somebody was there before, or nobody may."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state_on(2))
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "3")
+        checkpoints.save(4, state_on(2))
+        checkpoints.wait()
+
+        def refused(path):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(module, "_delete", refused)
+        checkpoints.save(5, state_on(2))
+        checkpoints.wait()
+        assert checkpoints.steps == (5,)
 
 
 @pytest.fixture(scope="module")

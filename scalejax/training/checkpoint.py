@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 from orbax.checkpoint import v1 as orbax
@@ -84,11 +84,16 @@ class Checkpoints:
         """Test accuracies of steps that were saved before they were evaluated."""
         self._keep = keep
         self._saving: _Saving | None = None
-        found = cast("dict[str, float | None]", decided_by_first(self._open))
-        self._accuracies = {int(step): accuracy for step, accuracy in found.items()}
+        found = cast("dict[str, list[Any]]", decided_by_first(self._open))
+        self._accuracies: dict[int, float | None] = {
+            int(step): accuracy for step, (accuracy, _) in found.items()
+        }
+        self._needed: dict[int, list[int]] = {int(step): each for step, (_, each) in found.items()}
+        """Steps whose checkpoints a run that goes on from a step ends with, if none is better."""
 
     def _open(self) -> JsonValue:
-        """Remove what a crash left unfinished; test accuracies of the steps with a manifest."""
+        """Remove what a crash left unfinished; of each step with a manifest its test accuracy, and
+        the steps that it needs."""
         with _naming_unwritable(self.folder):
             make_folder(self.folder)
             for path in self.folder.iterdir():
@@ -97,7 +102,10 @@ class Checkpoints:
         found: dict[str, JsonValue] = {}
         for step in sorted(self._folders()):
             with contextlib.suppress(Damaged):
-                found[str(step)] = read_manifest(self.folder / str(step)).test_accuracy
+                manifest = read_manifest(self.folder / str(step))
+                stopping = [run.stopping for run in manifest.runs if run.stopping is not None]
+                needed = [each.restored_step for each in stopping if each.restored_step]
+                found[str(step)] = [manifest.test_accuracy, [*needed]]
         return found
 
     def _folders(self) -> list[int]:
@@ -225,6 +233,7 @@ class Checkpoints:
             written: JsonValue = {_CHECKSUMS: dict(arrays)}
             response = orbax.save_async(str(path), state, custom_metadata=written)
             accuracies = {**self._accuracies, step: test_accuracy}
+            self._needed[step] = [] if self.pinned_step is None else [self.pinned_step]
             kept = self._kept(accuracies)
             deleted = [each for each in accuracies if each not in kept]
 
@@ -252,7 +261,8 @@ class Checkpoints:
             self._saving = _Saving(step, finish, counted)
 
     def _kept(self, accuracies: Mapping[int, float | None]) -> set[int]:
-        """Steps that are kept of these: the latest, the best and the pinned one."""
+        """Steps that are kept of these: the latest, the best, the pinned one, and those that they
+        need to be gone on from."""
         steps = sorted(accuracies)
         kept = set(steps[-self._keep :])
         rated = {step: accuracies[step] for step in steps if accuracies[step] is not None}
@@ -261,7 +271,8 @@ class Checkpoints:
             kept.add(max(rated, key=rated.__getitem__))  # type: ignore[arg-type]  none is None
         if self.pinned_step is not None and self.pinned_step in accuracies:
             kept.add(self.pinned_step)
-        return kept
+        needed = {each for step in kept for each in self._needed.get(step, ())}
+        return kept | (needed & set(steps))
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint.

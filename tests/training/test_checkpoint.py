@@ -21,7 +21,14 @@ from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged
 from scalejax.training import checkpoint as module
 from scalejax.training.checkpoint import Checkpoints, load_weights, save_weights
 from scalejax.training.checksums import checksums
-from scalejax.training.manifest import read_manifest, set_newest, write_manifest
+from scalejax.training.manifest import (
+    RunAtStep,
+    StoppingState,
+    read_manifest,
+    set_newest,
+    write_manifest,
+)
+from scalejax.training.record import EMPTY_RECORD
 from scalejax.training.state import TrainState
 
 
@@ -123,6 +130,38 @@ def test_the_latest_the_best_and_the_pinned_are_kept(tmp_path):
         assert checkpoints.latest_step == 8
     on_disk = {int(path.name) for path in tmp_path.iterdir()}
     assert on_disk == {2, 3, 7, 8}
+
+
+@pytest.mark.parametrize("is_opened_anew", [False, True])
+def test_what_a_kept_checkpoint_needs_is_kept_with_it(tmp_path, is_opened_anew):
+    """Early stopping ends with the best epoch: a run that goes back to the checkpoint before one
+    with a better epoch needs that of the best before."""
+
+    def save(checkpoints, step):
+        """Steps 2 and 6 are the best so far."""
+        best = 6 if step >= 6 else 2
+        checkpoints.pinned_step = best
+        stopping = StoppingState(best_step=best, evaluated_step=step, wait=0, restored_step=best)
+        run = RunAtStep(
+            config={}, data="", epoch=1, global_batch=1, record=EMPTY_RECORD, stopping=stopping
+        )
+        accuracy = {2: 0.5, 6: 0.7}.get(step, 0.4)
+        checkpoints.save(step, state_on(2), test_accuracy=accuracy, runs=[run])
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (2, 4, 5):
+            save(checkpoints, step)
+        if not is_opened_anew:
+            save(checkpoints, 6)
+    if is_opened_anew:
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            save(checkpoints, 6)
+
+    assert {int(path.name) for path in tmp_path.iterdir()} == {2, 5, 6}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        save(checkpoints, 8)
+        save(checkpoints, 9)
+    assert {int(path.name) for path in tmp_path.iterdir()} == {6, 8, 9}
 
 
 def test_a_step_that_is_there_is_left_as_it_is(tmp_path):

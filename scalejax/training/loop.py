@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import jax
 from scalejax.config.data import DataConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
-from scalejax.core.errors import Damaged
+from scalejax.core.errors import ConfigError, Damaged
 from scalejax.core.filesystem import is_url
 from scalejax.core.remote import deadlines
 from scalejax.core.units import counted
@@ -132,6 +132,8 @@ class TrainingLoop:
         self._identities = identities
         self._resumed = resumed
         self._step = 0
+        self._compared_step: int | None = None
+        """The last checkpoint of this session before which replicas were compared."""
         self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
         self._of_seed = {run.config.seed: run for run in runs}
@@ -336,6 +338,7 @@ class TrainingLoop:
             with clock.within("checkpoint"):
                 if self._config.compare_replicas_every_steps:
                     self._compare_replicas(state)
+                    self._compared_step = self._step
                 accuracy = self._checkpoints.rated.get(self._step)
                 self._checkpoints.save(
                     self._step,
@@ -352,8 +355,18 @@ class TrainingLoop:
 
     def _compare_replicas(self, state: TrainState) -> None:
         """Refuse to go on, or to save, if a device holds another replica than the others."""
-        agreed = self._checkpoints.latest_step
-        require_equal_replicas(state, step=self._step, agreed_step=agreed)
+        require_equal_replicas(state, step=self._step, way_back=self._way_back)
+
+    def _way_back(self) -> str:
+        """Which checkpoint a run whose replicas differ may go on from; every process must call
+        it."""
+        with suppress(ConfigError):  # of a save that failed: the one before it counts
+            self._checkpoints.wait()
+        if (newest := self._checkpoints.latest_step) is None:
+            return "there is no checkpoint to go back to"
+        if newest == self._compared_step:
+            return f"all agreed before the checkpoint of step {newest:,}: go on from it"
+        return f"the newest checkpoint is of step {newest:,}"
 
     def _runs_at_step(self) -> list[RunAtStep]:
         """What the manifest of a checkpoint says of the runs; in the first process alone."""

@@ -182,7 +182,7 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
     raise ConfigError(refusal(f"model.{field}", getattr(model, field), accepted))
 
 
-def require_equal_replicas(state: TrainState, *, step: int, agreed_step: int | None) -> None:
+def require_equal_replicas(state: TrainState, *, step: int, way_back: Callable[[], str]) -> None:
     """Refuse to go on with a state of which two devices hold different replicas; every process must
     call it.
 
@@ -193,7 +193,7 @@ def require_equal_replicas(state: TrainState, *, step: int, agreed_step: int | N
     Args:
         state: its arrays.
         step: updates made.
-        agreed_step: the last checkpoint before which replicas were compared; None without one.
+        way_back: says what may be gone on from; called in all processes if replicas differ.
 
     Raises:
         Damaged: naming the array, the device that is alone with its numbers, and its process.
@@ -207,14 +207,10 @@ def require_equal_replicas(state: TrainState, *, step: int, agreed_step: int | N
     first, *more = different
     others = f" (and {counted(len(more), 'other array')})" if more else ""
     doubt = ", or the other way round" if first.is_even else ""
-    if agreed_step is None:
-        back = "there is no checkpoint to go back to"
-    else:
-        back = f"all agreed before the checkpoint of step {agreed_step:,}: go on from it"
     raise Damaged(
         f"after step {step:,}, {first.name}{others} of device {first.device}, in process "
         f"{first.process}, is not that of device {first.other_device}, in process {first.other}"
-        f"{doubt}: a bit has flipped, or a device computes wrongly; {back}."
+        f"{doubt}: a bit has flipped, or a device computes wrongly; {way_back()}."
     )
 
 

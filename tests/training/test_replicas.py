@@ -106,6 +106,18 @@ def test_a_flipped_bit_is_found_before_it_is_saved_and_the_run_goes_back(
     assert figures(tmp_path / "hit") == figures(tmp_path / "whole")
 
 
+def test_a_checkpoint_before_which_nothing_was_compared_is_not_said_to_agree(tmp_path, flip):
+    """A run goes on from one of a session without comparisons; the message says its step alone."""
+    off = {"train__compare_replicas_every_steps": None, "train__checkpoint_every_steps": 10}
+    one = config_of(tmp_path, **off, train__epochs=1)
+    train(one, tmp_path / "run", predicts=False)
+    flip(step=2, device=2)
+
+    on = config_of(tmp_path, train__checkpoint_every_steps=10)
+    with pytest.raises(Damaged, match=r"the newest checkpoint is of step 10\.$"):
+        train(on, tmp_path / "run", resume=True, predicts=False)
+
+
 def test_without_a_majority_either_may_be_wrong(tmp_path, flip):
     """Two devices; and with nothing saved yet there is nothing to go back to."""
     flip(step=2, device=0)

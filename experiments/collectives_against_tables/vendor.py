@@ -6,6 +6,7 @@ Reads `../shared/ledger` beside this checkout; needed once, and when the ledger 
 """
 
 import csv
+import lzma
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,10 @@ FOLDER = Path(__file__).parents[2] / "scalejax" / "hardware" / "collective_times
 XLA = "openxla/xla, tables of measured collectives (Apache-2.0)"
 NCCL = "NVIDIA AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0), systems/data, {}/comm/nccl"
 VTRAIN = "VIA-Research/vTrain at f8dda8473a, trace/*/AR_GPU*_LUT: nccl-tests, out of place (facts)"
-AWS = "README of AWS's nccl-tests example, out of place (facts)"
+AWS = (
+    "aws-samples/awsome-distributed-training at 0162aac, micro-benchmarks/nccl-tests/README.md, "
+    "out of place (facts)"
+)
 COREWEAVE = "coreweave/nccl-tests at cb86553328: NCCL 2.26.2, out of place (facts)"
 OF_NCCL = {
     "a100_sxm": ("a100-nvswitch", "dgx-a100-80gb"),
@@ -81,9 +85,11 @@ def write_bus_bandwidths() -> None:
 
 
 def copy_all_reduces() -> None:
-    """What the experiment needs of `all_reduce_times.csv`, each row with its source."""
+    """What the experiment needs of `all_reduce_times.csv` as scalejax ships it, each row with its
+    source."""
     columns: list[str] = ["case_id", "device_count", "payload_bytes", "seconds", "source"]
-    with (LEDGER / "all_reduce_times.csv").open() as read, COPY.open("w", newline="") as written:
+    shipped = FOLDER.parents[1] / "validation" / "ledgers" / "all_reduce_times.csv.xz"
+    with lzma.open(shipped, "rt") as read, COPY.open("w", newline="") as written:
         writer = csv.DictWriter(written, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in csv.DictReader(read):

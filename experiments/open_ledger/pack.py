@@ -63,6 +63,42 @@ CORRECTED: dict[tuple[str, str], tuple[dict[str, str], str]] = {
 }
 """Cells of rows of which the ledger has others than their source, and the source; by file and
 case."""
+_AWS = (
+    "github:aws-samples/awsome-distributed-training@0162aacd5d",
+    "micro-benchmarks/nccl-tests/README.md",
+)
+NAMED: dict[tuple[str, str], tuple[str, str]] = {
+    ("all_reduce_times", "aws_p4de_16gpu"): _AWS,
+    ("all_reduce_times", "aws_p5_16gpu"): _AWS,
+    ("all_reduce_times", "aws_p5_16gpu_eks"): _AWS,
+    ("all_reduce_times", "issue232_2x1_h100_tree"): ("github issue NVIDIA/nccl-tests#232", ""),
+    ("all_reduce_times", "dgxh100_2x2gpu"): (
+        "a user's log of nccl-tests on dgx-06 and dgx-07; unverified: its repository is not known",
+        "",
+    ),
+    ("all_reduce_times", "a800_24gpu"): (
+        "a user's log of nccl-tests in Kubeflow; unverified: its repository is not known",
+        "",
+    ),
+}
+"""Source, and the file in it, of rows that the ledger cites by the number of a look-up; by file and
+case."""
+
+
+def named(name: str, text: str) -> str:
+    """The rows of a ledger with the sources that `NAMED` has for them."""
+    sources = {case: found for (file, case), found in NAMED.items() if file == name}
+    if not sources:
+        return text
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    output = io.StringIO(newline="")
+    writer = csv.DictWriter(output, list(reader.fieldnames or ()), lineterminator="\n")
+    writer.writeheader()
+    for row in reader:
+        source, file = sources.get(row["case_id"], (row["source"], ""))
+        place = f"{file}: {row['source_locator']}" if file else row["source_locator"]
+        writer.writerow(row | {"source": source, "source_locator": place})
+    return output.getvalue()
 
 
 def corrected(name: str, text: str) -> str:
@@ -111,7 +147,7 @@ def main() -> None:
     folder, total = Path(sys.argv[1]), 0
     FOLDER.mkdir(exist_ok=True)
     for name in (*STEP_TIMES, *CONVERGENCE, *COLLECTIVES, *THINNED):
-        text = corrected(name, read(folder, name))
+        text = named(name, corrected(name, read(folder, name)))
         if name in THINNED:
             text = thinned(name, text)
         data = lzma.compress(text.encode(), check=lzma.CHECK_CRC32, preset=9 | lzma.PRESET_EXTREME)

@@ -55,13 +55,33 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
         before = {each.file.path: each for each in files_before}
         after = {each.file.path: each for each in files_after}
         for path in sorted(before | after):
-            if before.get(path) != after.get(path):
+            if not _is_same(before.get(path), after.get(path)):
                 what = "is new" if path not in before else "is gone" if path not in after else ""
                 raise ConfigError(
                     f"{str(folder.path)!r} holds a run on other data: {path} of {field} "
                     f"{what or 'has changed'} since it began. Bring the files back as they were, "
                     "or begin a new run in another folder."
                 )
+
+
+def fingerprints_to_keep(folder: RunFolder, data: DataConfig) -> UsedFiles | None:
+    """Fingerprints of the files of `data`, for the folder of its run; None if it has no files.
+    What an earlier version of scalejax left out of those in the folder stays out, for the manifests
+    of its checkpoints have their hash.
+
+    Raises:
+        ConfigError: if the fingerprints in the folder are damaged.
+    """
+    if (now := used_files(data)) is None or not folder.data_files.exists():
+        return now
+    before = load(UsedFiles, folder.data_files)
+
+    def kept(olds: tuple[UsedFile, ...], news: tuple[UsedFile, ...]) -> tuple[UsedFile, ...]:
+        known = {each.file.path: each for each in olds}
+        pairs = [(known.get(each.file.path), each) for each in news]
+        return tuple(old if old and _is_same(old, new) else new for old, new in pairs)
+
+    return UsedFiles(train=kept(before.train, now.train), test=kept(before.test, now.test))
 
 
 def _is_same(before: UsedFile | None, after: UsedFile | None) -> bool:

@@ -18,7 +18,7 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.filesystem import absolute_location
 from scalejax.core.serialization import JsonValue, load, save, save_text, save_toml
 from scalejax.simulator.predict import Prediction
-from scalejax.training.data_fingerprints import refuse_other_files, used_files
+from scalejax.training.data_fingerprints import fingerprints_to_keep, refuse_other_files
 from scalejax.training.multihost import HOW_IT_IS_READ, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
 
@@ -208,7 +208,7 @@ def describe_run(folder: RunFolder, run: ResolvedRun, command: str) -> None:
     if not (is_of_as_many and _holds_same_program(folder, run)):
         folder.prediction.unlink(missing_ok=True)
         folder.program.unlink(missing_ok=True)
-    if (used := used_files(run.config.data)) is not None:
+    if (used := fingerprints_to_keep(folder, run.config.data)) is not None:
         save(used, folder.data_files)
     save(run.dataset, folder.facts)
     save_toml(resolved_config(run), folder.config)

@@ -21,13 +21,20 @@ from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError, Damaged, ExitCode, ScalejaxError, Unavailable
 from scalejax.core.filesystem import DataFile, local_copy
 from scalejax.core.remote import Deadlines
+from scalejax.core.serialization import save
 from scalejax.data.datasets import open_source
 from scalejax.data.facts import read_facts
 from scalejax.data.formats import parquet_bytes
 from scalejax.data.formats.parquet import find_files
 from scalejax.data.formats.parquet_bytes import coalesced
 from scalejax.data.readers.row_group_cache import RowGroups
-from scalejax.training.data_fingerprints import _is_same, used_files
+from scalejax.training.data_fingerprints import (
+    UsedFiles,
+    fingerprints_to_keep,
+    refuse_other_files,
+    used_files,
+)
+from scalejax.training.record import RunFolder
 
 IMAGES = random_images(40)
 LABELS = np.arange(40) % 5
@@ -432,14 +439,17 @@ def test_a_run_is_not_resumed_on_a_file_with_another_footer(tmp_path):
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     parquet_bytes._footers = BoundedMemory(2**28)  # as in another process
 
-    after = used_files(config)
-
     assert before is not None
-    assert after is not None
-    (one,), (other,) = before.train, after.train
-    assert one.file == other.file
-    assert not _is_same(one, other)
-    assert _is_same(replace(one, listing=None), other)
+    run = RunFolder(path=tmp_path)
+    save(before, run.data_files)
+    with pytest.raises(ConfigError, match=r"train\.parquet of data\.train has changed since"):
+        refuse_other_files(run, config)
+    old = UsedFiles(
+        **{part: (replace(getattr(before, part)[0], listing=None),) for part in ("train", "test")}
+    )
+    save(old, run.data_files)
+    refuse_other_files(run, config)
+    assert fingerprints_to_keep(run, config) == old  # which manifests have the hash of
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ class Deadlines:
     total_seconds: float = 300.0
     """For how long a read of a file that was listed is tried again."""
     first_seconds: float = 60.0
-    """The same for a file that nobody has seen yet, whose address may be wrong."""
+    """The same for a file that nobody has seen yet, whose address may be wrong; not for a listing
+    that goes on, which may take `total_seconds`."""
+    gone_seconds: float = 5.0
+    """Least time until a file that was listed, and then is not there, is taken to be gone."""
     first_wait_seconds: float = 0.5
     """Longest wait before the second try; doubled for each further one."""
     longest_wait_seconds: float = 30.0
@@ -63,7 +66,7 @@ def deadlines() -> Deadlines:
         connect_seconds=min(Deadlines().connect_seconds, stall_seconds),
         stall_seconds=stall_seconds,
         total_seconds=total_seconds,
-        first_seconds=min(Deadlines().first_seconds, total_seconds),
+        first_seconds=total_seconds if os.environ.get(STORE_SECONDS) else Deadlines().first_seconds,
     )
 
 
@@ -161,6 +164,8 @@ def _answered(error: BaseException) -> tuple[int, Mapping[str, str]] | None:
     if isinstance(response, Mapping):
         about = response.get("ResponseMetadata", {})
         status, headers = about.get("HTTPStatusCode"), about.get("HTTPHeaders", {})
+        if response.get("Error", {}).get("Code") == "RequestTimeout":
+            status = 408  # which S3 says as 400
     else:
         # Of gcsfs alone: `code` of aiohttp is also that of what its parser cannot read.
         is_of_gcs = type(error).__module__.startswith("gcsfs")
@@ -208,9 +213,16 @@ _sleep = asyncio.sleep
 
 
 async def _tried(
-    field: str, url: str, attempt: Callable[[], Awaitable[T]], limits: Deadlines, *, is_seen: bool
+    field: str,
+    url: str,
+    attempt: Callable[[], Awaitable[T]],
+    limits: Deadlines,
+    *,
+    is_seen: bool,
+    try_seconds: float = 0.0,
 ) -> T:
-    """What `attempt` gives, tried until it does or the deadline is over.
+    """What `attempt` gives, tried until it does or the deadline is over, each time for
+    `try_seconds` at least.
 
     Raises:
         Unavailable: if the store does not answer, or not rightly, until the deadline.
@@ -223,7 +235,7 @@ async def _tried(
         tries += 1
         left = began + seconds - time.monotonic()
         try:
-            return await asyncio.wait_for(attempt(), max(left, 0.001))
+            return await asyncio.wait_for(attempt(), max(left, try_seconds, 0.001))
         except Exception as error:  # noqa: BLE001  each store's package has its own; named below
             problem = _problem(error)
             cause = error
@@ -234,17 +246,18 @@ async def _tried(
         # Full jitter: processes that failed together do not come back together.
         longest = min(limits.first_wait_seconds * 2 ** (tries - 1), limits.longest_wait_seconds)
         asked = problem.wait_seconds if isinstance(problem, _Passing) else 0.0
-        wait = max(asked, min(random.uniform(0, longest), (seconds - passed) / 2))
+        wait = max(asked, 0.0, min(random.uniform(0, longest), (seconds - passed) / 2))
         is_late = passed + wait >= seconds or seconds - passed < limits.first_wait_seconds / 10
-        if kind is not _Passing and (
-            is_late or failed[kind] >= (kind.most_tries if is_seen else 1)
-        ):
+        is_lasting = failed[kind] >= (kind.most_tries if is_seen else 1)
+        if kind is _Gone and is_seen and passed < limits.gone_seconds:
+            is_lasting = False
+        if kind is not _Passing and (is_late or is_lasting):
             _refuse(field, url, problem, told, cause, is_seen=is_seen)
         if is_late:
             again = "resume the run" if is_seen else "try again"
             raise Unavailable(
                 f"{field}: {url} is not available ({told}); {again} when its store answers, "
-                f"or raise {STORE_SECONDS}={seconds:g}."
+                f"or raise {STORE_SECONDS}={limits.total_seconds:g}."
             ) from cause
         await _sleep(wait)
 
@@ -367,7 +380,9 @@ def listing(
         return {path: each for path, each in within.items() if each.get("type") == "file"}
 
     async def all_known() -> dict[str, Mapping[str, Any]]:
-        files = await _tried(field, location, found, limits, is_seen=False)
+        files = await _tried(
+            *(field, location, found, limits), is_seen=False, try_seconds=limits.total_seconds
+        )
         if not is_whole:
             return files
         unknown = [
@@ -531,11 +546,16 @@ async def _read_http(filesystem: Any, wanted: Wanted, limits: Deadlines) -> byte
         filesystem.encode_url(wanted.url), headers=headers, timeout=_timeout(limits), **options
     )
     async with request as answer:
-        return await _content(answer, wanted, store_version(_about(answer.headers)))
+        version = answer.headers.get("Last-Modified" if _is_date(wanted.version) else "ETag")
+        content = await _content(answer, wanted, version)
+    if version is None and wanted.version is not None:  # some say it to HEAD alone
+        _require_version(await _http_about(filesystem, wanted.url, limits), wanted)
+    return content
 
 
-def _about(headers: Mapping[str, str]) -> dict[str, str | None]:
-    return {name: headers.get(name) for name in ("ETag", "Last-Modified")}
+def _is_date(version: str | None) -> bool:
+    """Whether a version is the time of a file in a store of HTTP without ETags."""
+    return version is not None and email.utils.parsedate(version) is not None
 
 
 def _range_header(wanted: Wanted) -> dict[str, str]:
@@ -628,8 +648,11 @@ async def _require_same(filesystem: Any, wanted: Wanted) -> None:
     """Refuse a file that is not the one that was listed, in a store that takes no conditions."""
     path = filesystem._strip_protocol(wanted.url)
     filesystem.invalidate_cache()
-    about = await _called(filesystem, "info", path)
-    if about.get("size") != wanted.size_bytes:
+    _require_version(await _called(filesystem, "info", path), wanted)
+
+
+def _require_version(about: Mapping[str, Any], wanted: Wanted) -> None:
+    if wanted.size_bytes is not None and about.get("size") != wanted.size_bytes:
         raise _Changed(f"it has {about.get('size')} bytes in place of {wanted.size_bytes}")
     if wanted.version is not None and (found := store_version(about)) != wanted.version:
         raise _Changed(f"its version is {found} in place of {wanted.version}")

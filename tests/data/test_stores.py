@@ -55,6 +55,7 @@ def patient(monkeypatch, seconds):
         stall_seconds=0.1,
         total_seconds=seconds,
         first_seconds=seconds,
+        gone_seconds=0.02,
         first_wait_seconds=0.01,
         longest_wait_seconds=0.02,
     )
@@ -228,10 +229,66 @@ def test_deadlines_are_those_of_the_environment(monkeypatch):
     monkeypatch.setenv(remote.STALL_SECONDS, "2")
     found = remote.deadlines()
     assert (found.total_seconds, found.first_seconds, found.stall_seconds) == (7, 7, 2)
+    monkeypatch.setenv(remote.STORE_SECONDS, "700")
+    assert remote.deadlines().first_seconds == 700
     for wrong in ("soon", "nan", "-1", "0"):
         monkeypatch.setenv(remote.STORE_SECONDS, wrong)
         with pytest.raises(ConfigError, match=r"SCALEJAX_STORE_SECONDS='.*' is refused"):
             remote.deadlines()
+
+
+def test_a_listing_may_take_longer_than_a_file_that_nobody_has_seen(folder, quick, monkeypatch):
+    """As of a large bucket, whose pages come one after the other."""
+    limits = Deadlines(first_seconds=0.1, total_seconds=5)
+    monkeypatch.setattr(remote, "deadlines", lambda: limits)
+    with served(folder, delay_seconds=0.3) as store:
+        _, found = remote.listing("data.train", f"{store.url}/")
+
+    assert len(found) == 2
+
+
+def test_a_file_that_is_gone_for_a_moment_is_waited_for(folder, quick, monkeypatch):
+    """As behind a cache or a token that is renewed; for a least time, however many the tries."""
+    limits = replace(remote.deadlines(), gone_seconds=2.0)
+    monkeypatch.setattr(remote, "deadlines", lambda: limits)
+    with served(folder) as store:
+        source = open_source(config_of(store.url), "train", seed=0)
+        store.fault = failing("404", count=8)
+        np.testing.assert_array_equal(source.take(np.arange(7))["inputs"], IMAGES[:7])
+
+
+def test_a_request_that_s3_took_for_too_slow_is_tried_again():
+    """It answers 400, which is final otherwise."""
+    error = OSError("it was wrapped")
+    error.__cause__ = Answered("RequestTimeout")
+    assert isinstance(remote._problem(error), remote._Passing)
+    error.__cause__ = Answered("InvalidRequest")
+    assert not isinstance(remote._problem(error), remote._Passing)
+
+
+class Answered(Exception):
+    """An exception of botocore."""
+
+    def __init__(self, code):
+        super().__init__(code)
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+
+
+@pytest.mark.parametrize("of_head", [True, False])
+@pytest.mark.parametrize("kind", ["no ETag", "W/"])
+def test_versions_are_compared_with_their_like(folder, quick, kind, of_head):
+    """Where GET has no ETag and HEAD has one, or HEAD a time alone: another file is still found."""
+    with served(folder) as store:
+        say = "HEAD" if of_head else "GET"
+        store.etags_of = (say,)
+        store.is_weak = kind == "W/"
+        source = open_source(config_of(store.url), "train", seed=0)
+        np.testing.assert_array_equal(source.take(np.arange(7))["inputs"], IMAGES[:7])
+        forget(source)
+        write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
+        os.utime(folder / "train.parquet", (0, 0))
+        with pytest.raises(ConfigError, match=r"train\.parquet was written anew"):
+            source.take(np.arange(7))
 
 
 def test_a_file_replaced_in_mid_run_is_refused_at_a_url(folder, quick):
@@ -516,6 +573,7 @@ def test_a_bucket_gives_the_rows_of_one_version(folder, monkeypatch, request, ki
     store.pipe("bucket/d/train.parquet", (folder / "train.parquet").read_bytes())
     with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was written anew"):
         source.take(np.arange(40))
+    monkeypatch.setattr(remote, "deadlines", lambda: Deadlines(gone_seconds=0.1))
     store.rm("bucket/d/train.parquet")
     with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was there when it was"):
         source.take(np.arange(40))

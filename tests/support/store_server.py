@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
@@ -45,6 +46,10 @@ class Store:
     """Header Retry-After of 429 and 503."""
     etags: bool = True
     """Whether files have ETags."""
+    etags_of: tuple[str, ...] = ("HEAD", "GET")
+    """Methods whose answers have them."""
+    is_weak: bool = False
+    """Whether they are weak ones."""
     delay_seconds: float = 0.0
     """Time before each answer."""
     bytes_per_second: float = 0.0
@@ -132,11 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, content, path, span, fault):
         etag = self.store.etag(path) if self.store.etags else None
+        if etag is not None and self.store.is_weak:
+            etag = f"W/{etag}"
         if fault == "another version":
             etag = '"another"'
         headers = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         if etag is not None:
             headers["ETag"] = etag
+        if self.command not in self.store.etags_of:
+            del headers["ETag"]
+        headers["Last-Modified"] = formatdate(path.stat().st_mtime, usegmt=True)
         match = self.headers.get("If-Match")
         if fault is not None and fault.isdecimal():
             return self._send(int(fault), b"no", {"Retry-After": self.store.retry_after})

@@ -3,6 +3,7 @@
 Knows names, sizes and modification times; nothing of the contents of a file.
 """
 
+import errno
 import glob
 import hashlib
 import io
@@ -15,10 +16,20 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow.fs as pafs
 
-from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, ScalejaxError, Unavailable, refusal
 from scalejax.core.remote import Wanted, listing, read_ranges, store_version
 
 _GLOB = frozenset("*?[")
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EINTR", "EBUSY", "EREMOTEIO"),
+        *("ETIMEDOUT", "ECONNRESET", "ECONNABORTED", "ENOTCONN", "ESHUTDOWN", "EHOSTDOWN"),
+        *("EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENODEV", "ENXIO"),
+    )
+    if hasattr(errno, name)
+)
+"""Errors of a disk, a file server or this machine, and not of what is in a file."""
 _BUFFER_BYTES = 2**16
 """Bytes that are read at once of a file at a URL, at least."""
 _COPIED_BYTES = 2**24
@@ -198,13 +209,29 @@ def require_unchanged(field: str, file: DataFile) -> None:
 
     Raises:
         ConfigError: if it is gone, or was rewritten.
+        Unavailable: if its disk, or this machine, fails.
     """
     try:
         about = os.stat(file.path)
     except OSError as error:
+        require_content(field, file.path, error)
         raise ConfigError(f"{field}: {file.path} cannot be read any more ({error}).") from error
     if (about.st_size, str(about.st_mtime_ns)) != (file.size_bytes, file.version):
         raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+
+
+def require_content(field: str, path: str, error: Exception) -> None:
+    """Tell a disk, a file server or a machine that fails from a file that is not as it should be.
+
+    Raises:
+        Unavailable: if `error` is not of the content of the file.
+    """
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        name = errno.errorcode[error.errno]
+        raise Unavailable(
+            f"{field}: {path} cannot be read now ({name}: {os.strerror(error.errno)}); try again "
+            "when its disk or file server, and this machine, are well."
+        ) from error
 
 
 def local_copy(field: str, file: DataFile, folder: str) -> str:
@@ -237,12 +264,18 @@ def _name(path: str) -> str:
 
 @contextmanager
 def naming(field: str, location: str) -> Iterator[None]:
-    """Turn errors of a file system about a location into refusals that name `field`."""
+    """Turn errors of a file system about a location into refusals that name `field`.
+
+    Raises:
+        ConfigError: in place of them.
+        Unavailable: in place of those that may pass.
+    """
     try:
         yield
     except ScalejaxError:
         raise
     except (OSError, ValueError, ImportError) as error:
+        require_content(field, location, error)
         raise ConfigError(refusal(field, location, f"it cannot be read ({error})")) from error
 
 

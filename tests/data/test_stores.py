@@ -1,6 +1,7 @@
 """Data at URLs: faults of a store give the same samples, or end in one line with its exit code."""
 
 import asyncio
+import errno
 import os
 import shutil
 from dataclasses import replace
@@ -19,7 +20,7 @@ from scalejax.config.data import ImageFolderConfig, ParquetConfig, ReadingConfig
 from scalejax.core import remote
 from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError, Damaged, ExitCode, ScalejaxError, Unavailable
-from scalejax.core.filesystem import DataFile, local_copy
+from scalejax.core.filesystem import DataFile, local_copy, require_unchanged
 from scalejax.core.remote import Deadlines
 from scalejax.core.serialization import save
 from scalejax.data.datasets import open_source
@@ -360,6 +361,37 @@ def test_a_page_that_changed_on_the_disk_is_found_by_its_checksum(tmp_path):
     with pytest.raises(Damaged, match=r"train\.parquet is damaged \(.*CRC checksum") as caught:
         open_source(config, "train", seed=0).take(np.arange(7))
     assert caught.value.exit_code is ExitCode.DAMAGED
+
+
+@pytest.mark.parametrize("name", ["EIO", "ESTALE", "EMFILE", "ENOMEM"])
+@pytest.mark.parametrize("at", ["rows", "footer", "streamed", "stat"])
+def test_a_disk_that_fails_is_no_damage_of_a_file(folder, monkeypatch, name, at):
+    """To be tried again, and named; what Arrow finds by itself has no number, and is damage."""
+    source = open_source(config_of(folder), "train", seed=0)
+    path = str(folder / "train.parquet")
+    about = os.stat(path)
+    file = DataFile(path=path, size_bytes=about.st_size, version=str(about.st_mtime_ns))
+
+    def fail(*_, **__):
+        raise OSError(getattr(errno, name), "it fails")
+
+    failing_call = {"rows": "pyarrow.OSFile", "stat": "os.stat"}.get(at, "builtins.open")
+    if at == "footer":
+        parquet_bytes._footers = BoundedMemory(2**28)  # as in another process
+    monkeypatch.setattr(failing_call, fail)
+
+    reads = {
+        "rows": lambda: source.take(np.arange(7)),
+        "stat": lambda: require_unchanged("data.train", file),
+    }
+    with pytest.raises(Unavailable, match=rf"train\.parquet cannot be read now \({name}: "):
+        reads.get(at, lambda: opened_once(file))()
+
+
+def opened_once(file):
+    """Open a file, and read nothing."""
+    with parquet_bytes.opened("data.train", file):
+        pass
 
 
 def wide(path, groups, columns, rows=50):

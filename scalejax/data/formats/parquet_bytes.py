@@ -18,7 +18,14 @@ import pyarrow.parquet as pq
 
 from scalejax.core.bounded_memory import BoundedMemory
 from scalejax.core.errors import ConfigError, Damaged
-from scalejax.core.filesystem import DataFile, absolute_location, is_url, part_of, require_unchanged
+from scalejax.core.filesystem import (
+    DataFile,
+    absolute_location,
+    is_url,
+    part_of,
+    require_content,
+    require_unchanged,
+)
 from scalejax.core.filesystem import opened as opened_file
 from scalejax.core.remote import read_ranges
 
@@ -141,6 +148,7 @@ def _parsed(content: bytes, place: tuple[int, int] | None) -> Footer:
 
 
 def _refuse(field: str, file: DataFile, error: Exception) -> NoReturn:
+    require_content(field, file.path, error)
     raise ConfigError(
         f"{field}: {file.path} cannot be read as Parquet ({_reason(error)}); "
         "write or copy it again, or leave it out."
@@ -190,10 +198,12 @@ def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator
 
 @contextmanager
 def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
-    """Tell a file that has changed while it was read from one that is damaged."""
+    """Tell a file that has changed while it was read, or a disk that fails, from one that is
+    damaged."""
     try:
         yield
     except (pa.ArrowInvalid, OSError) as error:
+        require_content(field, file.path, error)
         if not is_url(file.path):
             _require_same(field, file, footer)
         raise Damaged(
@@ -229,6 +239,7 @@ def read_row_groups(
             with pq.ParquetFile(pa.PythonFile(pieces, "r"), pre_buffer=False, **checked) as found:
                 return found.read_row_groups(**wanted)
         except (pa.ArrowInvalid, OSError) as error:  # once more: damaged on the way, maybe
+            require_content(field, file.path, error)
             if not left:
                 raise Damaged(
                     f"{field}: {file.path} is damaged ({_reason(error)}, in each of {_READS} "

@@ -203,7 +203,8 @@ def train(
             be written.
         DoesNotFit: if the layout takes more devices than there are.
         Damaged: if steps are recorded and no checkpoint verifies.
-        CheckpointMismatch: if the checkpoint to resume from is of another state or cannot be read.
+        CheckpointMismatch: if the checkpoint to resume from is of another state.
+        Unavailable: if it, or its manifest, cannot be read at present.
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     from scalejax.measure.own_prediction import predict_run as predict_itself

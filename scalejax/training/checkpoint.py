@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 import jax
 from orbax.checkpoint import v1 as orbax
 
-from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged
+from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, Unavailable
 from scalejax.core.process_group import is_lost_contact
 from scalejax.core.serialization import (
     JsonValue,
@@ -54,8 +54,10 @@ Tree = TypeVar("Tree")
 _CHECKSUMS = "checksums"
 _DELETED = "deleted-"
 
-_UNREADABLE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_NO_ANSWER = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """Status words of TensorStore and XLA, which raise them as `ValueError` and `RuntimeError`."""
+_DISK_ERRORS = ("Input/output error", "Stale file handle")
+"""Of the system, whose errors TensorStore has no status word for."""
 _QUOTED_CHARACTERS = 160
 
 
@@ -166,7 +168,8 @@ class Checkpoints:
 
     def go_on_from(self, step: int) -> None:
         """Have the checkpoint of `step` be the newest: later ones that counted once are set aside
-        as damaged-STEP, what was not finished is deleted; every process must call it.
+        as damaged-STEP, damaged-STEP-2, ..., what was not finished is deleted; every process must
+        call it.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -192,9 +195,10 @@ class Checkpoints:
         if not (path / MANIFEST).exists() and newest_step is not None and step > newest_step:
             _delete(path)  # a crash came before it counted
             return
-        aside = self.folder / f"damaged-{step}"
-        if aside.exists():
-            shutil.rmtree(aside)
+        aside, count = self.folder / f"damaged-{step}", 1
+        while aside.exists():
+            count += 1
+            aside = self.folder / f"damaged-{step}-{count}"
         path.rename(aside)
 
     def save(
@@ -296,7 +300,8 @@ class Checkpoints:
 
         Raises:
             Damaged: if the checkpoint is not what was written.
-            CheckpointMismatch: if it holds another state, or cannot be read at present.
+            Unavailable: if it cannot be read at present.
+            CheckpointMismatch: if it holds another state, or one that there is no memory for.
         """
         self.wait()
         path = self.folder / str(step)
@@ -304,7 +309,8 @@ class Checkpoints:
         state = _verified(lambda: (orbax.load(str(path), like), arrays))
         if isinstance(state, _Failure):
             if not state.is_damage:
-                raise CheckpointMismatch(f"{path} cannot be read: {state.text}.")
+                kind = Unavailable if state.may_pass else CheckpointMismatch
+                raise kind(f"{path} cannot be read: {state.text}.")
             if (difference := self.difference(step)) is not None:
                 raise Damaged(f"{path} is damaged: {difference}.")
             if state.is_of_numbers:
@@ -470,6 +476,8 @@ class _Failure:
     """Type and first line of the root exception."""
     is_damage: bool
     """Whether the cause is the files, not the disk, permissions or memory."""
+    may_pass: bool = False
+    """Whether the disk or the store does not answer, or not now."""
     is_of_numbers: bool = False
     """Whether all could be read, and numbers are not those that were written."""
 
@@ -512,14 +520,22 @@ def _failure(error: BaseException) -> _Failure:
     if len(line) > _QUOTED_CHARACTERS:
         line = f"{line[:_QUOTED_CHARACTERS]}..."
     text = f"{type(root).__name__}: {line}" if line else type(root).__name__
-    return _Failure(text=text, is_damage=not unreadable)
+    may_pass = bool(unreadable) and _may_pass(root)
+    return _Failure(text=text, is_damage=not unreadable, may_pass=may_pass)
 
 
 def _is_unreadable(error: BaseException) -> bool:
     """Whether reading the same files may succeed later; a missing file never does."""
-    if isinstance(error, OSError | MemoryError):
+    is_of_memory = isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
+    return is_of_memory or _may_pass(error)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the disk or the store does not answer, or refuses."""
+    if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError)
-    return str(error).startswith(_UNREADABLE)
+    words = str(error)
+    return words.startswith(_NO_ANSWER) or any(said in words for said in _DISK_ERRORS)
 
 
 def _load(load: Callable[[], Tree]) -> Tree | _Failure:

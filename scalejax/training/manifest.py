@@ -7,7 +7,7 @@ is whole. Knows files and their sums; neither arrays nor how a run is trained.
 
 import hashlib
 import json
-import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalejax.config.checks import MOST_STEPS
-from scalejax.core.errors import ConfigError, Damaged
+from scalejax.core.errors import ConfigError, Damaged, Unavailable
 from scalejax.core.serialization import (
     JsonValue,
     build,
@@ -122,9 +122,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         Damaged: if there is none, it is not as it was written, or it is of another step than the
             name of the folder says; the text says which, without the folder.
+        Unavailable: if it cannot be read at present.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if _size_bytes(path) is None:
         raise Damaged("it has no manifest")
     try:
         fields = unstamped(_KIND, _VERSION, load(dict, path))
@@ -133,6 +134,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise Damaged("its manifest has another checksum than was written")
         manifest = build(Manifest, body)
     except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise Unavailable(str(error)) from error
         raise Damaged("its manifest cannot be read") from error
     if folder.name.isdecimal() and int(folder.name) != manifest.step:
         raise Damaged(f"its manifest is that of step {manifest.step}")
@@ -154,7 +157,11 @@ def synced_files(folder: Path) -> dict[str, FileSum]:
 
 
 def first_difference(folder: Path, files: Mapping[str, FileSum]) -> str | None:
-    """In what the files in `folder` differ from what was written; None if in nothing."""
+    """In what the files in `folder` differ from what was written; None if in nothing.
+
+    Raises:
+        Unavailable: if one cannot be read at present.
+    """
     with ThreadPoolExecutor(_READERS) as pool:
         differences = pool.map(lambda name: _difference(folder / name, files[name]), sorted(files))
         for name, words in zip(sorted(files), differences, strict=True):
@@ -231,14 +238,33 @@ def _sum(path: Path) -> FileSum:
     return FileSum(size_bytes=size_bytes, crc32=crc32)
 
 
-def _difference(path: Path, written: FileSum) -> str | None:
+def _size_bytes(path: Path) -> int | None:
+    """Size of a file; None if there is none.
+
+    Raises:
+        Unavailable: if that cannot be told at present, which is no damage.
+    """
     try:
-        if not path.is_file():
-            return "is gone"
-        size_bytes = os.stat(path).st_size
-        if size_bytes != written.size_bytes:
-            return f"has {size_bytes:,} bytes, and was written with {written.size_bytes:,}"
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unavailable(path, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _unavailable(path: Path, error: OSError) -> Unavailable:
+    return Unavailable(f"{str(path)!r} cannot be read: {error}.")
+
+
+def _difference(path: Path, written: FileSum) -> str | None:
+    size_bytes = _size_bytes(path)
+    if size_bytes is None:
+        return "is gone"
+    if size_bytes != written.size_bytes:
+        return f"has {size_bytes:,} bytes, and was written with {written.size_bytes:,}"
+    try:
         is_same = _sum(path) == written
     except OSError as error:
-        return f"cannot be read ({error})"
+        raise _unavailable(path, error) from error
     return None if is_same else "has another checksum than was written"

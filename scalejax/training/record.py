@@ -14,7 +14,7 @@ from typing import Literal, NoReturn
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
-from scalejax.core.errors import ConfigError, Damaged, refusal
+from scalejax.core.errors import ConfigError, Damaged, Unavailable, refusal
 from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, load, plain, save_bytes
 from scalejax.data.facts import fitting_facts
@@ -335,14 +335,17 @@ class RecordPosition:
 
         Raises:
             Damaged: if they are not those that were written; the text does not name the file.
+            Unavailable: if they cannot be read at present.
         """
         if not self.size_bytes:
             return b""
         try:
             with path.open("rb") as file:
                 found = file.read(self.size_bytes)
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise Damaged(f"the record cannot be read ({error})") from error
+        except OSError as error:
+            raise Unavailable(f"{str(path)!r} cannot be read: {error}.") from error
         if len(found) < self.size_bytes:
             accepted = f"the record has {len(found):,} bytes of the {self.size_bytes:,} up to there"
             raise Damaged(accepted)

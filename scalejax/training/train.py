@@ -92,7 +92,8 @@ def train(
             be written.
         DoesNotFit: if the layout takes more devices than there are.
         Damaged: if steps are recorded and no checkpoint verifies.
-        CheckpointMismatch: if the checkpoint to resume from is of another state or cannot be read.
+        CheckpointMismatch: if the checkpoint to resume from is of another state.
+        Unavailable: if it, or its manifest, cannot be read at present.
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     clock = RunClock(startup_seconds)
@@ -195,7 +196,8 @@ def _first_state(
 
     Raises:
         ConfigError: if too few updates are left.
-        CheckpointMismatch: if the checkpoint cannot be read.
+        CheckpointMismatch: if the checkpoint is of another state.
+        Unavailable: if it cannot be read at present.
     """
     begin = resumed.step if resumed else 0
     require_same_checkpoint(begin, digest(plain(resumed)) if resumed else "")

@@ -17,7 +17,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged
+from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, Unavailable
 from scalejax.training import checkpoint as module
 from scalejax.training.checkpoint import Checkpoints, load_weights, save_weights
 from scalejax.training.checksums import checksums
@@ -349,6 +349,49 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(two_saved, tmp_path
     }
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("method", ["stat", "open"])
+def test_a_read_that_fails_passes_no_checkpoint_over(
+    two_saved, tmp_path, monkeypatch, name, method
+):
+    """The next try may read it: nothing is renamed, and the launcher starts the run again."""
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
+    shutil.copy(two_saved.with_name("checkpoints.json"), tmp_path)
+    original = getattr(Path, method)
+
+    def failing(path, *arguments, **options):
+        if path == folder / "5" / name:
+            raise OSError(5, "Input/output error")
+        return original(path, *arguments, **options)
+
+    def found():
+        with Checkpoints(folder, keep=2) as checkpoints:
+            return checkpoints.newest_sound(lambda manifest: None)
+
+    monkeypatch.setattr(Path, method, failing)
+    with pytest.raises(Unavailable, match=rf"5/{name}'? cannot be read.*Input/output"):
+        found()
+    monkeypatch.undo()
+
+    assert found().step == 5
+
+    assert {path.name for path in folder.iterdir()} == {"3", "5"}
+
+
+def test_what_was_set_aside_is_never_deleted(two_saved, tmp_path):
+    """Nor what comes to lie beside it when the step is damaged once more."""
+    folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
+    shutil.copy(two_saved.with_name("checkpoints.json"), tmp_path)
+    (folder / "damaged-5").mkdir()
+    (folder / "damaged-5" / "kept").touch()
+
+    with Checkpoints(folder, keep=2) as checkpoints:
+        checkpoints.go_on_from(3)
+
+    assert {path.name for path in folder.iterdir()} == {"3", "damaged-5", "damaged-5-2"}
+    assert (folder / "damaged-5" / "kept").exists()
+
+
 def test_what_a_crash_left_without_a_manifest_is_deleted(two_saved, tmp_path):
     """It never counted; what has lost its manifest since is kept, as that of an earlier version."""
     folder = shutil.copytree(two_saved, tmp_path / "checkpoints")
@@ -396,15 +439,30 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, capfd, file, 
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "kind", "said"),
     [
-        (PermissionError(13, "Permission denied"), r"PermissionError: \[Errno 13\] Permission"),
-        (MemoryError(), "MemoryError"),
-        (ValueError("RESOURCE_EXHAUSTED: Out of memory\nwhile"), "Out of memory"),
+        (
+            PermissionError(13, "Permission denied"),
+            Unavailable,
+            r"PermissionError: \[Errno 13\] Permission",
+        ),
+        (ValueError("UNAVAILABLE: Stale file"), Unavailable, "Stale file"),
+        (
+            ValueError("UNKNOWN: Error reading: [OS error 5: Input/output error]"),
+            Unavailable,
+            "OS error 5",
+        ),
+        (MemoryError(), CheckpointMismatch, "MemoryError"),
+        (
+            ValueError("RESOURCE_EXHAUSTED: Out of memory\nwhile"),
+            CheckpointMismatch,
+            "Out of memory",
+        ),
     ],
 )
-def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, raised, said):
-    """No rights, or no memory: nobody is told to delete a good checkpoint."""
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, raised, kind, said):
+    """No rights, no answer, or no memory: nobody is told to delete a good checkpoint, and what may
+    pass is to be tried again."""
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(3, state_on(2))
         checkpoints.wait()
@@ -413,7 +471,7 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, ra
             raise KeyError("no handler") from raised
 
         monkeypatch.setattr(module.orbax, "load", load)
-        with pytest.raises(CheckpointMismatch, match=f"/3 cannot be read: .*{said}") as caught:
+        with pytest.raises(kind, match=f"/3 cannot be read: .*{said}") as caught:
             checkpoints.restore(3, shapes_of(state_on(2)))
 
     assert "elete" not in str(caught.value)
@@ -507,5 +565,5 @@ def test_another_process_that_is_gone_is_no_disk_that_cannot_be_written(tmp_path
             with pytest.raises(expected or kind, match="Barrier timed out"):
                 checkpoints.save(1, state)
             monkeypatch.setattr(module.orbax, "load", partial(fail, kind))
-            with pytest.raises(kind if expected is None else CheckpointMismatch, match="Barrier"):
+            with pytest.raises(kind if expected is None else Unavailable, match="Barrier"):
                 checkpoints.restore(2, state)

@@ -33,7 +33,7 @@ from scalejax.training.data_fingerprints import refuse_other_files
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
-from scalejax.training.manifest import newest_file
+from scalejax.training.manifest import newest, newest_file, set_newest
 from scalejax.training.mesh import build_mesh
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import EMPTY_RECORD, RunFolder
@@ -49,6 +49,8 @@ from scalejax.training.time_accounting import RunClock
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
 """Time between checkpoints: at most this much training is repeated after a kill."""
 _RESUME = "the same scalejax sweep with --resume"
+_KEPT = 2
+"""Common checkpoints that are kept: where one is damaged, the runs go on from the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +206,16 @@ def train_together(
     if programs is None or (is_too_large and not _has_state(checkpoints)):
         halves.mkdir(parents=True, exist_ok=True)
         middle = (len(runs) + 1) // 2
+        was_none_finished = newest(checkpoints) == 0
         for number, part in enumerate((slice(None, middle), slice(middle, None))):
+            half = halves / str(number)
+            if was_none_finished and not half.exists():  # steps of all may be recorded already
+                set_newest(half, 0)
             if not all(is_finished(folder) for folder in folders[part]):
                 train_together(
                     runs[part],
                     folders[part],
-                    halves / str(number),
+                    half,
                     reporter,
                     memory_bytes=memory_bytes,
                     leave=leave,
@@ -224,7 +230,7 @@ def _has_state(checkpoints: Path) -> bool:
     """Whether a checkpoint exists; a job killed before the first leaves an empty folder."""
     if not checkpoints.exists():
         return False
-    with Checkpoints(checkpoints, keep=1) as saved:
+    with Checkpoints(checkpoints, keep=_KEPT) as saved:
         return saved.latest_step is not None
 
 
@@ -241,7 +247,7 @@ def _train_at_once(
         describe_run(folder, run, _RESUME)
     signals = StopSignals(heartbeat, leave=leave)
     identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
-    with Checkpoints(checkpoints, keep=1) as saved, signals, ExitStack() as open_logs:
+    with Checkpoints(checkpoints, keep=_KEPT) as saved, signals, ExitStack() as open_logs:
         resumed = checkpoint_to_go_on_from(
             saved, list(zip(identities, folders, strict=True)), say=reporter.say
         )

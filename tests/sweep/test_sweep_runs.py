@@ -21,6 +21,7 @@ from scalejax.training.record import (
     MeasurementLog,
     RunFolder,
     RunRecord,
+    has_steps,
 )
 from scalejax.training.reporter import Silent
 from scalejax.training.signals import Interrupted, StopSignals
@@ -164,10 +165,12 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
         np.testing.assert_allclose(figures(folder.path), figures(other.path), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
-    run_file, tmp_path, monkeypatch
+    run_file, tmp_path, monkeypatch, is_recorded
 ):
-    """As by want of memory, which a resumed job finds less of; the folder of states is there."""
+    """As by want of memory, which a resumed job finds less of; the folder of states is there, and
+    so may be steps in the records."""
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
     folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
 
@@ -175,10 +178,14 @@ def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(MappedPrograms, "initial_state", killed)
+        if is_recorded:
+            patched.setattr(loop.TrainingLoop, "_pause", lambda *ignored: killed(None))
+        else:
+            patched.setattr(MappedPrograms, "initial_state", killed)
         with pytest.raises(KeyboardInterrupt):
             train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=2**40)
     assert (tmp_path / "states").exists()
+    assert all(has_steps(folder.measurements) == is_recorded for folder in folders)
 
     train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=1)
 

@@ -74,7 +74,7 @@ class LaunchRun(RunFileCommand):
     """Resume from the newest checkpoint in the folder that verifies. A JobSet does so by itself."""
     start_over: FlagCreatePairsOff[bool] = False
     """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
-    in place of refusing."""
+    in place of refusing; a restart does not so again."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int, flag("N")] = 0
@@ -157,9 +157,12 @@ class LaunchRun(RunFileCommand):
             run_file, folder = run_file.absolute(), folder.absolute()
         command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
         command += ["--folder", str(folder), *changed]
-        if self.start_over:
-            command.append("--start-over")
         return (*command, "--resume") if self.resume else tuple(command)
+
+    @property
+    def _once(self) -> tuple[str, ...]:
+        """Flags of the first start: a restart goes on from what that trained, or is refused."""
+        return ("--start-over",) if self.start_over else ()
 
     def _can_train(self, config: RunConfig, facts: DatasetFacts, processes: int) -> bool:
         """Whether so many processes can train the run with its global batch."""
@@ -177,7 +180,10 @@ class LaunchRun(RunFileCommand):
             accepted = f"it must be at most the {-self.np} processes of --np"
             raise ConfigError(refusal("min_np", self.min_np, accepted))
         self._require_own_folder()
-        typed = [*sys.argv[1:], *(() if self.resume else ("--resume",))]
+        typed = [
+            *(word for word in sys.argv[1:] if word not in self._once),
+            *(() if self.resume else ("--resume",)),
+        ]
         run = RunFolder(path=folder)
 
         def again() -> tuple[str, ...]:
@@ -185,6 +191,7 @@ class LaunchRun(RunFileCommand):
 
         job = Launch(
             command=command,
+            once=self._once,
             again=again,
             processes=-self.np,
             least_processes=self.min_np,
@@ -217,6 +224,7 @@ class LaunchRun(RunFileCommand):
         self._require_own_folder()
         run = SlurmRun(
             command=command,
+            once=self._once,
             run_marker=None if self.resume else RunFolder(path=folder).config,
             processes=self.np,
             nodes=self.nodes,

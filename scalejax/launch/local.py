@@ -49,6 +49,8 @@ class Launch:
 
     command: tuple[str, ...]
     """Command of each process."""
+    once: tuple[str, ...] = ()
+    """Arguments added to the command at the first start alone."""
     again: Callable[[], tuple[str, ...]] = tuple
     """Returns the arguments added to the command on a restart."""
     processes: int
@@ -97,7 +99,7 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     processes, restarts, was_damaged = job.processes, 0, False
     with contextlib.nullcontext(signals) if signals else Signals() as signals:
         while True:
-            command = job.command + (job.again() if restarts else ())
+            command = job.command + (job.again() if restarts else job.once)
             may_restart = restarts < job.most_restarts
             ended = _Attempt(job, command, processes, out, signals, may_restart).ended()
             if isinstance(ended, int):

@@ -67,6 +67,8 @@ class SlurmRun(SlurmResources):
 
     command: tuple[str, ...]
     """Command of each process."""
+    once: tuple[str, ...] = ()
+    """Arguments added to the command until the job is requeued."""
     run_marker: Path | None
     """File whose presence makes a restarted job resume; None if the command has `--resume`."""
     processes: int
@@ -237,7 +239,8 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
 
 
 def _command(run: SlurmRun) -> str:
-    return shlex.join(run.command) + ("" if run.run_marker is None else " $resume")
+    once, resume = " $once" if run.once else "", "" if run.run_marker is None else " $resume"
+    return shlex.join(run.command) + once + resume
 
 
 def _before(run: SlurmRun) -> list[str]:
@@ -247,6 +250,13 @@ def _before(run: SlurmRun) -> list[str]:
         f"export {REFUSAL_MARKER}={refusal_marker}",
         f'rm -f "${REFUSAL_MARKER}"',
     ]
+    if run.once:
+        lines += [
+            f"once={shlex.quote(shlex.join(run.once))}",
+            'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
+            "  once=",
+            "fi",
+        ]
     if run.run_marker is None:
         return lines
     marker = shlex.quote(str(run.run_marker))

@@ -170,6 +170,22 @@ def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
 
 
 @needs_submitit
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_that_is_requeued_does_not_start_over_again(tmp_path, restarts):
+    """What the first start trained is not to be lost to a checkpoint that is damaged since."""
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    srun.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+    environment["SLURM_RESTART_COUNT"] = str(restarts)
+
+    text = script(run(tmp_path, once=("--start-over",), run_marker=None))
+    subprocess.run(["bash", "-c", text], env=environment, check=True)
+
+    assert (tmp_path / "calls").read_text().endswith(" --start-over\n") == (not restarts)
+
+
+@needs_submitit
 def test_the_script_goes_back_into_the_queue_once_for_what_is_damaged(tmp_path):
     """The second try takes what was stored before it; the same end again is for a person."""
     for name, ends in (("srun", ExitCode.DAMAGED), ("scontrol", 0)):

@@ -294,6 +294,35 @@ def test_the_launcher_knows_how_many_can_train(tmp_path, monkeypatch):
     assert [count for count in range(3, 9) if jobs[0].can_train(count)] == [4, 8]
 
 
+def test_only_the_first_start_starts_over(tmp_path, monkeypatch):
+    """What it trained is not to be lost to a checkpoint that is damaged since."""
+    run_file, jobs = tmp_path / "run.toml", []
+    run_file.write_text(EXAMPLE.read_text())
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").touch()
+    monkeypatch.setattr("scalejax.cli.launch.launch", lambda job: jobs.append(job) or 0)
+    flags = ["--folder", str(folder), "--cpu-devices", "2", "--resume", "--start-over"]
+    with pytest.raises(SystemExit):
+        main(["launch", str(run_file), "--np", "-2", *flags])
+    said = tmp_path / "said"
+    code = f"import sys; open({str(said)!r}, 'a').write(f'{{sys.argv[1:]}}'); sys.exit(5)"
+    job = Launch(
+        command=(sys.executable, "-c", code),
+        once=jobs[0].once,
+        again=lambda: ("--resume",),
+        processes=1,
+        folder=tmp_path,
+        most_restarts=1,
+    )
+
+    launch(job, out=io.StringIO())
+
+    assert jobs[0].command[-1] == "--resume"
+    assert "--start-over" not in jobs[0].command
+    assert said.read_text() == "['--start-over']['--resume']"
+
+
 def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
     """Step and phase at once, the liveness count by its own thread."""
     path = tmp_path / "heartbeat"

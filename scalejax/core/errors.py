@@ -16,11 +16,15 @@ import dataclasses
 import difflib
 import enum
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+_HTTP_USER = re.compile(r"""(\bhttps?://)[^\s/?#"'@]+@""", re.IGNORECASE)
+_HTTP_QUERY = re.compile(r"""(\bhttps?://[^\s?"']*)\?[^\s"')]+""", re.IGNORECASE)
+_PASSWORD = re.compile(r"""(\b[a-z][a-z0-9+.-]*://[^\s/?#"'@:…]*:)[^\s/?#"'@]+@""", re.IGNORECASE)
 _QUOTED_CHARACTERS = 400
 """Longest quotation of a refused value."""
 
@@ -49,7 +53,7 @@ FINAL_CODES = (ExitCode.COMPLETED, ExitCode.REFUSED, ExitCode.DIVERGED)
 
 
 class ScalejaxError(Exception):
-    """A problem that the user can fix; its text says how.
+    """A problem that the user can fix; its text says how, without the secrets of URLs.
 
     Example:
         >>> from scalejax import ScalejaxError, load_cluster
@@ -62,6 +66,9 @@ class ScalejaxError(Exception):
 
     exit_code: ClassVar[ExitCode] = ExitCode.REFUSED
     """What a command ends with that raises it."""
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class ConfigError(ScalejaxError, ValueError):
@@ -114,6 +121,13 @@ class ProfileError(ScalejaxError):
     """The compiler refused the step for the target cluster."""
 
 
+def without_secrets(text: str) -> str:
+    """`text` with "…" for the users, passwords and queries of URLs of HTTP, which may be signed,
+    and for passwords of others, whose users are containers and projects."""
+    text = _HTTP_USER.sub(r"\1…@", text)
+    return _PASSWORD.sub(r"\1…@", _HTTP_QUERY.sub(r"\1?…", text))
+
+
 def refusal(field: str, value: object, accepted: str) -> str:
     """The sentence that refuses an input: field, value, what is accepted."""
     return f"{field}={_quoted(value)} is refused: {accepted}."
@@ -127,7 +141,9 @@ def _quoted(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text`, its middle elided if it is longer than a message should be."""
+    """`text`, its middle elided if it is longer than a message should be, but no part of a secret
+    left beside it."""
+    text = without_secrets(text)
     half = _QUOTED_CHARACTERS // 2
     return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 

@@ -19,7 +19,14 @@ from scalejax.cli.main import main
 from scalejax.config.data import ImageFolderConfig, ParquetConfig, ReadingConfig, TokensConfig
 from scalejax.core import remote
 from scalejax.core.bounded_memory import BoundedMemory
-from scalejax.core.errors import ConfigError, Damaged, ExitCode, ScalejaxError, Unavailable
+from scalejax.core.errors import (
+    ConfigError,
+    Damaged,
+    ExitCode,
+    ScalejaxError,
+    Unavailable,
+    refusal,
+)
 from scalejax.core.filesystem import DataFile, local_copy, require_unchanged
 from scalejax.core.remote import Deadlines
 from scalejax.core.serialization import save
@@ -499,6 +506,29 @@ def test_every_exception_ends_in_words_of_ours(folder, quick):
             open_source(config_of(store.url), "train", seed=0).take(np.arange(40))
         assert str(caught.value).count("\n") == 0
         assert store.url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://me:secret@host/a.bin", "https://…@host/a.bin"),
+        ("https://token@host:8080/a.bin", "https://…@host:8080/a.bin"),
+        ("https://host/a.bin?X-Sig=ab%2F&e=1", "https://host/a.bin?…"),
+        ("sftp://me:secret@host/a.bin", "sftp://me:…@host/a.bin"),
+        ("abfs://container@account/a.bin", "abfs://container@account/a.bin"),
+        ("s3://bucket/part-?.bin", "s3://bucket/part-?.bin"),
+        ("http://host/a@b/c.bin", "http://host/a@b/c.bin"),
+    ],
+)
+def test_a_message_shows_no_secrets_of_a_url(url, shown):
+    """Users, passwords and signatures, which logs keep; also where it is quoted, or in brackets."""
+    assert str(ConfigError(f"data.train: {url} is gone")) == f"data.train: {shown} is gone"
+    assert str(ConfigError(refusal("data.train", url, "no"))).startswith(f"data.train='{shown}' is")
+    long = url.replace("ab%2F", "ab%2F" * 200)
+    assert str(ConfigError(refusal("data.train", long, "no"))).startswith(
+        f"data.train='{shown}' is"
+    )
+    assert str(Unavailable(f"it fails ({url}); twice")) == f"it fails ({shown}); twice"
 
 
 def test_a_command_ends_in_the_code_of_the_store(folder, quick, monkeypatch, capsys):

@@ -677,7 +677,8 @@ def test_memory_is_shared_with_input_workers_only_by_a_run_that_has_some(
     monkeypatch.setattr(loop_module, "open_examples", lambda *words: source)
     run = resolve(with_fields(CONFIG, {"input.workers": 2}), 1)
 
-    each: Any = SimpleNamespace(together=together, reporter=None)
+    heartbeat = SimpleNamespace(reads_a_store=lambda seconds: None)
+    each: Any = SimpleNamespace(together=together, reporter=None, heartbeat=heartbeat)
     loop_module.TrainingLoop([run], each, each, [each], each, each, resume_command="")
 
     assert found == shares

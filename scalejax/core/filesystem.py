@@ -11,13 +11,20 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 import pyarrow.fs as pafs
 
 from scalejax.core.errors import ConfigError, ScalejaxError, Unavailable, refusal
-from scalejax.core.remote import Wanted, listing, read_ranges, store_version
+from scalejax.core.remote import (
+    Unranged,
+    Wanted,
+    copy_whole,
+    listing,
+    read_ranges,
+    store_version,
+)
 
 _GLOB = frozenset("*?[")
 _PASSING = frozenset(
@@ -226,10 +233,11 @@ def require_content(field: str, path: str, error: Exception) -> None:
     Raises:
         Unavailable: if `error` is not of the content of the file.
     """
-    if isinstance(error, OSError) and error.errno in _PASSING:
-        name = errno.errorcode[error.errno]
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None and number in _PASSING:
+        name = errno.errorcode[number]
         raise Unavailable(
-            f"{field}: {path} cannot be read now ({name}: {os.strerror(error.errno)}); try again "
+            f"{field}: {path} cannot be read now ({name}: {os.strerror(number)}); try again "
             "when its disk or file server, and this machine, are well."
         ) from error
 
@@ -249,13 +257,23 @@ def local_copy(field: str, file: DataFile, folder: str) -> str:
             with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
                 draft = os.path.join(own, "draft")
                 with open(draft, "xb") as written:
-                    for begin in range(0, file.size_bytes, _COPIED_BYTES):
-                        end = min(begin + _COPIED_BYTES, file.size_bytes)
-                        written.writelines(read_ranges(field, [part_of(file, begin, end)]))
+                    _copy(field, file, written)
                     written.flush()
                     os.fsync(written.fileno())  # a name that outlives a power cut has its content
                 os.replace(draft, copy)
     return copy
+
+
+def _copy(field: str, file: DataFile, written: BinaryIO) -> None:
+    """Write a file at a URL to `written`: by ranges, each of which is tried again by itself, or
+    whole where its server ignores them."""
+    try:
+        for begin in range(0, file.size_bytes, _COPIED_BYTES):
+            end = min(begin + _COPIED_BYTES, file.size_bytes)
+            written.writelines(read_ranges(field, [part_of(file, begin, end)]))
+    except Unranged:
+        whole = replace(part_of(file, 0, file.size_bytes), end=None)
+        copy_whole(field, whole, written)
 
 
 def _name(path: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 from scalejax.core.errors import ConfigError, Unavailable, refusal, shortened
 
@@ -95,6 +95,10 @@ class Wanted:
     """Size of the file when it was listed; None if it was not."""
     version: str | None = None
     """Its version then; None if its store has none."""
+
+
+class Unranged(ConfigError):
+    """A large file whose server sends it whole in place of a range."""
 
 
 class Vanished(ConfigError):
@@ -277,6 +281,8 @@ def _refuse(
         ) from cause
     if isinstance(problem, _Gone):
         raise ConfigError(refusal(field, url, str(problem))) from cause
+    if isinstance(problem, _Unranged):
+        raise Unranged(refusal(field, url, f"it cannot be read ({told})")) from cause
     raise ConfigError(refusal(field, url, f"it cannot be read ({told})")) from cause
 
 
@@ -459,6 +465,7 @@ def read_ranges(field: str, ranges: Sequence[Wanted]) -> list[bytes]:
     Raises:
         Unavailable: if the store does not answer, or not rightly, until the deadline.
         Vanished: if a file is gone.
+        Unranged: if one is large, and its server ignores ranges.
         ConfigError: if one has changed since it was listed, or cannot be read so.
     """
     if not ranges:
@@ -483,6 +490,30 @@ def read_ranges(field: str, ranges: Sequence[Wanted]) -> list[bytes]:
         return await _gathered(one, ranges)
 
     return _run(work)
+
+
+def copy_whole(field: str, wanted: Wanted, copy: BinaryIO) -> None:
+    """Write all of a file of HTTP to `copy`, by one request, whose server ignores ranges.
+
+    Raises:
+        Unavailable: if the store does not answer, or not rightly, until the deadline.
+        Vanished: if it is gone.
+        ConfigError: if it has changed since it was listed, or cannot be read.
+    """
+    filesystem, _ = filesystem_of(field, wanted.url)
+    limits = deadlines()
+
+    async def attempt() -> None:
+        copy.seek(0)
+        copy.truncate()
+        await _read_http(filesystem, wanted, limits, copy)
+        if wanted.size_bytes is not None and copy.tell() != wanted.size_bytes:
+            raise _Passing(f"{copy.tell()} bytes came in place of {wanted.size_bytes}")
+
+    seconds = (wanted.size_bytes or 0) / _SLOWEST_BYTES_PER_SECOND
+    _run(
+        lambda: _tried(field, wanted.url, attempt, limits, is_seen=True, try_seconds=seconds),
+    )
 
 
 def read_whole(field: str, urls: Sequence[str]) -> list[bytes | None]:
@@ -536,7 +567,9 @@ async def _read(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes:
     return content
 
 
-async def _read_http(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes:
+async def _read_http(
+    filesystem: Any, wanted: Wanted, limits: Deadlines, copy: BinaryIO | None = None
+) -> bytes:
     session = await filesystem.set_session()
     options = dict(filesystem.kwargs)
     headers = {**options.pop("headers", {}), **_range_header(wanted)}
@@ -547,7 +580,7 @@ async def _read_http(filesystem: Any, wanted: Wanted, limits: Deadlines) -> byte
     )
     async with request as answer:
         version = answer.headers.get("Last-Modified" if _is_date(wanted.version) else "ETag")
-        content = await _content(answer, wanted, version)
+        content = await _content(answer, wanted, version, copy)
     if version is None and wanted.version is not None:  # some say it to HEAD alone
         _require_version(await _http_about(filesystem, wanted.url, limits), wanted)
     return content
@@ -583,8 +616,10 @@ async def _read_gcs(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes
     return content
 
 
-async def _content(answer: Any, wanted: Wanted, version: str | None) -> bytes:
-    """The bytes in an answer of HTTP, if they are those wanted.
+async def _content(
+    answer: Any, wanted: Wanted, version: str | None, copy: BinaryIO | None = None
+) -> bytes:
+    """The bytes in an answer of HTTP, if they are those wanted; none where they go to `copy`.
 
     Raises:
         _Problem: if they are not.
@@ -604,6 +639,10 @@ async def _content(answer: Any, wanted: Wanted, version: str | None) -> bytes:
             raise _Unranged(
                 f"its server ignores ranges, and would send {wanted.size_bytes} bytes for each"
             )
+    if copy is not None:
+        async for piece in answer.content.iter_chunked(2**20):
+            copy.write(piece)
+        return b""
     content = await answer.read()
     if answer.status == 200 and wanted.end is not None:
         content = content[wanted.begin : wanted.end]

@@ -78,7 +78,7 @@ def decided_by_first(decide: Callable[[], JsonValue]) -> JsonValue:
             said = {"error": type(error).__name__, "text": str(error)}
     said = json.loads(all_gather_text(json.dumps(said))[0])
     if "error" in said:
-        raise getattr(errors, str(said["error"]))(said["text"])
+        raise getattr(errors, str(said["error"]), errors.ConfigError)(said["text"])
     return said["decided"]
 
 

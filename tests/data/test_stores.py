@@ -36,6 +36,7 @@ from scalejax.data.formats import parquet_bytes
 from scalejax.data.formats.parquet import find_files
 from scalejax.data.formats.parquet_bytes import coalesced
 from scalejax.data.readers.row_group_cache import RowGroups
+from scalejax.training import multihost
 from scalejax.training.data_fingerprints import (
     UsedFiles,
     fingerprints_to_keep,
@@ -167,6 +168,18 @@ def test_a_file_that_is_gone_or_another_is_refused_by_name(folder, quick, kind):
     assert asked < 60
 
 
+def test_a_file_that_is_gone_is_refused_by_every_process(monkeypatch):
+    """By the words of the first, whose error is one of reads of stores alone."""
+    monkeypatch.setattr(multihost.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost, "all_gather_text", lambda text: (text, text))
+
+    def decide():
+        raise remote.Vanished("it is gone")
+
+    with pytest.raises(ConfigError, match="it is gone"):
+        multihost.decided_by_first(decide)
+
+
 def test_bytes_that_are_wrong_in_each_read_are_damaged(folder, quick):
     """Their checksums say so; once they are read again, which the test before shows."""
     with served(folder) as store:
@@ -187,6 +200,37 @@ def test_a_server_without_ranges_is_refused_for_a_large_file(folder, quick, monk
         ) as caught:
             read_facts(config_of(store.url))
         assert caught.value.exit_code is ExitCode.REFUSED
+
+
+@pytest.mark.parametrize("fault", ["cut", "stall midway", "reset", "short", "another version"])
+def test_a_large_file_of_a_server_without_ranges_is_copied_whole(
+    folder, quick, monkeypatch, fault, tmp_path
+):
+    """By one request, and once more where that fails midway; another version is refused."""
+    monkeypatch.setattr(remote, "MOST_IGNORED_BYTES", 100)
+    content = (folder / "train.parquet").read_bytes()
+    asked = []
+
+    def ignores(number, method, name, is_range):
+        asked.append(is_range)
+        return "whole" if is_range else fault if asked.count(False) == 1 else None
+
+    with served(folder) as store:
+        file = DataFile(
+            path=f"{store.url}/train.parquet",
+            size_bytes=len(content),
+            version=store.etag(folder / "train.parquet"),
+        )
+        store.fault = ignores
+        if fault == "another version":
+            with pytest.raises(ConfigError, match=r"train\.parquet was written anew"):
+                local_copy("data.train", file, str(tmp_path / "copies"))
+            assert not list((tmp_path / "copies").iterdir())
+            return
+        copy = local_copy("data.train", file, str(tmp_path / "copies"))
+
+    assert Path(copy).read_bytes() == content
+    assert asked.count(False) == 2
 
 
 def test_a_store_is_left_alone_for_as_long_as_it_asks(folder, quick, monkeypatch):

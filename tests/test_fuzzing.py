@@ -161,3 +161,24 @@ def test_fields_of_many_bits_are_refused_beyond_64(tmp_path):
         Path(run_toml(tmp_path, RUN + SCHEDULE + f"input.memory_bytes = {2**63 - 1}"))
     )
     assert np.iinfo(np.int64).max == 2**63 - 1
+
+
+def test_what_was_accepted_and_made_no_sense_is_refused(tmp_path, monkeypatch, capsys):
+    """Found by what the fuzzer says of accepted cases, or as tracebacks: numbers far from any that
+    were measured, and positions of points that are not there."""
+    (tmp_path / "run.toml").write_text(RUN + SCHEDULE)
+    (tmp_path / "points.toml").write_text(
+        "noise_scale = 5e-324\ntarget = 0.9\n"
+        "points = [{global_batch = 16, steps_to_target = 4000.0}]\n"
+    )
+    (tmp_path / "points.csv").write_text("global_batch,steps_to_target" + "x" * 200_000 + "\n1,2\n")
+    (tmp_path / "numbers.csv").write_bytes(b"x,\xca\n1,2\n")
+    monkeypatch.chdir(tmp_path)
+    plan = ["plan", "run.toml", "--clusters", "dgx-h100", "--devices", "8", "--convergence"]
+    for words, said in (
+        ([*plan, "points.toml"], "convergence.noise_scale=5e-324 is refused"),
+        ([*plan, "points.csv"], "'points.csv' is refused: it must be CSV"),
+        (["data", "inspect", "numbers.csv"], "its column names must be UTF-8"),
+    ):
+        assert main(words) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

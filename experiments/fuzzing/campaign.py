@@ -40,7 +40,8 @@ _ACCEPTED = re.compile(
     r"must|may not|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is"
     r"|is there|valid "
     r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
-    r"|only if|Expected|no finite|expects|needed|[Dd]elete|neither|fits?\b|one of|should be|divide"
+    r"|only if|Expected|no finite|expects|needed|[Dd]elete|[Bb]ring them back"
+    r"|neither|fits?\b|one of|should be|divide"
     r"|whole|alone"
 )
 """What a refusal says of what is accepted, or of what is wrong with what is there."""

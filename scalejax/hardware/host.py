@@ -5,9 +5,24 @@ Properties of host, data and run rather than of hardware; a cluster has them whe
 
 from dataclasses import dataclass, field, fields
 
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+)
 
 # Rates of the stages of the input pipeline.
+
+_MOST_SECONDS = 1e5
+"""Longest time of anything that is done to a sample, a batch or a row group: a day or so."""
+
+
+def _require_seconds(field: str, seconds: float) -> None:
+    require_at_least(field, seconds, 0)
+    require_at_most(field, seconds, _MOST_SECONDS)
+
 
 Speedups = tuple[tuple[int, float], ...]
 """(count, samples per second over those of one) by rising count, the first (1, 1.0)."""
@@ -26,7 +41,7 @@ class ReadRates:
 
     def __post_init__(self) -> None:
         for name in ("seconds_per_row_group", "seconds_per_byte"):
-            require_at_least(f"input.read.{name}", getattr(self, name), 0)
+            _require_seconds(f"input.read.{name}", getattr(self, name))
         require_above("input.read.storage_bytes_per_second", self.storage_bytes_per_second, 0)
 
 
@@ -47,7 +62,7 @@ class TakeRates:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            require_at_least(f"input.take.{each.name}", getattr(self, each.name), 0)
+            _require_seconds(f"input.take.{each.name}", getattr(self, each.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +76,7 @@ class CopyRates:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            require_at_least(f"input.hand_over.{each.name}", getattr(self, each.name), 0)
+            _require_seconds(f"input.hand_over.{each.name}", getattr(self, each.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from scalejax.core.errors import require_at_most
 from scalejax.validation.table import read_table, rows_of
 
 RowKind = Literal["dense", "expert", "lora"]
 """What was trained: a network with experts, adapters of LoRA, or any other network."""
+_MOST_STEP_SECONDS = 1e6
+"""Longest step that anyone measured, and more: eleven days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,9 @@ class LedgerRow:
     """Parallelism."""
     work: LedgerWork
     """Batch, precision and recompute of one update."""
+
+    def __post_init__(self) -> None:
+        require_at_most("step_seconds", self.step_seconds, _MOST_STEP_SECONDS)
 
     @property
     def has_died(self) -> bool:

@@ -7,7 +7,6 @@ import gzip
 import io
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from PIL import Image
 
 from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.data.convert.rows import CHUNK_BYTES, IMAGE, fingerprint, hugging_face
-from scalejax.data.formats.npy_headers import read_header
+from scalejax.data.formats.npy_headers import BAD_ZIP, read_header
 from scalejax.data.formats.numpy import PAIRS
 
 _IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -251,7 +250,7 @@ def _exactly(file: IO[bytes], count: int) -> bytes:
 def _naming(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, *BAD_ZIP) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} cannot be read ({error}).") from error

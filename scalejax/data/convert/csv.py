@@ -37,7 +37,11 @@ class CsvRows:
                 with self._opened(types) as reader:
                     schema = reader.schema
                     count = sum(len(batch) for batch in reader)
+                schema.names  # noqa: B018  raises if they are no UTF-8
                 return schema, count
+            except UnicodeDecodeError as error:
+                accepted = f"{self._path} is refused: its column names must be UTF-8 ({error})."
+                raise ConfigError(accepted) from error
             except pa.ArrowInvalid as error:
                 wider = self._wider(types, str(error))
                 if wider is None:

@@ -18,6 +18,9 @@ from scalejax.core.errors import ConfigError, refusal
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
     from scalejax.core.filesystem import DataFile
 
+BAD_ZIP = (zipfile.BadZipFile, zlib.error, RuntimeError)
+"""What `zipfile` raises of an archive that is damaged, encrypted or of another compression."""
+
 
 _MOST_DEFLATED = 1032
 """Bytes that one of deflate's can stand for: 258 for 2 bits (RFC 1951, section 3.2.5)."""
@@ -74,7 +77,7 @@ def _read_array(field: str, header: ArrayHeader) -> np.ndarray:
                 return np.lib.format.read_array(file, allow_pickle=False)
             with zipfile.ZipFile(file) as archive, archive.open(f"{header.member}.npy") as member:
                 return np.lib.format.read_array(member, allow_pickle=False)
-        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        except (ValueError, EOFError, KeyError, *BAD_ZIP) as error:
             raise ConfigError(f"{field}: {header.where} cannot be read ({error}).") from error
 
 
@@ -143,7 +146,7 @@ def _headers_of_archive(field: str, file: "DataFile") -> tuple[tuple[str, ArrayH
                     )
                     _require_room(field, header, archive.getinfo(name), begin)
                     headers.append((name[:-4], header))
-        except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except (EOFError, *BAD_ZIP) as error:
             raise ConfigError(
                 f"{field}: {file.path} cannot be read as .npz ({error}); write or copy it again."
             ) from error

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, stdev
 
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+)
 
 _SAME_TARGET = 1e-9
 
@@ -72,6 +78,9 @@ class ConvergenceData:
         for batch in self.failed_batches:
             require_at_least("convergence.failed_batches", batch, 1)
         require_above("convergence.noise_scale", self.noise_scale, 0)
+        # Published ones are 1 to 1e8 samples; far from these no curve has any weight left.
+        require_at_least("convergence.noise_scale", self.noise_scale, 1e-6)
+        require_at_most("convergence.noise_scale", self.noise_scale, 1e15)
 
     @property
     def recipes(self) -> tuple[str, ...]:

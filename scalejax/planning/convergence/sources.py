@@ -132,7 +132,10 @@ def _csv_rows(path: Path) -> list[Row]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
-    return list(csv.DictReader(io.StringIO(text)))
+    try:
+        return list(csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ConfigError(f"{str(path)!r} is refused: it must be CSV ({error}).") from error
 
 
 def _parquet_rows(path: Path) -> list[Row]:

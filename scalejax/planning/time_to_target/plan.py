@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.planning.convergence import Estimate
@@ -50,6 +50,10 @@ class PlanPoint:
     """Device-hours times the price of one, or device-hours where no price is given."""
     is_extrapolated: bool = False
     """Whether the batch is larger than any measured to reach the target."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "run_seconds", "p10_run_seconds", "p90_run_seconds", "cost"):
+            require_at_least(f"points.{name}", getattr(self, name), 0)
 
 
 @document("plan")
@@ -93,6 +97,13 @@ class Plan(Tabular):
     """Caveats of the figures."""
     points_optimizer: str | None = None
     """Optimizer of the convergence points, where it differs from the run's."""
+
+    def __post_init__(self) -> None:
+        answers = (self.soonest, self.cheapest, self.knee, self.nearest)
+        for position in (*self.front, *(each for each in answers if each is not None)):
+            if not 0 <= position < len(self.points):
+                accepted = f"positions must be of the {len(self.points)} points"
+                raise ConfigError(refusal("points", position, accepted))
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The points, a row for each."""

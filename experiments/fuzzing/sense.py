@@ -125,7 +125,7 @@ def _out_of_order(tree: Any) -> str | None:
     if not isinstance(tree, dict):
         return None
     names = ("p10_step_seconds", "step_seconds", "p90_step_seconds")
-    band = [tree.get(name) for name in names]
-    if None not in band and not band[0] <= band[1] <= band[2]:
+    band = [float(tree[name]) for name in names if tree.get(name) is not None]
+    if len(band) == len(names) and band != sorted(band):
         return f"a band out of order: {dict(zip(names, band, strict=True))}"
     return next((wrong for each in tree.values() if (wrong := _out_of_order(each))), None)

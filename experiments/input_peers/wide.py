@@ -119,7 +119,7 @@ def dataset_arrays(where: str, groups: list[int], *, at_once: bool) -> list[Arra
 
 def pandas_arrays(where: str, groups: list[int]) -> list[Array]:
     """`read_parquet`, which reads the columns whole."""
-    import pandas as pd
+    import pandas as pd  # type: ignore[import-not-found]  a peer
 
     frame = pd.read_parquet(where, columns=WANTED)
     return [frame[name].to_numpy()[rows_of(groups)] for name in WANTED]
@@ -127,7 +127,7 @@ def pandas_arrays(where: str, groups: list[int]) -> list[Array]:
 
 def polars_arrays(where: str, groups: list[int]) -> list[Array]:
     """`scan_parquet`, the columns whole."""
-    import polars as pl
+    import polars as pl  # type: ignore[import-not-found]  a peer
 
     frame = pl.scan_parquet(where).select(WANTED).collect()
     return [frame[name].to_numpy()[rows_of(groups)] for name in WANTED]
@@ -135,7 +135,7 @@ def polars_arrays(where: str, groups: list[int]) -> list[Array]:
 
 def polars_slices(where: str, groups: list[int]) -> list[Array]:
     """`scan_parquet`, a slice for each row group."""
-    import polars as pl
+    import polars as pl  # type: ignore[import-not-found]  a peer
 
     scan = pl.scan_parquet(where).select(WANTED)
     frames = pl.collect_all([scan.slice(each * ROWS, ROWS) for each in groups])

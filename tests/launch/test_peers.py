@@ -198,6 +198,7 @@ def test_a_process_at_a_breakpoint_does_not_hang():
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    assert process.stdout is not None
     with process:
         line = process.stdout.readline()
         time.sleep(1.0)

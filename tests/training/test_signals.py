@@ -210,7 +210,7 @@ def test_whoever_watches_is_told_of_every_save(tmp_path, monkeypatch, is_interru
         return call
 
     monkeypatch.setattr(Heartbeat, "from_environment", lambda: heartbeat)
-    for name in ("save", "wait", "close"):
+    for name in ("save", "close"):  # by which all that wait do so
         monkeypatch.setattr(Checkpoints, name, noted(getattr(Checkpoints, name)))
     monkeypatch.setattr(loop, "save_weights", noted(loop.save_weights))
     if is_interrupted:

@@ -182,3 +182,13 @@ def test_what_was_accepted_and_made_no_sense_is_refused(tmp_path, monkeypatch, c
     ):
         assert main(words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("field", ["weight_decay", "epsilon"])
+def test_constants_of_optimizers_that_leave_nothing_are_refused(tmp_path, field):
+    """By name, above a million."""
+    text = RUN.replace(
+        'optimizer.name = "sgd"', f'optimizer = {{ name = "adamw", {field} = 1e308 }}'
+    )
+    with pytest.raises(ConfigError, match=f"optimizer.{field}=1e.308 is refused"):
+        load_config(Path(run_toml(tmp_path, text + SCHEDULE)))

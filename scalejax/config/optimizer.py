@@ -6,7 +6,13 @@ Each class checks its own fields when built; `training/optimizers/` builds what 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+)
 from scalejax.core.serialization import Family
 
 MomentumForm = Literal["rate_outside", "rate_inside", "rate_inside_corrected"]
@@ -14,6 +20,15 @@ MomentumForm = Literal["rate_outside", "rate_inside", "rate_inside_corrected"]
 al. 2017, section 3, arXiv 1706.02677): u = m u + g and an update of r u (equation 9); v = m v + r g
 and an update of v (equation 10); equation 10 with m r / r_before in place of m, its momentum
 correction."""
+
+
+_LARGEST_CONSTANT = 1e6
+"""Above which weight decay leaves no weights, and an epsilon no steps."""
+
+
+def _require_moderate(field: str, value: float) -> None:
+    require_at_least(field, value, 0)
+    require_at_most(field, value, _LARGEST_CONSTANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +83,7 @@ class SgdConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.momentum", self.momentum)
-        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
         if self.momentum == 0:
             accepted = "it needs a momentum above 0"
             if self.nesterov:
@@ -155,7 +170,7 @@ class AdagradConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         require_at_least("optimizer.initial_accumulator", self.initial_accumulator, 0)
-        require_at_least("optimizer.epsilon", self.epsilon, 0)
+        _require_moderate("optimizer.epsilon", self.epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +203,8 @@ class ScheduleFreeConfig(OptimizerConfig):
         require_above("optimizer.interpolation", self.interpolation, 0)
         _require_fraction("optimizer.beta2", self.beta2)
         require_above("optimizer.epsilon", self.epsilon, 0)
-        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        _require_moderate("optimizer.epsilon", self.epsilon)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
 
     @property
     def moments(self) -> Literal[1, 2]:
@@ -222,7 +238,7 @@ class LarsConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.momentum", self.momentum)
-        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
         require_above("optimizer.trust_coefficient", self.trust_coefficient, 0)
 
 
@@ -273,4 +289,5 @@ def _require_moments(config: AdamWConfig | LambConfig) -> None:
     _require_fraction("optimizer.beta1", config.beta1)
     _require_fraction("optimizer.beta2", config.beta2)
     require_above("optimizer.epsilon", config.epsilon, 0)
-    require_at_least("optimizer.weight_decay", config.weight_decay, 0)
+    _require_moderate("optimizer.epsilon", config.epsilon)
+    _require_moderate("optimizer.weight_decay", config.weight_decay)

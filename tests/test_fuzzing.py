@@ -184,6 +184,13 @@ def test_what_was_accepted_and_made_no_sense_is_refused(tmp_path, monkeypatch, c
         assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_batch_of_more_samples_than_there_are_is_refused(tmp_path):
+    """A search tried its divisors for ever."""
+    text = RUN.replace("global_batch = 16", f"global_batch = {2**63 - 1}")
+    with pytest.raises(ConfigError, match=r"batch.global_batch=9223372036854775807 is refused"):
+        load_config(Path(run_toml(tmp_path, text + SCHEDULE)))
+
+
 @pytest.mark.parametrize("field", ["weight_decay", "epsilon"])
 def test_constants_of_optimizers_that_leave_nothing_are_refused(tmp_path, field):
     """By name, above a million."""

@@ -9,8 +9,17 @@ from typing import ClassVar, Literal
 
 from scalejax.config.parallelism import MODEL_AXES, ContextStrategy
 from scalejax.config.pipeline_schedule import PipelineSchedule
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+)
 from scalejax.core.serialization import Family
+
+_LARGEST_BATCH = 1e12
+"""Samples of an update: more than of any data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,7 @@ class BatchConfig:
             )
         for name in ("global_batch", "per_device_batch", "microbatches"):
             require_at_least(f"batch.{name}", getattr(self, name), 1)
+            require_at_most(f"batch.{name}", getattr(self, name), _LARGEST_BATCH)
         require_at_least("batch.ramp_factor", self.ramp_factor, 2)
         if list(self.ramp_epochs) != sorted(set(self.ramp_epochs)) or any(
             epoch < 1 for epoch in self.ramp_epochs

@@ -44,7 +44,7 @@ _HEARTBEAT_TIMEOUT_SECONDS = 100
 later than the watch of `launch.peers`."""
 _SECONDS_TO_LEAVE = 5.0
 """Grace period of a failed process for a clean shutdown, which waits for the others."""
-_FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems assign last
+FIRST_PORT, PORTS = 61440, 4096  # of the range that systems assign last
 _LOST_CONTACT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|(?i:gloo [\w -]+ failed|connection (closed|reset|refused)|"
     r"broken pipe|NCCL operation .* failed: (unhandled system error|remote process)|heartbeat|"
@@ -271,7 +271,7 @@ def _is_of_interface(host: str) -> bool:
 
 def _loopback(job: str) -> str:
     """An address on this machine derived from `job`, unlikely to be that of another job."""
-    return f"{LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
+    return f"{LOOPBACK}:{FIRST_PORT + zlib.crc32(job.encode()) % PORTS}"
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -33,7 +33,7 @@ _SECONDS_TO_SAVE = 600.0
 """Grace period of processes that save a checkpoint first, as long as they make progress."""
 _SECONDS_TO_FOLLOW = 5.0
 """Time in which the other processes may report why one has failed."""
-_LINES_AT_END = 8
+LINES_AT_END = 8
 """Last log lines of a failed process that are shown, unless all output is."""
 _GLOO_BEGINS, _GLOO_ENDS = b"[Gloo] Rank ", b"connected peer ranks"
 """Beginning and end of the line that gloo prints for every connection."""
@@ -346,7 +346,7 @@ class _Attempt:
                 for line in log.splitlines()
                 if not gloo.holds_back(line)
             ]
-            for line in lines[-_LINES_AT_END:]:
+            for line in lines[-LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
 
 

@@ -22,16 +22,13 @@ from typing import TextIO
 
 from scalejax.core import process_group
 from scalejax.core.errors import ConfigError, ExitCode, refusal, require_one_line
-from scalejax.launch.local import GlooFilter
+from scalejax.launch.local import LINES_AT_END, GlooFilter
 from scalejax.launch.watchdog import STUCK_SECONDS
 
 SECONDS_TO_FOLLOW = 30.0
 """Time after the limit of their watch in which the others must have ended, once one has failed."""
-_LINES_AT_END = 8
-"""Last lines of each process but the first that are shown if the command fails."""
 _LABEL = re.compile(r" *(\d+): ?")
 """What `srun --label` puts before a line."""
-_FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems assign last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,8 @@ def _by_srun(job: RemoteLaunch) -> list[str]:
 
 
 def _on_hosts(job: RemoteLaunch) -> list[list[str]]:
-    coordinator = f"{job.hosts[0].rpartition('@')[2]}:{_FIRST_PORT + secrets.randbelow(_PORTS)}"
+    port = process_group.FIRST_PORT + secrets.randbelow(process_group.PORTS)
+    coordinator = f"{job.hosts[0].rpartition('@')[2]}:{port}"
     commands = []
     for number, host in enumerate(job.hosts):
         variables = job.environment | {
@@ -191,7 +189,7 @@ class _Output:
             prefix = f"[{rank}] " if self._job.shows_all else ""
             print(prefix + text, file=self._out, flush=True)
         else:
-            self._ends[rank] = [*self._ends.get(rank, []), text][-_LINES_AT_END:]
+            self._ends[rank] = [*self._ends.get(rank, []), text][-LINES_AT_END:]
 
     def show_ends(self) -> None:
         """Show the last lines of the processes that were not forwarded."""

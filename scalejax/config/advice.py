@@ -3,12 +3,13 @@
 Refuses nothing.
 """
 
+from scalejax.config.model import DecoderConfig
 from scalejax.config.run import ResolvedRun
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
     """Warnings about `run` before it begins, as sentences without full stops."""
-    notes = (_long_warmup(run), run.config.data.note, _plain_training(run))
+    notes = (_long_warmup(run), run.config.data.note, _plain_training(run), _unclipped(run))
     return tuple(note for note in notes if note is not None)
 
 
@@ -35,3 +36,17 @@ def _plain_training(run: ResolvedRun) -> str | None:
     if run.config.emulation is None:
         return None
     return "[emulation] is for scalejax emulate and sweep alone, and is ignored here"
+
+
+def _unclipped(run: ResolvedRun) -> str | None:
+    """Of decoders alone: image networks are published without, and converge so."""
+    config = run.config
+    is_clipped = (
+        config.clipping is not None or getattr(config.optimizer, "variant", None) == "nvlamb"
+    )
+    if is_clipped or not isinstance(config.model, DecoderConfig):
+        return None
+    return (
+        "gradients are not clipped, which other trainers of decoders do by default (Megatron-LM, "
+        "MaxText, torchtitan): [clipping] with max_norm = 1.0 does"
+    )

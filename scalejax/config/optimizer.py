@@ -280,6 +280,23 @@ class LambConfig(OptimizerConfig):
         return 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippingConfig:
+    """Clipping of the gradient of the global batch by its norm, before the optimizer (Pascanu et
+    al. 2013, algorithm 1, arXiv 1211.5063). The norm is of whole arrays, however they are split,
+    and is in the record."""
+
+    max_norm: float = 1.0
+    """Largest norm of the gradient; a longer one is scaled to it (1.0 of Megatron-LM, MaxText and
+    torchtitan)."""
+    scope: Literal["global", "block"] = "global"
+    """What has a norm of its own: "global", all parameters together; "block", each layer of stacked
+    blocks, and each other top-level part of the network."""
+
+    def __post_init__(self) -> None:
+        require_above("clipping.max_norm", self.max_norm, 0)
+
+
 def _require_fraction(field: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(refusal(field, value, "it must be from 0 to below 1"))

@@ -46,7 +46,7 @@ from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
 from scalejax.config.migrate import current_fields, current_tables, load_run_file
 from scalejax.config.model import ModelConfig
-from scalejax.config.optimizer import OptimizerConfig
+from scalejax.config.optimizer import ClippingConfig, OptimizerConfig
 from scalejax.config.parallelism import (
     MODEL_AXES,
     BatchSplit,
@@ -113,6 +113,8 @@ class RunConfig:
     """The learning rate, step by step."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The training loss."""
+    clipping: ClippingConfig | None = None
+    """Clipping of the gradient by its norm; if absent, none."""
     averaging: AveragingConfig | None = None
     """An average of the parameters, kept beside them; if absent, none."""
     fine_tuning: FineTuningConfig | None = None
@@ -160,6 +162,11 @@ class RunConfig:
             self.gradient_sync, model, self.optimizer, self.averaging, layout, train
         )
         require_local_sgd_within_run(self.local_sgd, self.batch, train)
+
+    @property
+    def measures_gradient_norm(self) -> bool:
+        """Whether the step computes the norm of its gradient."""
+        return self.clipping is not None or self.train.measures_gradient_norm
 
     @property
     def local_sgd(self) -> LocalSgdConfig | None:

@@ -478,7 +478,7 @@ class TrainConfig:
 
     @property
     def measures_gradient_norm(self) -> bool:
-        """Whether the step computes the norm of its gradient."""
+        """Whether it asks for the norm of the gradient."""
         return self.noise_scale is not None or self.divergence.max_gradient_growth is not None
 
     def __post_init__(self) -> None:

@@ -144,7 +144,10 @@ def _require_plain_training(config: RunConfig) -> None:
 
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse a layer-wise optimizer where servers hold parts of layers."""
+    """Refuse a layer-wise optimizer, and clipping, where servers hold parts of layers."""
+    if emulation.server_shards > 1 and config.clipping is not None:
+        accepted = "[clipping] takes the norm of whole gradients; it must be 1"
+        raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
     if emulation.server_shards > 1 and config.optimizer.is_layer_wise:
         accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
         raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))

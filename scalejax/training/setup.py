@@ -32,6 +32,7 @@ from scalejax.models.attention_blocks import has_fused_blocks
 from scalejax.models.fsdp import in_float8
 from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
+from scalejax.training.optimizers.clipping import with_clipping
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
 from scalejax.training.schedules import Schedule, learning_rate_schedule
@@ -73,6 +74,7 @@ def train_setup(
     stacked = network_class(run.config.model).stacked
     described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
     optimizer = build_optimizer(described, schedule, stacked=stacked)
+    optimizer = with_clipping(run.config.clipping, optimizer, stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)

@@ -323,7 +323,7 @@ def _gradient_metrics(
     """Moving averages for the gradient noise scale, and `metrics` with the gradient's norm and
     noise scale added, each if the run measures it."""
     run, wanted = setup.run, setup.run.config.train.noise_scale
-    if not run.config.train.measures_gradient_norm:
+    if not run.config.measures_gradient_norm:
         return None, metrics
     unscaled = 1.0 if scale is None else 1 / scale**2
     squared_norm = optax.tree.norm(gradient, squared=True) * unscaled

@@ -86,7 +86,7 @@ def case_key(job: RunJob) -> str:
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
-    for name in ("loss", "averaging", "fine_tuning", "gradient_sync"):
+    for name in ("loss", "clipping", "averaging", "fine_tuning", "gradient_sync"):
         if (part := getattr(config, name)) not in (None, LossConfig()):
             material[_IN_ARCHIVES.get(name, name)] = _named(part)
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
@@ -105,8 +105,8 @@ def _key(material: JsonValue) -> str:
 
 def _measured(job: RunJob) -> list[JsonValue]:
     """Gradient statistics that a step computes besides the update."""
-    wanted = job.run.config.train
-    return [wanted.measures_gradient_norm, plain(wanted.noise_scale)]
+    config = job.run.config
+    return [config.measures_gradient_norm, plain(config.train.noise_scale)]
 
 
 def _named(part: object) -> list[JsonValue]:
@@ -138,7 +138,10 @@ def _path(folder: Path, job: RunJob) -> Path:
     return folder / f"{_key(material)}.json.gz"
 
 
-_PARTS = ("model", "optimizer", "schedule", "loss", "averaging", "fine_tuning", "gradient_sync")
+_PARTS = (
+    *("model", "optimizer", "schedule", "loss"),
+    *("clipping", "averaging", "fine_tuning", "gradient_sync"),
+)
 """Parts of a config that shape its compiled step, and may be members of families."""
 
 

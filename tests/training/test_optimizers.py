@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from scalejax.config.optimizer import (
     AdagradConfig,
     AdamWConfig,
+    ClippingConfig,
     LambConfig,
     LarsConfig,
     OptimizerConfig,
@@ -25,6 +26,7 @@ from scalejax.config.optimizer import (
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.training.optimizers import build_optimizer, evaluated_params
+from scalejax.training.optimizers.clipping import with_clipping
 
 RNG = np.random.default_rng(0)
 
@@ -421,3 +423,40 @@ def test_each_layer_of_a_stack_has_its_own_trust_ratio(config, scales):
     for index in range(3):
         alone = one_update(*jax.tree.map(lambda leaf, i=index: leaf[i], (layers, gradient)))
         np.testing.assert_allclose(stacked[index], alone["kernel"], rtol=1e-5)
+
+
+def clipped(scope: str, max_norm: float, gradient: Any) -> Any:
+    """The gradient that an optimizer sees."""
+    config = build(ClippingConfig, {"scope": scope, "max_norm": max_norm}, where="clipping")
+    seen = with_clipping(config, optax.identity(), stacked=("blocks",))
+    return seen.update(gradient, seen.init(gradient), gradient)[0]
+
+
+def test_a_gradient_is_clipped_to_a_norm_of_all_parameters():
+    """By hand: 3, 4 and 12 have norm 13; clipped to 6.5 each is half. A shorter one stays."""
+    gradient = {"blocks": {"kernel": jnp.asarray([[3.0], [4.0]])}, "norm": jnp.asarray([12.0])}
+
+    found = clipped("global", 6.5, gradient)
+    np.testing.assert_allclose(found["blocks"]["kernel"], [[1.5], [2.0]], rtol=1e-6)
+    np.testing.assert_allclose(found["norm"], [6.0], rtol=1e-6)
+    assert_equal(clipped("global", 13.5, gradient), gradient)
+
+
+def test_a_gradient_is_clipped_by_block():
+    """By hand: the first of two stacked layers, (3, 4), has norm 5 and is clipped to 1; the second,
+    (0.6, 0), and a norm of 0 stay; the parts of the head count together, (5, 12) of norm 13."""
+    gradient = {
+        "blocks": {
+            "kernel": jnp.asarray([[[3.0]], [[0.6]]]),
+            "bias": jnp.asarray([[4.0], [0.0]]),
+        },
+        "head": {"kernel": jnp.asarray([[5.0]]), "bias": jnp.asarray([12.0])},
+        "norm": jnp.zeros(2),
+    }
+
+    found = clipped("block", 1.0, gradient)
+    np.testing.assert_allclose(found["blocks"]["kernel"], [[[0.6]], [[0.6]]], rtol=1e-6)
+    np.testing.assert_allclose(found["blocks"]["bias"], [[0.8], [0.0]], rtol=1e-6)
+    np.testing.assert_allclose(found["head"]["kernel"], [[5 / 13]], rtol=1e-6)
+    np.testing.assert_allclose(found["head"]["bias"], [12 / 13], rtol=1e-6)
+    np.testing.assert_array_equal(found["norm"], np.zeros(2))

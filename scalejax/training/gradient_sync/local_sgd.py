@@ -92,7 +92,7 @@ def _on_device(
             gradient = lax.cond(
                 step < begin, lambda own: _mean(rows.weighted(own)), lambda own: own, gradient
             )
-    if run.config.train.measures_gradient_norm:
+    if run.config.measures_gradient_norm:
         metrics["gradient_norm"] = optax.tree.norm(gradient, squared=True)
     learning, *_ = before
     updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)

@@ -25,7 +25,10 @@ STEP_TIMES = (
     "2026/timm_rtx3090_training", "2026/tpu_and_jax", "2026/trainium",
     "2026/ultrascale_crashed_or_oom", "2026/ultrascale_measured",
 )  # fmt: skip
-CONVERGENCE = ("convergence_rcp", "2026/mlperf_submission_convergence")
+CONVERGENCE = (
+    "convergence_rcp", "2026/mlperf_submission_convergence", "2026/steplaw_dense_lr_batch_loss",
+    "2026/steplaw_moe_lr_batch_loss",
+)  # fmt: skip
 COLLECTIVES = ("all_reduce_times", "2026/hf_cluster_collectives_256MB")
 THINNED = (
     "2026/attention_forward_times", "2026/custom_allreduce_times", "2026/expert_alltoall_trtllm",

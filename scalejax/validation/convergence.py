@@ -4,7 +4,8 @@ Samples to a target are predicted with the hyperbola of `planning.convergence`, 
 points of the same benchmark, those of the ledgers that come with scalejax among them: never a row's
 own batch, nor a submission of its own submitter. From one other batch it is a wide band: as many
 samples, as many steps, or anything between.
-scalejax predicts no loss, so rows that state one are skipped.
+Final losses are predicted by the surface of `planning.convergence.loss_surface`, fitted without the
+runs of the row's size and number of tokens; a run is skipped if it diverged.
 """
 
 from abc import ABC, abstractmethod
@@ -13,10 +14,18 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from scalejax.planning.convergence import Hyperbola, Point, fit
+from scalejax.planning.convergence.loss_surface import (
+    DIVERGED,
+    LanguageRun,
+    published_surface,
+    relative_loss,
+)
 from scalejax.validation.summary import Quantity, RowResult
 from scalejax.validation.table import MAY_BE_ZERO
 
-_NO_LOSS = "skipped: scalejax predicts no loss"
+_DIVERGED = "skipped: the run diverged, so that its loss is none of a trained network"
+_SEQUENCE_TOKENS = 2048
+"""Tokens of a sequence in all of its runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,18 +144,59 @@ class LossRow:
 
     quantity: ClassVar[Quantity] = "loss"
 
-    lr: str
-    """Learning rate."""
+    lr: float
+    """Peak learning rate."""
     bs: int
-    """Samples per update."""
+    """Sequences per update."""
     loss: float = field(metadata={"column": "smooth loss"})
     """Final loss, smoothed over steps."""
     tokens: float = field(metadata={"column": "D"})
     """Tokens trained on."""
     parameters: float = field(metadata={"column": "N"})
-    """Parameters of the network."""
+    """Parameters of the network, without embeddings, all experts included."""
     exp_name: str
     """Name of the run."""
+
+    @property
+    def source(self) -> str:
+        """Publication, and the run in it."""
+        return f"Step Law (Li et al. 2025, arXiv 2503.04715), {self.exp_name}"
+
+    @property
+    def sparsity(self) -> float:
+        """Width of all experts over that of a token's."""
+        return 1.0
+
+    @property
+    def run(self) -> LanguageRun:
+        """The run, for a loss surface."""
+        return LanguageRun(
+            parameters=self.parameters,
+            tokens=self.tokens,
+            batch_tokens=self.bs * _SEQUENCE_TOKENS,
+            learning_rate=self.lr,
+            sparsity=self.sparsity,
+            loss=self.loss,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLossRow(LossRow):
+    """Final loss of a mixture of experts."""
+
+    nume: int
+    """Experts of a layer."""
+    topk: int
+    """Experts of a token."""
+    moeh: int
+    """Width of an expert."""
+    sed: int
+    """Width of the shared expert."""
+
+    @property
+    def sparsity(self) -> float:
+        """Width of all experts over that of a token's, the shared one in both."""
+        return (self.nume * self.moeh + self.sed) / (self.topk * self.moeh + self.sed)
 
 
 def samples_results(
@@ -208,23 +258,33 @@ def _samples_result(
 
 
 def loss_results(rows: Sequence[LossRow], ledger: str) -> list[RowResult]:
-    """The measured loss of each row, which is not predicted."""
-    return [
-        RowResult(
-            case_id=row.exp_name,
-            series=f"{row.parameters:g} parameters, {row.tokens:g} tokens",
-            device_count=1,
-            measured_seconds=None,
-            predicted_seconds=None,
-            p10_seconds=None,
-            p90_seconds=None,
-            status=_NO_LOSS,
-            kind=None,
-            quantity=row.quantity,
-            ledger=ledger,
-            family=ledger,
-            source=f"Step Law, {row.exp_name}",
-            measured_loss=row.loss,
+    """Prediction and measurement of the loss of each row."""
+    model = published_surface()
+    runs = [row.run for row in rows]
+    found = []
+    for row, run, off in zip(rows, runs, relative_loss(runs), strict=True):
+        is_diverged = off > DIVERGED
+        estimate = None if is_diverged else model.without(run.cell).loss(run)
+        found.append(
+            RowResult(
+                case_id=row.exp_name,
+                series=f"{row.parameters:g} parameters, {row.tokens:g} tokens",
+                device_count=1,
+                measured_seconds=None,
+                predicted_seconds=None,
+                p10_seconds=None,
+                p90_seconds=None,
+                status=_DIVERGED if is_diverged else "ok",
+                is_mapped=not is_diverged,
+                kind=None,
+                quantity=row.quantity,
+                ledger=ledger,
+                family=ledger,
+                source=row.source,
+                measured_loss=row.loss,
+                predicted_loss=estimate and estimate.p50,
+                p10_loss=estimate and estimate.p10,
+                p90_loss=estimate and estimate.p90,
+            )
         )
-        for row in rows
-    ]
+    return found

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalejax.core.errors import ConfigError, nearest_name, unknown_name
-from scalejax.validation.convergence import LossRow, ReferenceRow, SamplesRow, SubmissionRow
+from scalejax.validation.convergence import (
+    ExpertLossRow,
+    LossRow,
+    ReferenceRow,
+    SamplesRow,
+    SubmissionRow,
+)
 from scalejax.validation.ledger import LedgerRow
 from scalejax.validation.operations import (
     AllReduceRow,
@@ -55,6 +61,7 @@ FORMATS: tuple[tuple[Quantity, type[Row]], ...] = (
             ReferenceRow,
             SubmissionRow,
             LossRow,
+            ExpertLossRow,
         )
     ),
 )

@@ -93,6 +93,10 @@ class RowResult:
     """Published final loss; None for other rows."""
     predicted_loss: float | None = None
     """Predicted final loss; None if the row is skipped."""
+    p10_loss: float | None = None
+    """10th percentile of the predicted loss; None if unknown."""
+    p90_loss: float | None = None
+    """90th percentile of the predicted loss; None if unknown."""
     measured_samples: float | None = None
     """Published work until the target was reached, in `samples_unit`; None for other rows."""
     predicted_samples: float | None = None
@@ -144,9 +148,11 @@ class RowResult:
     @property
     def band(self) -> tuple[float, float] | None:
         """(p10, p90) of the prediction; None if unknown."""
-        is_samples = self.quantity == "samples to target"
-        low = self.p10_samples if is_samples else self.p10_seconds
-        high = self.p90_samples if is_samples else self.p90_seconds
+        bands = {
+            "samples to target": (self.p10_samples, self.p90_samples),
+            "loss": (self.p10_loss, self.p90_loss),
+        }
+        low, high = bands.get(self.quantity, (self.p10_seconds, self.p90_seconds))
         return None if low is None or high is None else (low, high)
 
 

@@ -1,0 +1,215 @@
+"""Final loss of language models: fits the surface, and tests it on sizes and tokens left out.
+
+    python experiments/loss_model/fit.py            # writes results.json
+    python experiments/loss_model/fit.py --write    # and the constants that come with scalejax
+
+Runs are those that come with scalejax (`validation/ledgers/steplaw_*`).
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from scalejax.core import serialization
+from scalejax.planning.convergence import loss_surface
+from scalejax.planning.convergence.loss_surface import (
+    DIVERGED,
+    DIVERGES_ABOVE,
+    FITTED,
+    LanguageRun,
+    LossModel,
+    Surface,
+    fit_divergence,
+    fit_surface,
+    relative_loss,
+)
+from scalejax.validation.convergence import LossRow
+from scalejax.validation.kinds import find_ledger, read_any
+
+HERE = Path(__file__).parent
+PUBLISHED = Path(loss_surface.__file__).parent / "published" / "loss_surface.json"
+SEED = 26
+CONTEXT = (
+    "AdamW, 2,000 updates of warmup whatever the batch, then cosine to a rate of 1e-5 whatever the "
+    "peak; sequences of 2,048 tokens; Step Law's corpus and vocabulary of 65,536",
+)
+
+
+def runs_of(ledger: str) -> list[LanguageRun]:
+    """Runs of a ledger."""
+    rows = read_any(find_ledger(ledger)).rows
+    return [row.run for row in rows if isinstance(row, LossRow)]
+
+
+def fitted(runs: Sequence[LanguageRun]) -> list[LanguageRun]:
+    """Runs within 10 % of the best of their size and tokens."""
+    return [run for run, off in zip(runs, relative_loss(runs), strict=True) if off < FITTED]
+
+
+def splits(runs: Sequence[LanguageRun]) -> Iterator[tuple[str, str, Callable[[LanguageRun], bool]]]:
+    """(kind, name, whether a run is left out): by size, by size and tokens, and most tokens."""
+    dense = [run for run in runs if run.sparsity == 1]
+    experts = [run for run in runs if run.sparsity > 1]
+    for size in sorted({(run.parameters, run.sparsity) for run in runs}):
+        yield "size", f"{size[0]:.3g} x {size[1]:.3g}", lambda run, s=size: run.cell[:2] == s
+    for cell in sorted({run.cell for run in runs}):
+        yield "size and tokens", str(cell), lambda run, c=cell: run.cell == c
+    # Half of the sizes' numbers of tokens, chosen by a seed: one cell of every size at once.
+    chosen = np.random.default_rng(SEED)
+    for fold in range(3):
+        by_size: dict[tuple[float, float], list[tuple[float, float, float]]] = {}
+        for cell in sorted({run.cell for run in runs}):
+            by_size.setdefault(cell[:2], []).append(cell)
+        taken = {cells[int(chosen.integers(len(cells)))] for cells in by_size.values()}
+        yield "one of each size", f"seed {SEED}.{fold}", lambda run, t=taken: run.cell in t
+    for some in (dense, experts):
+        most = max(run.tokens for run in some)
+        kind = "experts" if some is experts else "dense"
+        yield (
+            "most tokens",
+            f"{kind}, {most:.3g}",
+            lambda run, m=most, k=kind: run.tokens == m and (run.sparsity > 1) == (k == "experts"),
+        )
+    yield "beyond", "above 45e9 tokens", lambda run: run.tokens > 45e9
+    yield "beyond", "above 35e9 tokens", lambda run: run.tokens > 35e9
+    yield "beyond", "above 22e9 tokens", lambda run: run.tokens > 22e9
+    yield "beyond", "dense above 6e8", lambda run: run.sparsity == 1 and run.parameters > 6e8
+    yield "beyond", "dense above 5e8", lambda run: run.sparsity == 1 and run.parameters > 5e8
+    yield "beyond", "dense above 4e8", lambda run: run.sparsity == 1 and run.parameters > 4e8
+
+
+def errors_of(surface: Surface, runs: Sequence[LanguageRun]) -> list[float]:
+    """ln predicted - ln measured of each run."""
+    return [math.log(surface.loss(run) / run.loss) for run in runs if run.loss]
+
+
+def best_of(surface: Surface, runs: Sequence[LanguageRun]) -> dict[str, float]:
+    """What the run that the surface calls best loses to the best one, and how far off it is."""
+    called = min(runs, key=surface.loss)
+    best = min(runs, key=lambda run: run.loss or math.inf)
+    return {
+        "excess": (called.loss or math.nan) / (best.loss or math.nan) - 1,
+        "rate_factor": math.exp(abs(math.log(called.learning_rate / best.learning_rate))),
+        "batch_factor": math.exp(abs(math.log(called.batch_tokens / best.batch_tokens))),
+    }
+
+
+def divergence_errors(runs: Sequence[LanguageRun]) -> dict[str, object]:
+    """Runs of each size told apart by a regression to the others."""
+    told, found, missed, false = 0, 0, 0, 0
+    diverged = relative_loss(runs) > DIVERGED
+    for size in sorted({run.parameters for run in runs}):
+        weights = fit_divergence([run for run in runs if run.parameters != size])
+        model = _model(diverging=weights)
+        for run, is_diverged in zip(runs, diverged, strict=True):
+            if run.parameters == size:
+                said = model.divergence_probability(run) > DIVERGES_ABOVE
+                told += said == is_diverged
+                found += bool(is_diverged and said)
+                missed += bool(is_diverged and not said)
+                false += bool(said and not is_diverged)
+    return {
+        "runs": len(runs),
+        "told_apart": told / len(runs),
+        "diverged": found + missed,
+        "of_diverged_found": found / (found + missed),
+        "of_others_called_diverged": false / (len(runs) - found - missed),
+    }
+
+
+def _model(*, diverging: tuple[float, ...]) -> LossModel:
+    return LossModel(
+        name="", surface=Surface(base=(0, 0, 0, 0), terms=()), cells=(), left_out=(),
+        divergence=diverging, deviation=0, deviation_beyond=0,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Fit, leave out, write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    dense = runs_of("steplaw_dense_lr_batch_loss")
+    experts = runs_of("steplaw_moe_lr_batch_loss")
+    every = [*dense, *experts]
+    used = fitted(every)
+    results: dict[str, object] = {"runs": len(every), "fitted": len(used)}
+    whole = fit_surface(used)
+    results["in sample"] = {
+        name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
+        for name, moe in (("dense", False), ("experts", True))
+    }
+    rows, left_out, squares, beyond = [], [], [], []
+    for kind, name, is_out in splits(used):
+        surface = fit_surface([run for run in used if not is_out(run)])
+        if kind == "size and tokens":
+            left_out.append(surface)
+        for what, moe in (("dense", False), ("experts", True)):
+            out = [run for run in used if is_out(run) and (run.sparsity > 1) == moe]
+            if not out:
+                continue
+            errors = errors_of(surface, out)
+            cells = sorted({run.cell for run in out})
+            bests = [best_of(surface, [run for run in out if run.cell == c]) for c in cells]
+            rows.append(
+                {
+                    "left_out": kind, "name": name, "what": what, "runs": len(out),
+                    "mean_error": float(np.mean(np.abs(errors))), "bias": float(np.mean(errors)),
+                    "best": bests,
+                }
+            )  # fmt: skip
+            print(f"{kind}, {name}, {what}: {rows[-1]['mean_error']:.2%}, {rows[-1]['bias']:+.2%}")
+            if kind == "size and tokens":
+                squares += [each**2 for each in errors]
+            if kind == "beyond":
+                kept = [run for run in used if not is_out(run) and (run.sparsity > 1) == moe]
+                far = max(
+                    max(math.log(r.tokens / max(k.tokens for k in kept)) for r in out),
+                    max(math.log(r.parameters / max(k.parameters for k in kept)) for r in out),
+                )
+                if far > 0.5:
+                    beyond.append(abs(float(np.mean(errors))) / far)
+    summary: dict[str, object] = {}
+    for kind in dict.fromkeys(str(row["left_out"]) for row in rows):
+        for what in ("dense", "experts"):
+            some = [row for row in rows if row["left_out"] == kind and row["what"] == what]
+            if not some:
+                continue
+            weights = [row["runs"] for row in some]
+            bests = [each for row in some for each in row["best"]]
+            summary[f"{kind}, {what}"] = {
+                "mean_error": float(np.average([r["mean_error"] for r in some], weights=weights)),
+                "worst": max(row["mean_error"] for row in some),
+                "excess_of_the_best": float(np.mean([each["excess"] for each in bests])),
+                "largest_excess": max(each["excess"] for each in bests),
+                "within_0.3_percent": float(np.mean([each["excess"] <= 0.003 for each in bests])),
+                "rate_within_2": float(np.mean([each["rate_factor"] < 2.03 for each in bests])),
+                "batch_within_2": float(np.mean([each["batch_factor"] < 2.03 for each in bests])),
+            }  # fmt: skip
+    results["summary"], results["rows"] = summary, rows
+    results["divergence, dense"] = divergence_errors(dense)
+    deviation = math.sqrt(float(np.mean(squares)))
+    deviation_beyond = math.sqrt(float(np.mean(np.square(beyond))))
+    results["deviation"], results["deviation_beyond"] = deviation, deviation_beyond
+    print(json.dumps(summary, indent=1), results["divergence, dense"], deviation, deviation_beyond)
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.write:
+        model = LossModel(
+            name="Step Law (Li et al. 2025, arXiv 2503.04715)",
+            surface=whole,
+            cells=tuple(sorted({run.cell for run in used})),
+            left_out=tuple(left_out),
+            divergence=fit_divergence(every),
+            deviation=deviation,
+            deviation_beyond=deviation_beyond,
+            context=CONTEXT,
+        )
+        serialization.save(model, PUBLISHED)
+
+
+if __name__ == "__main__":
+    main()

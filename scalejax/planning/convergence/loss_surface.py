@@ -1,0 +1,462 @@
+"""Final loss of a language model over its parameters, tokens, batch and learning rate.
+
+    L = E + A N^-a S^s + sum over k of C_k lr^p_k B^q_k N^u_k D^v_k S^w_k
+
+Every term is a power law, so that L is convex in the logarithms: at given N and D there is one best
+batch and rate, and beyond the data each term goes on as it went. N are the parameters without
+embeddings (experts included), S = experts over experts of a token (1 where dense), D the tokens, B
+the tokens of an update. The first two terms are those of Hoffmann et al. 2022, arXiv 2203.15556,
+equation 2; those of the sum, as they come out of the fit, are the tokens that are missing (with the
+rate as their exchange), the noise of small batches, the heat of high rates, and updates that are
+too few. Whether a run diverges is a logistic regression on the same logarithms.
+
+Arithmetic alone: what the constants are, `experiments/loss_model` finds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import NDArray
+from scipy.optimize import brentq, least_squares
+from scipy.special import expit
+
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.planning.convergence.hyperbola import Estimate
+
+Floats = NDArray[np.float64]
+
+_PUBLISHED = Path(__file__).parent / "published" / "loss_surface.json"
+_ORIGIN = np.log([2e-3, 524288.0, 4e8, 2e10, 1.0])
+"""Logarithms of (rate, batch in tokens, parameters, tokens, sparsity) that constants are at."""
+_COLUMNS = ("learning_rate", "batch_tokens", "parameters", "tokens", "sparsity")
+_START = np.array(
+    [
+        # ln C, then exponents of rate, batch, parameters, tokens, sparsity
+        [-1.5, -0.2, 0.1, 0.0, -0.3, 0.0],  # tokens that are missing
+        [-3.5, 0.4, -0.7, 0.3, 0.0, 0.0],  # noise of small batches
+        [-4.0, 1.0, 0.0, 0.7, -0.3, 0.0],  # heat of high rates
+        [-4.0, -0.3, 0.7, 0.0, -0.7, 0.0],  # updates that are too few
+    ]
+)
+_START_BASE = np.array([1.3, -0.3, 0.25, 0.05])  # E, ln A, a, s
+_PRIOR = 0.05
+"""Weight of the start in a fit: a constant that the runs say nothing of stays there."""
+_SCATTER = 0.004
+"""Scale of a run's ln loss about its surface in a fit, beyond which the loss function is linear."""
+DIVERGED = 1.2
+"""Loss over the least of runs of equal size and tokens, above which a run counts as diverged: of
+1,360 published runs four lie between 1.15 and 2."""
+DIVERGES_ABOVE = 0.1
+"""Probability of divergence above which a run is told to diverge: the share of the published dense
+runs that did, so that the two errors are about as likely."""
+FITTED = 1.1
+"""Loss over the least of runs of equal size and tokens, up to which a run is fitted."""
+_Z90 = 1.2815515655446004
+_MOST_TOKENS = 1e18
+_ROUNDING = 1 + 1e-9
+_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageRun:
+    """A pretraining run of a decoder, by what its final loss depends on."""
+
+    parameters: float
+    """Parameters without embeddings, all experts included."""
+    tokens: float
+    """Tokens trained on."""
+    batch_tokens: float
+    """Tokens of an update."""
+    learning_rate: float
+    """Peak learning rate of AdamW."""
+    sparsity: float = 1.0
+    """Width of all experts over that of a token's, shared ones included in both; 1 where dense."""
+    loss: float | None = None
+    """Final loss, nats per token; None if it is not known."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "batch_tokens", "learning_rate", "loss"):
+            require_above(name, getattr(self, name), 0)
+        require_at_least("sparsity", self.sparsity, 1)
+
+    @property
+    def cell(self) -> tuple[float, float, float]:
+        """What runs share that differ in batch and rate alone."""
+        return self.parameters, self.sparsity, self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """The batch and learning rate of least loss."""
+
+    batch_tokens: float
+    """Tokens of an update."""
+    learning_rate: float
+    """Peak learning rate."""
+    loss: float
+    """Final loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """Constants of a loss surface."""
+
+    base: tuple[float, ...]
+    """E, ln A, a, s."""
+    terms: tuple[tuple[float, ...], ...]
+    """Of each term of the sum ln C and its exponents."""
+
+    def loss(self, run: LanguageRun) -> float:
+        """Final loss of `run`, if it does not diverge."""
+        return float(_losses(_vector(self), _logarithms([run]))[0])
+
+    def best(
+        self,
+        parameters: float,
+        tokens: float,
+        sparsity: float = 1.0,
+        *,
+        batch_tokens: float | None = None,
+    ) -> Optimum:
+        """The best rate, and the best batch unless it is given.
+
+        Newton's method on a convex function of two logarithms, or one.
+        """
+        at = np.log([2e-3, batch_tokens or 524288.0, parameters, tokens, sparsity]) - _ORIGIN
+        terms = np.array(self.terms)
+        free = [0] if batch_tokens is not None else [0, 1]
+        exponents = terms[:, 1:][:, free]
+        for _ in range(_STEPS):
+            sizes = np.exp(terms[:, 0] + terms[:, 1:] @ at)
+            gradient = exponents.T @ sizes
+            curvature = exponents.T @ (exponents * sizes[:, None])
+            step = np.linalg.lstsq(curvature + 1e-12 * np.eye(len(free)), -gradient, rcond=None)[0]
+            at[free] += np.clip(step, -1.0, 1.0)
+            if np.abs(step).max() < 1e-10:
+                break
+        rate, batch = np.exp(at[:2] + _ORIGIN[:2])
+        found = LanguageRun(
+            parameters=parameters,
+            tokens=tokens,
+            batch_tokens=float(batch),
+            learning_rate=float(rate),
+            sparsity=sparsity,
+        )
+        return Optimum(
+            batch_tokens=found.batch_tokens,
+            learning_rate=found.learning_rate,
+            loss=self.loss(found),
+        )
+
+    def least_loss(self, parameters: float, sparsity: float = 1.0) -> float:
+        """Loss that no number of tokens goes below: the first two terms."""
+        floor, log_a, a, s = self.base
+        log_n = math.log(parameters) - _ORIGIN[2]
+        return floor + math.exp(log_a - a * log_n + s * math.log(sparsity))
+
+    def tokens_to(
+        self,
+        loss: float,
+        parameters: float,
+        sparsity: float = 1.0,
+        *,
+        batch_tokens: float | None = None,
+    ) -> float | None:
+        """Tokens until `loss`, at the best rate and the best or the given batch; None if no number
+        of tokens reaches it."""
+
+        def excess(log_tokens: float) -> float:
+            best = self.best(parameters, math.exp(log_tokens), sparsity, batch_tokens=batch_tokens)
+            return best.loss - loss
+
+        # Beyond the least of the curve more tokens only pile up noise: look no further.
+        logs = np.linspace(math.log(1e7), math.log(_MOST_TOKENS), 60)
+        low = float(logs[0])
+        for high in logs[1:]:
+            if excess(float(high)) <= 0:
+                if excess(low) <= 0:
+                    return math.exp(low)
+                return math.exp(cast(float, brentq(excess, low, float(high), xtol=1e-7)))
+            low = float(high)
+        return None
+
+
+@serialization.document("loss_model")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossModel:
+    """A surface with what its runs leave open."""
+
+    name: str
+    """What its runs are."""
+    surface: Surface
+    """Fitted to all runs."""
+    cells: tuple[tuple[float, float, float], ...]
+    """Parameters, sparsity and tokens that its runs have."""
+    left_out: tuple[Surface, ...]
+    """Fitted without the runs of each of the cells: their spread is the jackknife's (Efron &
+    Tibshirani 1993, chapter 11)."""
+    divergence: tuple[float, ...]
+    """Logistic regression of divergence: a constant and a slope for each logarithm; empty where no
+    run diverged."""
+    deviation: float
+    """Standard deviation of ln loss of runs whose size and tokens were left out."""
+    deviation_beyond: float
+    """Further standard deviation of ln loss for each factor e beyond the runs in parameters or
+    tokens, as largest sizes and numbers of tokens left out had."""
+    scale: float = 1.0
+    """Factor of the loss, by which it is anchored to another corpus."""
+    scale_deviation: float = 0.0
+    """Standard deviation of ln scale."""
+    context: tuple[str, ...] = ()
+    """What holds of all its runs: corpus, optimizer, schedule."""
+
+    def loss(self, run: LanguageRun) -> Estimate:
+        """Final loss of `run`, if it does not diverge."""
+        middle = self.scale * self.surface.loss(run)
+        others = [math.log(each.loss(run) * self.scale / middle) for each in self.left_out]
+        spread = math.hypot(_jackknife(others), self._apart(run.parameters, run.tokens))
+        off = math.exp(_Z90 * spread)
+        return Estimate(p10=middle / off, p50=middle, p90=middle * off)
+
+    def best(
+        self,
+        parameters: float,
+        tokens: float,
+        sparsity: float = 1.0,
+        *,
+        batch_tokens: float | None = None,
+    ) -> Optimum:
+        """See `Surface.best`."""
+        found = self.surface.best(parameters, tokens, sparsity, batch_tokens=batch_tokens)
+        return replace(found, loss=found.loss * self.scale)
+
+    def tokens_to(
+        self,
+        loss: float,
+        parameters: float,
+        sparsity: float = 1.0,
+        *,
+        batch_tokens: float | None = None,
+    ) -> Estimate:
+        """Tokens until `loss`: the band is that of the loss, carried over to tokens.
+
+        Infinite percentiles are those that no number of tokens reaches.
+
+        Raises:
+            ConfigError: if the median does not reach it.
+        """
+        target = loss / self.scale
+        middle = self.surface.tokens_to(target, parameters, sparsity, batch_tokens=batch_tokens)
+        if middle is None:
+            least = self.scale * self.surface.least_loss(parameters, sparsity)
+            accepted = (
+                f"{parameters:.3g} parameters do not reach it with any number of tokens"
+                f"{'' if batch_tokens is None else ' at this batch'}: the least is above "
+                f"{least:.3f}; take a larger network"
+            )
+            raise ConfigError(refusal("target loss", loss, accepted))
+        best = self.surface.best(parameters, middle, sparsity, batch_tokens=batch_tokens)
+        run = LanguageRun(
+            parameters=parameters,
+            tokens=middle,
+            batch_tokens=best.batch_tokens,
+            learning_rate=best.learning_rate,
+            sparsity=sparsity,
+        )
+        band = self.loss(run)
+        found = [
+            self.surface.tokens_to(target * factor, parameters, sparsity, batch_tokens=batch_tokens)
+            for factor in (band.p50 / band.p10, band.p50 / band.p90)
+        ]
+        early, late = (math.inf if each is None else each for each in found)
+        return Estimate(p10=early, p50=middle, p90=late)
+
+    def without(self, cell: tuple[float, float, float]) -> "LossModel":
+        """The model whose surface was fitted without the runs of `cell`; itself where it has
+        none."""
+        if cell not in self.cells:
+            return self
+        return replace(self, surface=self.left_out[self.cells.index(cell)])
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Least and most of its runs, by what it is."""
+        parameters, sparsity, tokens = zip(*self.cells, strict=True)
+        dense = [size for size, s in zip(parameters, sparsity, strict=True) if s == 1]
+        return {
+            "parameters": (min(parameters), max(dense or parameters)),
+            "tokens": (min(tokens), max(tokens)),
+            "sparsity": (min(sparsity), max(sparsity)),
+        }
+
+    def divergence_probability(self, run: LanguageRun) -> float:
+        """Probability that `run` diverges, 0..1; 0 where no run of the surface did."""
+        if not self.divergence:
+            return 0.0
+        return float(expit(_with_constant(_logarithms([run])) @ np.array(self.divergence))[0])
+
+    def beyond(self, parameters: float, tokens: float, sparsity: float = 1.0) -> tuple[str, ...]:
+        """Where such a run lies beyond those that the surface was fitted to, in words."""
+        found = []
+        values = {"parameters": parameters, "tokens": tokens, "sparsity": sparsity}
+        for what, (least, most) in self.ranges.items():
+            value = values[what]
+            if value > most * _ROUNDING:
+                found.append(f"{value / most:.3g} times the most {what} of a run ({most:.3g})")
+            elif value * _ROUNDING < least:
+                found.append(f"{least / value:.3g} times fewer {what} than any run ({least:.3g})")
+        return tuple(found)
+
+    def _apart(self, parameters: float, tokens: float) -> float:
+        """Deviation of ln loss besides that of the constants."""
+        values = {"parameters": parameters, "tokens": tokens}
+        far = [
+            max(0.0, math.log(value / self.ranges[what][1]), math.log(self.ranges[what][0] / value))
+            for what, value in values.items()
+        ]
+        return math.hypot(
+            self.deviation, self.scale_deviation, *(self.deviation_beyond * each for each in far)
+        )
+
+
+def _jackknife(logs: Sequence[float]) -> float:
+    """Standard deviation from the values that each of n parts left out gives."""
+    if len(logs) < 2:
+        return 0.0
+    return float(np.std(logs) * math.sqrt(len(logs) - 1))
+
+
+@cache
+def published_surface() -> LossModel:
+    """The surface of 2,089 published runs of dense decoders and of mixtures of experts (Step Law,
+    Li et al. 2025, arXiv 2503.04715), as `experiments/loss_model/fit.py` wrote it."""
+    return serialization.load(LossModel, _PUBLISHED)
+
+
+def anchored(model: LossModel, anchors: Sequence[LanguageRun]) -> LossModel:
+    """`model` with its losses scaled so that they agree with runs of another corpus or vocabulary.
+
+    One factor for all losses, the geometric mean over `anchors`: nats per token differ by how long
+    the tokens are, and by how hard the text is. What several of them leave open is in the band; how
+    the exponents change is not.
+
+    Raises:
+        ConfigError: if there is no run, or one without a loss.
+    """
+    logs = [math.log(each.loss / model.surface.loss(each)) for each in anchors if each.loss]
+    if not logs or len(logs) < len(anchors):
+        raise ConfigError(refusal("anchor", "no loss", "each needs a loss, and one is needed"))
+    # A run differs from the surface by its own scatter, however many agree.
+    spread = float(np.std(logs, ddof=1)) if len(logs) > 1 else model.deviation
+    return replace(
+        model,
+        scale=math.exp(float(np.mean(logs))),
+        scale_deviation=max(spread, model.deviation) / math.sqrt(len(logs)),
+    )
+
+
+def measured_best(runs: Sequence[LanguageRun]) -> dict[tuple[float, float, float], float]:
+    """The least loss of each size and number of tokens."""
+    best: dict[tuple[float, float, float], float] = {}
+    for run in runs:
+        if run.loss is not None:
+            best[run.cell] = min(best.get(run.cell, math.inf), run.loss)
+    return best
+
+
+def relative_loss(runs: Sequence[LanguageRun]) -> Floats:
+    """Loss of each run over the least of its size and tokens."""
+    best = measured_best(runs)
+    return np.array([(run.loss or math.nan) / best[run.cell] for run in runs])
+
+
+def fit_surface(runs: Sequence[LanguageRun]) -> Surface:
+    """The surface of least misfit in ln loss, by Huber-like least squares.
+
+    Args:
+        runs: runs with losses that did not diverge, such as those up to `FITTED`.
+
+    Raises:
+        ConfigError: if there are fewer runs than constants.
+    """
+    start = np.concatenate([_START_BASE, _START.ravel()])
+    if len(runs) < start.size:
+        accepted = f"a surface of {start.size} constants needs as many runs"
+        raise ConfigError(refusal("runs", len(runs), accepted))
+    logs = _logarithms(runs)
+    measured = np.log([run.loss or math.nan for run in runs])
+
+    def misfits(vector: Floats) -> Floats:
+        off = np.log(np.maximum(_losses(vector, logs), 0.1)) - measured
+        return np.concatenate([off / _SCATTER, _PRIOR * (vector - start)])
+
+    def slopes(vector: Floats) -> Floats:
+        losses = np.maximum(_losses(vector, logs), 0.1)
+        slope = _gradients(vector, logs) / losses[:, None] / _SCATTER
+        return np.concatenate([slope, _PRIOR * np.eye(start.size)])
+
+    found = least_squares(misfits, start, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
+    terms = found[4:].reshape(_START.shape)
+    return Surface(
+        base=tuple(map(float, found[:4])), terms=tuple(tuple(map(float, each)) for each in terms)
+    )
+
+
+def fit_divergence(runs: Sequence[LanguageRun]) -> tuple[float, ...]:
+    """Logistic regression of whether runs diverged (`DIVERGED`), by Newton's method with a weak
+    normal prior about 0; empty where none did."""
+    diverged = relative_loss(runs) > DIVERGED
+    if not diverged.any():
+        return ()
+    features = _with_constant(_logarithms(runs))
+    weights = np.zeros(features.shape[1])
+    prior = 0.1 * np.eye(weights.size)
+    for _ in range(_STEPS):
+        chance = expit(features @ weights)
+        gradient = features.T @ (chance - diverged) + prior @ weights
+        curvature = features.T @ (features * (chance * (1 - chance))[:, None]) + prior
+        weights -= np.linalg.solve(curvature, gradient)
+    return tuple(map(float, weights))
+
+
+def _with_constant(logs: Floats) -> Floats:
+    return np.column_stack([np.ones(len(logs)), logs])
+
+
+def _logarithms(runs: Sequence[LanguageRun]) -> Float[np.ndarray, "runs 5"]:
+    """Logarithms of what the loss depends on, about `_ORIGIN`."""
+    return np.log([[getattr(run, name) for name in _COLUMNS] for run in runs]) - _ORIGIN
+
+
+def _vector(surface: Surface) -> Floats:
+    return np.concatenate([surface.base, np.ravel(surface.terms)])
+
+
+def _parts(vector: Floats, logs: Floats) -> tuple[Floats, Floats]:
+    """The second term of the loss, and the terms of the sum, of each run."""
+    _, log_a, a, s = vector[:4]
+    terms = vector[4:].reshape(_START.shape)
+    base = np.exp(log_a - a * logs[:, 2] + s * logs[:, 4])
+    # A fit may pass through exponents that overflow.
+    return base, np.exp(np.clip(terms[:, 0] + logs @ terms[:, 1:].T, -40.0, 20.0))
+
+
+def _losses(vector: Floats, logs: Floats) -> Floats:
+    base, sizes = _parts(vector, logs)
+    return vector[0] + base + sizes.sum(axis=1)
+
+
+def _gradients(vector: Floats, logs: Floats) -> Floats:
+    """Slopes of the losses over the constants."""
+    base, sizes = _parts(vector, logs)
+    columns = [np.ones_like(base), base, -base * logs[:, 2], base * logs[:, 4]]
+    for size in sizes.T:
+        columns += [size, *(size * log for log in logs.T)]
+    return np.column_stack(columns)

@@ -28,17 +28,13 @@ import numpy as np
 from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import Damaged, ScalejaxError
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.mesh import build_mesh
+from scalejax.training.evaluation import trained_weights
 from scalejax.training.record import (
-    EvaluationMeasurement,
     Measurement,
     RunFolder,
-    RunRecord,
-    TrainMeasurement,
+    figures,
 )
 from scalejax.training.reporter import Silent
-from scalejax.training.step import build_step
 
 HERE = Path(__file__).parent
 FIELDS = {
@@ -370,24 +366,8 @@ class Campaign:
         )
         if record.status != "completed":
             raise RuntimeError(f"the run ended as {record.status}")
-        return _figures(record), self._weights(folder)
-
-    def _weights(self, folder: Path) -> list[bytes]:
-        run = resolve(self.configs["alone"], 1)
-        state = build_step(run, build_mesh(run.layout)).state
-        shapes = {"params": state.params, "model_state": state.model_state}
-        weights = load_weights(RunFolder(path=folder).weights, shapes)
-        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(weights)]
-
-
-def _figures(record: RunRecord) -> list[tuple[Any, ...]]:
-    rows = []
-    for line in record.measurements:
-        if isinstance(line, TrainMeasurement):
-            rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
-        elif isinstance(line, EvaluationMeasurement):
-            rows.append((line.step, line.test_loss, line.test_accuracy))
-    return rows
+        weights = trained_weights(resolve(self.configs["alone"], 1), folder)
+        return figures(folder), [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(weights)]
 
 
 def _summary(found: list[Found]) -> str:

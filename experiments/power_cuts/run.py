@@ -36,18 +36,15 @@ from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import Damaged, ScalejaxError
 from scalejax.core.serialization import save_toml
 from scalejax.sweep.folder import SweepFolder
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.mesh import build_mesh
+from scalejax.training.evaluation import trained_weights
 from scalejax.training.record import (
-    EvaluationMeasurement,
     Measurement,
     RunFolder,
     RunRecord,
     StatusChange,
-    TrainMeasurement,
+    figures,
 )
 from scalejax.training.reporter import Silent
-from scalejax.training.step import build_step
 
 HERE = Path(__file__).parent
 IMAGE_BYTES = 320 * 2**20  # mkfs.xfs makes none below 300 MiB
@@ -264,9 +261,9 @@ class Campaign:
         records = [RunRecord.load(run) for run in runs]
         if statuses := [record.status for record in records if record.status != "completed"]:
             raise Damaged(f"a run ended as {statuses[0]}")
-        return [_figures(record) for record in records], [
-            _weights(run, self._config) for run in runs
-        ]
+        trees = [trained_weights(resolve(self._config, 1), run) for run in runs]
+        weights = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)] for tree in trees]
+        return [figures(run) for run in runs], weights
 
     def _commanded(self, folder: Path, run: Path, watcher: Watcher, *, resume: bool) -> None:
         """Train by `scalejax launch` or `sweep`; a record is watched from outside."""
@@ -313,25 +310,6 @@ class Campaign:
 def _with_delays(wanted: list[tuple[str, int]], rng: random.Random) -> list[tuple[str, int, float]]:
     """Each with seconds after the line of its step: a checkpoint takes about a tenth."""
     return [(kind, step, rng.random() * 0.1) for kind, step in wanted]
-
-
-def _figures(record: RunRecord) -> list[tuple[Any, ...]]:
-    """All that a run measured but the time it took."""
-    rows = []
-    for line in record.measurements:
-        if isinstance(line, TrainMeasurement):
-            rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
-        elif isinstance(line, EvaluationMeasurement):
-            rows.append((line.step, line.test_loss, line.test_accuracy))
-    return rows
-
-
-def _weights(folder: Path, config: RunConfig) -> list[bytes]:
-    run = resolve(config, 1)
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    weights = load_weights(RunFolder(path=folder).weights, shapes)
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(weights)]
 
 
 def _call(*command: object) -> None:

@@ -7,6 +7,7 @@ Knows the network, and which of its weights are evaluated; no data source and no
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
+from scalejax.training.checkpoint import load_weights
 from scalejax.training.data_parallel import with_constraints
 from scalejax.training.gradients import Batch, normalised, sample_metrics, with_target_weights
-from scalejax.training.mesh import batch_sharding, replicated
+from scalejax.training.mesh import batch_sharding, build_mesh, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
+from scalejax.training.record import RunFolder
 from scalejax.training.setup import TrainSetup, network_with, train_setup, with_features
 from scalejax.training.state import (
     PyTree,
@@ -73,6 +76,19 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         function=function,
         batch=batch,
     )
+
+
+def trained_weights(run: ResolvedRun, path: Path) -> dict[str, PyTree]:
+    """The `params` and `model_state` that `run` ended with in the folder `path`.
+
+    Raises:
+        CheckpointMismatch: if there are none, they are damaged, of another network, or cannot be
+            read.
+    """
+    mesh = build_mesh(run.layout)
+    state = whole_shapes(train_setup(run, mesh), mesh)
+    like = {"params": state.params, "model_state": state.model_state}
+    return load_weights(RunFolder(path=path).weights, like)
 
 
 def build_features(setup: TrainSetup) -> Any:

@@ -321,6 +321,23 @@ class RunRecord:
         return self.statuses[-1].status if self.statuses else None
 
 
+def figures(path: Path) -> list[tuple[int, float | None, float | None, float]]:
+    """All that the run in the folder `path` measured but the time it took, of which two runs that
+    are the same have the same: (step, loss, accuracy, learning rate) of updates, and of
+    evaluations with 0 for the rate.
+
+    Raises:
+        ConfigError: if there is no run, or a line is damaged.
+    """
+    rows: list[tuple[int, float | None, float | None, float]] = []
+    for line in RunRecord.load(path).measurements:
+        if isinstance(line, TrainMeasurement):
+            rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
+        elif isinstance(line, EvaluationMeasurement):
+            rows.append((line.step, line.test_loss, line.test_accuracy, 0.0))
+    return rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
     """A place in `measurements.jsonl`, and what is before it."""

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from parquet_cases import encoded, random_images, write_images
-from record_cases import figures
 from test_datasets import SMALL_IMAGES, Numbers, shapes_of
 
 from scalejax.api import train
@@ -33,12 +32,10 @@ from scalejax.data.source import UnreadableExample
 from scalejax.launch import Runner
 from scalejax.simulator.predict import Prediction
 from scalejax.sweep.vmapped import train_together
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.evaluation import trained_weights
+from scalejax.training.record import RunFolder, RunRecord, figures
 from scalejax.training.reporter import Silent
 from scalejax.training.signals import Interrupted
-from scalejax.training.step import build_step
 
 SKIP = InputConfig(unreadable="skip")
 PAD = InputConfig(remainder="pad")
@@ -264,10 +261,8 @@ def trained(folder, name, *, batch=8, given='unreadable = "skip"', **options):
 
 def weights_of(record, config):
     """The parameters that a run ended with."""
-    run = resolve(config, 1)
-    state = build_step(run, build_mesh(run.layout)).state
-    like = {"params": state.params, "model_state": state.model_state}
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_weights(record.folder.weights, like))]
+    tree = trained_weights(resolve(config, 1), record.folder.path)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def test_a_run_on_damaged_files_is_the_run_on_what_can_be_read(folder):

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from emulated_outcomes import CONFIG, emulated, run_of, same_bits
-from record_cases import figures
 
 from scalejax.config.emulation import DownpourConfig, EmulationConfig, SynchronousConfig
 from scalejax.config.run import with_fields
@@ -16,7 +15,7 @@ from scalejax.models import BatchNormScope
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.gradients import gradients
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder
+from scalejax.training.record import RunFolder, figures
 from scalejax.training.setup import train_setup
 from scalejax.training.step import build_step, init_state
 from scalejax.training.train import train

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record_cases import figures
 
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
 from scalejax.core.errors import ExitCode
 from scalejax.launch import Launch, launch
-from scalejax.training.record import RunFolder
+from scalejax.training.record import RunFolder, figures
 from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import load_intervals, load_time_account
 from scalejax.training.train import train

@@ -45,10 +45,10 @@ def called() -> Called:
     def main(start, step):
         import sys
 
+        import child_processes  # that lies beside this file
         import jax
         import jax.numpy as jnp
         import numpy as np
-        import record_cases  # that lies beside this file
         from jax.experimental.multihost_utils import process_allgather
         from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -71,7 +71,7 @@ def called() -> Called:
             "pids": [int(pid) for pid in process_allgather(np.int32(os.getpid()))],
             "host": socket.gethostname(),
             "word": word,
-            "module": record_cases.__name__,
+            "module": child_processes.__name__,
         }
 
     out = io.StringIO()
@@ -106,7 +106,7 @@ PARITY = {
     # Better than HorovodRunner, which does not send modules of the caller's to its workers.
     "modules beside the caller's can be imported": (
         lambda call: call.value["module"],
-        "record_cases",
+        "child_processes",
     ),
 }
 """Source: docstrings and behaviour of HorovodRunner (sparkdl, Databricks)."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record_cases import figures
 
 from scalejax.config.run import load_config, resolve
 from scalejax.sweep.vmapped import MappedPrograms, mapped_programs, train_together
@@ -21,6 +20,7 @@ from scalejax.training.record import (
     MeasurementLog,
     RunFolder,
     RunRecord,
+    figures,
     has_steps,
 )
 from scalejax.training.reporter import Silent

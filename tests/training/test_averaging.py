@@ -12,8 +12,7 @@ import pytest
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.evaluation import build_evaluation
+from scalejax.training.evaluation import build_evaluation, trained_weights
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.record import RunRecord
@@ -119,10 +118,8 @@ def test_what_is_evaluated_is_the_average_if_asked(is_evaluated):
 
 def final_weights(folder: Path) -> list[np.ndarray]:
     """The arrays that a run ended with."""
-    run = resolve(load_config(folder / "run.toml"), 1)
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_weights(folder / "weights", shapes))]
+    tree = trained_weights(resolve(load_config(folder / "run.toml"), 1), folder)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 @pytest.mark.slow_except("ema", "schedule-free")

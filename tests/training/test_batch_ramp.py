@@ -11,9 +11,9 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
 from scalejax.hardware import load_cluster
-from scalejax.training.checkpoint import load_weights
+from scalejax.training.evaluation import trained_weights
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.record import RunRecord
 from scalejax.training.reporter import Silent
 from scalejax.training.setup import schedule_of
 from scalejax.training.step import build_step, init_state
@@ -75,10 +75,7 @@ def test_rates_change_at_the_update_that_begins_an_epoch():
 
 def final_weights(folder) -> list[np.ndarray]:
     """The arrays that a run ended with."""
-    run = resolve(CONFIG, 2)
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    tree = load_weights(RunFolder(path=folder).weights, shapes)
+    tree = trained_weights(resolve(CONFIG, 2), folder)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree["params"])]
 
 

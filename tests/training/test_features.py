@@ -18,7 +18,7 @@ from scalejax.core.serialization import build
 from scalejax.data.facts import resolve
 from scalejax.models import BatchNorm, Network
 from scalejax.training import features
-from scalejax.training.checkpoint import load_weights
+from scalejax.training.evaluation import trained_weights
 from scalejax.training.features import open_examples
 from scalejax.training.mesh import build_mesh
 from scalejax.training.reporter import Silent
@@ -100,9 +100,7 @@ def test_losses_are_those_without_the_cache(layout, dtype, tmp_path):
     for one, other in zip(losses_of(ours), losses_of(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5 if dtype == "float32" else 2e-2)
     run = resolve(run_of(layout=layout, dtype=dtype))
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    trees = [load_weights(tmp_path / name / "weights", shapes) for name in "ab"]
+    trees = [trained_weights(run, tmp_path / name) for name in "ab"]
     for one, other in zip(*map(jax.tree.leaves, trees), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 if dtype == "float32" else 1e-2)
 

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from record_cases import figures
 
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
@@ -31,9 +30,9 @@ from scalejax.models.float8 import (
     with_amaxes,
 )
 from scalejax.models.fsdp import multiplied
-from scalejax.training.checkpoint import load_weights
+from scalejax.training.evaluation import trained_weights
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.record import RunRecord, figures
 from scalejax.training.signals import Interrupted
 from scalejax.training.state import TrainState
 from scalejax.training.step import build_step, init_state
@@ -308,12 +307,7 @@ def test_a_resumed_run_goes_on_with_its_history(tmp_path, monkeypatch):
     assert 3 <= stopped_at < 8
     assert figures(folder) == figures(tmp_path / "whole")
     run = resolve(config, 4)
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    ends = [
-        load_weights(RunFolder(path=each).weights, shapes)["model_state"]
-        for each in (folder, tmp_path / "whole")
-    ]
+    ends = [trained_weights(run, each)["model_state"] for each in (folder, tmp_path / "whole")]
     assert len(jax.tree.leaves(ends[0])) == 2 * 4
     jax.tree.map(np.testing.assert_array_equal, *ends)
 

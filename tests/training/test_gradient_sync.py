@@ -26,17 +26,16 @@ from exchange_cases import (
     trained,
 )
 from jax.sharding import AxisType, PartitionSpec
-from record_cases import figures
 from test_conformance import RTOL, batches_of
 
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import load_config, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.hardware import load_cluster
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.evaluation import build_evaluation
+from scalejax.training.evaluation import build_evaluation, trained_weights
 from scalejax.training.gradient_sync import adasum
 from scalejax.training.mesh import build_mesh
+from scalejax.training.record import figures
 from scalejax.training.reporter import Silent
 from scalejax.training.step import build_step, init_state
 from scalejax.training.train import train
@@ -446,10 +445,8 @@ def run_in(
     file = folder.with_suffix(".toml")
     file.write_text(RUN.format(epochs=epochs, devices=devices) + gradient_sync, encoding="utf-8")
     config = load_config(file)
-    record = train(config, folder, resume=resume, reporter=Silent())
-    run = resolve(config)
-    state = build_evaluation(run, build_mesh(run.layout)).weights_shapes
-    tree = load_weights(record.folder.weights, {"params": state[0], "model_state": state[1]})
+    train(config, folder, resume=resume, reporter=Silent())
+    tree = trained_weights(resolve(config), folder)
     return figures(folder), [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 

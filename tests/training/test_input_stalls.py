@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from record_cases import figures
 from test_record import update
 from test_train import run
 
@@ -13,7 +12,7 @@ from scalejax.config.input import InputConfig
 from scalejax.config.run import load_config
 from scalejax.data.readers.synthetic import SyntheticImages
 from scalejax.training.input_stalls import wait_in_words, wait_share, wait_with_advice
-from scalejax.training.record import RunFolder
+from scalejax.training.record import RunFolder, figures
 
 
 def waited(*seconds):

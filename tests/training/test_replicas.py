@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from record_cases import figures
 
 from scalejax import train
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, Damaged, ExitCode
 from scalejax.training import train as training
+from scalejax.training.record import figures
 
 RUN = """
 [model]

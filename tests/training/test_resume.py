@@ -11,13 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from record_cases import figures
 
 from scalejax.config.run import load_config, resolve
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord
-from scalejax.training.step import build_step
+from scalejax.training.evaluation import trained_weights
+from scalejax.training.record import RunFolder, RunRecord, figures
 
 WORKER = Path(__file__).parents[1] / "support" / "train_worker.py"
 
@@ -100,10 +97,7 @@ def wait_for_step(process, folder, step):
 
 def weights(run_file, folder):
     """The bytes of all arrays that a run ended with, by path."""
-    run = resolve(load_config(run_file), 4)
-    state = build_step(run, build_mesh(run.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    tree = load_weights(RunFolder(path=folder).weights, shapes)
+    tree = trained_weights(resolve(load_config(run_file), 4), folder)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 

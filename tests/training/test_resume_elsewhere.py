@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from noting_worker import train_and_note
-from record_cases import figures
 
 from scalejax.launch import Launch, launch
+from scalejax.training.record import figures
 from scalejax.training.signals import Interrupted
 
 WORKER = Path(__file__).parents[1] / "support" / "noting_worker.py"

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from record_cases import figures
 from test_train import run
 
 from scalejax.cli.launch import LaunchRun
@@ -18,7 +17,7 @@ from scalejax.core.heartbeat import Heartbeat
 from scalejax.training import loop
 from scalejax.training import signals as stop_signals
 from scalejax.training.checkpoint import Checkpoints
-from scalejax.training.record import RunRecord
+from scalejax.training.record import RunRecord, figures
 from scalejax.training.signals import HONOUR_SECONDS, SETUP_SECONDS, Interrupted, StopSignals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import pytest
-from record_cases import figures
 
 import scalejax.training.logger
 import scalejax.training.loop as loop_module
@@ -27,15 +26,13 @@ from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import evaluation_batches
 from scalejax.simulator.predict import Prediction
 from scalejax.simulator.program import Program
-from scalejax.training.checkpoint import load_weights
-from scalejax.training.evaluation import build_evaluation
+from scalejax.training.evaluation import build_evaluation, trained_weights
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord, StatusChange
+from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord, StatusChange, figures
 from scalejax.training.reporter import PlainLines, Silent, reporter_for
 from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import describe_run, refuse_other_run
-from scalejax.training.step import build_step
 from scalejax.training.time_accounting import RunClock
 
 # `scalejax.training.train` as an attribute is the function, where the package re-exports it.
@@ -103,10 +100,7 @@ def contents_of(folder):
 
 def weights_of(folder, device_count=2):
     """What the run in `folder` ended with."""
-    resolved = resolve(CONFIG, device_count)
-    state = build_step(resolved, build_mesh(resolved.layout)).state
-    shapes = {"params": state.params, "model_state": state.model_state}
-    return load_weights(RunFolder(path=folder).weights, shapes)
+    return trained_weights(resolve(CONFIG, device_count), folder)
 
 
 def loss_of(weights):

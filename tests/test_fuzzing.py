@@ -4,19 +4,26 @@
 what once went wrong.
 """
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import parse_toml
+from scalejax.core.serialization import parse_toml, plain
 from scalejax.data.facts import resolve
+from scalejax.data.formats.parquet import find_files
+from scalejax.launch.slurm import SlurmRun
+from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
+from scalejax.validation.kinds import read_any
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
 RUN = """
@@ -25,6 +32,17 @@ data = { name = "synthetic_images", image_size = 8, classes = 4, train_examples 
 batch.global_batch = 16
 optimizer.name = "sgd"
 """
+PROGRAM = Program(
+    name="one product",
+    backend="closed_form",
+    target="any",
+    compiler="none",
+    mesh_axes=(("data", 8),),
+    operations=(
+        Operation(name="product", kind="matmul", dtype="bf16", flop=1, shape=(1, 1, 1, 1)),
+    ),
+    memory=MemoryUse(argument_bytes=4, output_bytes=4, alias_bytes=4, temporary_bytes=0),
+)
 SCHEDULE = "schedule.base_learning_rate = 0.01\n"
 
 
@@ -199,3 +217,79 @@ def test_constants_of_optimizers_that_leave_nothing_are_refused(tmp_path, field)
     )
     with pytest.raises(ConfigError, match=f"optimizer.{field}=1e.308 is refused"):
         load_config(Path(run_toml(tmp_path, text + SCHEDULE)))
+
+
+def test_brackets_of_a_file_are_no_markup(tmp_path, capsys):
+    """A hardware name of a ledger with them was a traceback of what draws tables."""
+    heading = "system,operation,dtype,devices,message_bytes,microseconds,nccl_version,file"
+    row = "h100_sxm,all_reduce,half[/],8,1024,10,2.20,a"
+    (tmp_path / "ledger.csv").write_text(f"{heading}\n{row}\n{row.replace('h100_sxm', '[/]')}\n")
+
+    main(["validate", str(tmp_path / "ledger.csv")])
+
+    assert "[/]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["1e308", "5e-324"])
+def test_numbers_of_a_ledger_lie_within_what_is_ever_measured(tmp_path, number):
+    """Their products were infinite, and the logarithm of one was a traceback."""
+    path = tmp_path / "ledger.csv"
+    path.write_text(f"system,dtype,m,n,k,microseconds,tflops,file\nh100,half,1,1,1,{number},1,a\n")
+
+    with pytest.raises(ConfigError, match=r"line 2, column 6: microseconds='.*make sense"):
+        read_any(path)
+
+
+def test_no_byte_of_the_footer_of_a_parquet_file_ends_in_a_traceback(tmp_path):
+    """Numbers of more than 64 bits and names that are no UTF-8 did: each is read, or refused."""
+    path = tmp_path / "x.parquet"
+    table = pa.table({"label": pa.array([0, 1], pa.uint8())})
+    pq.write_table(table, path, compression="none", store_schema=False)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xC0]) + whole[at + 1 :])
+        try:
+            find_files("data.train", str(path), ["label"])
+        except ConfigError:
+            refused += 1
+    assert refused > 50
+
+
+def test_names_of_options_of_a_batch_script_are_names(tmp_path):
+    """`--slurm '%YAML 1.1'` was a line of two options."""
+    for option in ("%YAML 1.1", "x y=1", "#x", "Account=1"):
+        with pytest.raises(ConfigError, match=r"slurm='.*must be an option of sbatch"):
+            SlurmRun(
+                command=("train",), run_marker=None, processes=1, options=(option,),
+                folder=tmp_path, name="run",
+            )  # fmt: skip
+
+
+IMPOSSIBLE = {
+    "share": (lambda p: {"operations": [p["operations"][0] | {"share": 1e300}]}, r"share=1e\+300"),
+    "flop": (lambda p: {"operations": [p["operations"][0] | {"flop": -1}]}, "flop=-1 "),
+    "devices": (lambda p: {"mesh_axes": [["data", 0]]}, "mesh_axes.data=0 "),
+    "memory": (lambda p: {"memory": p["memory"] | {"alias_bytes": 2**50}}, "memory.alias_bytes="),
+    "loops": (
+        lambda p: {
+            "operations": [
+                {"name": "a", "trip_count": 10**6, "body": [
+                    {"name": "b", "trip_count": 10**6, "body": p["operations"][:1]}]}
+            ]
+        },
+        "the sum of operations",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_programs_that_no_device_could_run_are_refused(tmp_path, what):
+    """Their steps would take 1e302 seconds, and `compare` printed that."""
+    change, said = IMPOSSIBLE[what]
+    program = json.loads(json.dumps(plain(PROGRAM)))
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps(program | change(program)))
+
+    with pytest.raises(ConfigError, match=f"program.json: {said}|program.json: .*{said}"):
+        load_program(path)

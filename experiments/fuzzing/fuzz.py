@@ -7,8 +7,10 @@ were refused, by what name, and every deviation. `--only KIND:NUMBER` runs one c
 """
 
 import argparse
+import hashlib
 import json
 import os
+import random
 import resource
 import sys
 import tempfile
@@ -26,13 +28,20 @@ import campaign  # noqa: E402  the environment comes before JAX
 import compiler  # noqa: E402
 import configs  # noqa: E402
 import damage  # noqa: E402
+import launches  # noqa: E402
 import material  # noqa: E402
+import written  # noqa: E402
 
+import scalejax  # noqa: E402
+
+KINDS = {**damage.KINDS, **written.KINDS, **launches.KINDS}
 SHARES = {
-    "record": 120, "sweep": 50, "prediction": 60, "hardware": 250, "ledger": 200, "data": 240,
-    "convergence": 60, "rates": 40, "cache": 20, "checkpoint": 120,
+    "record": 30, "sweep": 30, "prediction": 50, "hardware": 150, "ledger": 150, "data": 60,
+    "convergence": 30, "rates": 25, "cache": 10, "checkpoint": 10, "manifest": 10, "trace": 30,
+    "program": 70, "facts": 25, "bench": 12, "events": 3, "accuracy": 15, "grammar": 80,
+    "launch": 80,
 }  # fmt: skip
-"""Of 1,160 files."""
+"""Parts of all files; those that train, checkpoints, manifests and events, are slow."""
 
 
 def main() -> int:
@@ -41,57 +50,63 @@ def main() -> int:
     parser.add_argument("--configs", type=int, default=10_000)
     parser.add_argument("--apart", type=int, default=300, help="configs in processes of their own")
     parser.add_argument("--files", type=int, default=1_000)
+    parser.add_argument("--kinds", help="of files, such as trace,program; by default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--only", metavar="KIND:NUMBER")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--material", type=Path, help="folder of what is damaged, kept; else made")
+    parser.add_argument("--json", type=Path, help="file of outcomes, with which it goes on")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzzing-") as name:
         os.environ["SCALEJAX_CACHE"] = name + "/cache"
         os.environ["XDG_CACHE_HOME"] = name + "/xdg"
+        # Cases that train compile the same step each.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = name + "/compiled"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         compiler.install()
-        make = maker(asked.seed, Path(name))
+        material_folder = asked.material or Path(name) / "material"
+        make = maker(asked.seed, material_folder.absolute())
         if asked.only:
             if not asked.only.startswith("config:"):
-                prepare(Path(name) / "material")
+                prepare(material_folder)
             kind, number = asked.only.split(":")
             outcome = campaign.run_case(make, kind, int(number))
             print(outcome.verdict, f"{outcome.seconds:.1f} s", outcome.argv, outcome.said, sep="\n")
             return 0
         if asked.files:
-            prepare(Path(name) / "material")
+            prepare(material_folder)
         first = asked.start
         here = [("config", k) for k in range(first, first + asked.configs - asked.apart)]
         apart = [("config", first + asked.configs - 1 - k) for k in range(asked.apart)]
-        files = [(kind, asked.start + k) for kind, n in shares(asked.files) for k in range(n)]
+        parts = shares(asked.files, asked.kinds)
+        mixed = sorted(((k + 0.5) / n, kind, k) for kind, n in parts for k in range(n))
+        files = [(kind, asked.start + k) for _, kind, k in mixed]
         start = time.monotonic()
-        outcomes = [
-            *run(make, files, asked.json),
-            *run(make, here, asked.json),
-            *run(make, apart, asked.json, apart=True),
-        ]
+        kept = Kept(asked.json, asked.seed)
+        outcomes = [*run(make, files, kept), *run(make, here, kept)]
+        outcomes += run(make, apart, kept, apart=True)
         return report(outcomes, time.monotonic() - start)
 
 
 def maker(seed: int, folder: Path) -> campaign.Make:
     """What makes each case, from material that is kept in `folder`."""
 
-    files = damage.Files(folder / "material", seed)
-
     def make(kind: str, number: int, into: Path) -> campaign.Case:
         if kind == "config":
             return configs.config_case(number, into, seed)
-        return files.case(kind, number, into)
+        draw = random.Random(f"{seed} {kind} {number}")
+        return KINDS[kind](draw, into, folder)
 
     return make
 
 
-def shares(count: int) -> list[tuple[str, int]]:
+def shares(count: int, kinds: str | None = None) -> list[tuple[str, int]]:
     """How many cases of each kind make up `count` files."""
     if not count:
         return []
-    whole = sum(SHARES.values())
-    parts = {kind: max(1, count * share // whole) for kind, share in SHARES.items()}
+    asked = {kind: SHARES[kind] for kind in (kinds.split(",") if kinds else SHARES)}
+    whole = sum(asked.values())
+    parts = {kind: max(1, count * share // whole) for kind, share in asked.items()}
     largest = max(parts, key=parts.__getitem__)
     parts[largest] = max(1, parts[largest] + count - sum(parts.values()))  # what rounding left
     return list(parts.items())
@@ -99,38 +114,63 @@ def shares(count: int) -> list[tuple[str, int]]:
 
 def prepare(folder: Path) -> None:
     """Make what is damaged, in a process of its own: this one must not start JAX."""
+    if (folder / "went_on.json").exists():  # which is made last
+        return
     material.write_all(folder)
     process = os.fork()
     if process == 0:
-        damage.make_predictions(folder)
+        written.make_in_this_process(folder)
         os._exit(0)
     if os.waitpid(process, 0)[1]:
-        raise RuntimeError("no predictions were made")
+        raise RuntimeError("what is damaged was not made")
+
+
+class Kept:
+    """Outcomes in a file, a line of JSON each: those of the same seed and code are not had anew."""
+
+    def __init__(self, path: Path | None, seed: int) -> None:
+        self._path = path
+        digest = hashlib.sha256()
+        for folder in (Path(scalejax.__file__).parent, Path(__file__).parent):
+            for file in sorted(folder.rglob("*.py")):
+                digest.update(file.read_bytes())
+        self._of = {"seed": seed, "code": digest.hexdigest()[:16]}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        read = [json.loads(line) for line in lines]
+        self.outcomes = {
+            (line["outcome"]["kind"], line["outcome"]["number"]): campaign.Outcome(
+                **line["outcome"]
+            )
+            for line in read
+            if line["of"] == self._of
+        }
+
+    def add(self, outcome: campaign.Outcome) -> None:
+        """Keep one more."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"of": self._of, "outcome": asdict(outcome)}) + "\n")
 
 
 def run(
-    make: campaign.Make,
-    cases: list[tuple[str, int]],
-    path: Path | None = None,
-    *,
-    apart: bool = False,
+    make: campaign.Make, cases: list[tuple[str, int]], kept: Kept, *, apart: bool = False
 ) -> list[campaign.Outcome]:
-    """The outcomes of `cases`, each a line of JSON at `path` as soon as it is there."""
+    """The outcomes of `cases`, each kept as soon as it is there."""
     import jax  # noqa: F401  once, and not in every process
     from rich.console import Console
     from rich.progress import track
 
+    before = [kept.outcomes[case] for case in cases if case in kept.outcomes]
+    cases = [case for case in cases if case not in kept.outcomes]
     what = "processes of their own" if apart else "cases"
     shown = track(range(len(cases) + 1), description=what, console=Console(stderr=True))
     done = iter(shown)
 
     def tell(outcome: campaign.Outcome) -> None:
         next(done, None)
-        if path is not None:
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+        kept.add(outcome)
 
-    return campaign.run_cases(make, cases, apart=apart, on_done=tell)
+    return before + campaign.run_cases(make, cases, apart=apart, on_done=tell)
 
 
 def report(outcomes: list[campaign.Outcome], seconds: float) -> int:

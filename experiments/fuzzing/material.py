@@ -6,6 +6,7 @@ Made once, in a process of its own; cases copy what they need.
 import gzip
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,15 @@ optimizer.name = "sgd"
 schedule.base_learning_rate = 0.01
 train = { epochs = 2, log_every_steps = 1 }
 """  # noqa: E501  a line of TOML
+EMULATION = """
+[emulation]
+workers = 2
+algorithm.name = "downpour"
+timing = { gradient_seconds = 0.1, update_seconds = 0.01 }
+"""
+"""What follows `RUN` in the file of an emulation."""
+BENCH = ("--devices", "1,2", "--steps", "4", "--warmup-steps", "1", "--repeats", "1")
+"""Flags of a bench."""
 PARQUET = """
 model = { name = "mlp", hidden = [8] }
 batch.global_batch = 8
@@ -47,10 +57,15 @@ def write_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
     (folder / "run.toml").write_text(RUN)
-    _scalejax(folder, "train", "run.toml", "--folder", "run", "--cpu-devices", "2",
+    _scalejax(folder, "train", "run.toml", "--folder", "run", "--cpu-devices", "8",
               "--train.checkpoint_every_steps=3")  # fmt: skip
     _scalejax(folder, "sweep", "run.toml", "--folder", "sweep", "--cpu-devices", "2",
               "-V", "seed=[0,1]", "--target", "test_accuracy=0.1")  # fmt: skip
+    _scalejax(folder, "train", "run.toml", "--folder", "profiled", "--cpu-devices", "2",
+              "--profile", "--profile-schedule", "1,1,2,1")  # fmt: skip
+    _scalejax(folder, "bench", "run.toml", *BENCH, "--folder", "bench")
+    (folder / "emulated.toml").write_text(RUN + EMULATION)
+    _scalejax(folder, "emulate", "emulated.toml", "--folder", "emulated", "--events")
 
 
 def write_data(folder: Path) -> None:
@@ -120,3 +135,13 @@ def _scalejax(folder: Path, *words: str) -> None:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"scalejax {' '.join(words)} failed: {done.stderr[-2000:]}")
+
+
+def copied(source: Path, into: Path) -> Path:
+    """A copy of a file or folder in the folder `into`, or as the file `into`; its path."""
+    target = into / source.name if into.is_dir() else into
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)
+    return target

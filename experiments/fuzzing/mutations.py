@@ -1,7 +1,7 @@
 """What fuzzing puts in the place of what is right: values, trees of tables, texts and bytes.
 
-Everything is drawn from the `random.Random` that is given, so that a case is its seed. Knows TOML
-and JSON, and nothing of what the fields mean.
+Everything is drawn from the `random.Random` that is given, so that a case is its seed. Knows TOML,
+JSON and the wire format of protocol buffers, and nothing of what the fields mean.
 """
 
 import copy
@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 from scalejax.core.serialization import parse_toml
@@ -275,3 +276,113 @@ def damaged_bytes(draw: random.Random, data: bytes) -> bytes:
     else:
         out[at:at] = out[at : at + length]
     return bytes(out)
+
+
+def damaged_toml(draw: random.Random, tree: Tree) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
+    """A text, what exactly differs in it from `tree`, and what that lies in."""
+    if draw.random() < 0.7:
+        text = toml(changed(draw, tree)).encode("utf-8", "replace")
+    else:
+        text = damaged_text(draw, toml(tree).encode())
+    after = parsed(text)
+    if after is None:
+        return text, (".toml",), ()
+    paths = differing(tree, after)
+    exact = {".".join(path) for path in paths} | {path[-1] for path in paths if path}
+    return text, tuple(exact), tuple({part for path in paths for part in path})
+
+
+def damaged_json(draw: random.Random, path: Path) -> tuple[str, ...]:
+    """Damage a file of JSON, or of a line of JSON each; what differs in it."""
+    data = path.read_bytes()
+    if draw.random() < 0.4:
+        path.write_bytes(damaged_text(draw, data))
+        return (path.name,)
+    lines = [data.decode()] if path.suffix == ".json" else data.decode().splitlines()
+    which = draw.randrange(len(lines))
+    before = json.loads(lines[which])
+    after = changed(draw, before, tuple(each for each in leaves(before) if each))
+    lines[which] = json.dumps(after, default=str)
+    path.write_bytes(("\n".join(lines) + "\n").encode("utf-8", "replace"))
+    paths = differing(before, after)
+    return (*{part for each in paths for part in each}, path.name)
+
+
+# Messages of protocol buffers: numbered fields, of which those of bytes may be messages again.
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_Field = tuple[int, int, Any]
+
+
+def damaged_message(draw: random.Random, data: bytes) -> bytes:
+    """A message in which one number is another, or one field is gone, doubled, or other bytes."""
+    fields = _fields_of(data)
+    if not fields:
+        return damaged_bytes(draw, data)
+    at = draw.randrange(len(fields))
+    number, kind, value = fields[at]
+    sort = draw.randrange(8)
+    if kind == _BYTES and sort > 1 and value:
+        fields[at] = number, kind, damaged_message(draw, value)
+    elif sort == 0:
+        del fields[at]
+    elif sort == 1:
+        fields.insert(at, fields[at])
+    elif kind == _BYTES:
+        fields[at] = number, kind, draw.choice(TEXTS).encode()
+    elif kind == _VARINT:
+        fields[at] = number, kind, draw.choice(WHOLE) % 2**64
+    else:
+        fields[at] = number, kind, draw.randbytes(len(value))
+    return b"".join(_written(*field) for field in fields)
+
+
+def _fields_of(data: bytes) -> list[_Field]:
+    """The fields of a message; none if it is no message."""
+    found: list[_Field] = []
+    at = 0
+    while at < len(data):
+        key, at = _number_at(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, at = _number_at(data, at)
+            found.append((number, kind, value))
+            continue
+        if kind == _BYTES:
+            length, at = _number_at(data, at)
+        elif kind in (_EIGHT, _FOUR):
+            length = 8 if kind == _EIGHT else 4
+        else:
+            return []
+        if not number or at + length > len(data):
+            return []
+        found.append((number, kind, data[at : at + length]))
+        at += length
+    return found if at == len(data) else []
+
+
+def _number_at(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            return value, len(data) + 1
+        value |= (data[at] & 127) << shift
+        at += 1
+        if not data[at - 1] & 128:
+            break
+    return value, at
+
+
+def _written(number: int, kind: int, value: Any) -> bytes:
+    key = _varint(number << 3 | kind)
+    if kind == _VARINT:
+        return key + _varint(value)
+    return key + (_varint(len(value)) if kind == _BYTES else b"") + value
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value >= 128:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

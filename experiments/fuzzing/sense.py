@@ -1,13 +1,18 @@
-"""What was accepted must make sense: every number of it lies within the bounds of its kind.
+"""What was accepted must make sense: every number of it lies within the bounds of its kind, a run
+that was resumed ends as the one with which nothing was wrong, bit for bit, and a script runs what
+was asked for and nothing else.
 
 The bounds are stated here anew, by the words that end a name, and are not those by which scalejax
-refuses: of what is told (predictions, plans, strategies, rows of ledgers), of hardware as loaded,
-and of configs as loaded.
+refuses: of what is told (predictions, plans, strategies, rows of ledgers, comparisons), of hardware
+as loaded, and of configs as loaded.
 """
 
 import dataclasses
 import json
 import math
+import os
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,16 @@ from scalejax.hardware import load_cluster
 
 TOLD = "out.json"
 """What a command was asked to write its answer into."""
+PRINTED = "stdout.txt"
+"""What it printed."""
+FITTED = "cluster-fitted.toml"
+"""A cluster that it fitted."""
+MANIFEST = "manifest.yaml"
+"""A manifest of Kubernetes that it wrote."""
+CANARY = "canary"
+"""A file that a script makes if words of it are taken for commands."""
+EXPECTED = "expected.json"
+"""What must come of the case if it is accepted: the end of a run, or the words of a script."""
 
 _STEPS, _YEAR_SECONDS = 2**31, 3.2e7
 _BOUNDS = {
@@ -72,7 +87,75 @@ def nonsense(argv: list[str], folder: Path) -> str | None:
                 return f"{where}: {name}={value!r}, {wrong}"
         if wrong := _out_of_order(tree):
             return f"{where}: {wrong}"
+    if not (folder / EXPECTED).is_file():
+        return None
+    expected = json.loads((folder / EXPECTED).read_text(encoding="utf-8"))
+    if "script" in expected:
+        return _wrong_script(expected, folder)
+    if argv[0] == "train" and (found := ending(folder / "run")) != expected:
+        parts = [name for name in expected if found[name] != expected[name]]
+        return f"the run ended otherwise than the one with which nothing is wrong: {parts}"
     return None
+
+
+def ending(run: Path) -> dict[str, Any]:
+    """How the run in a folder ended: status, figures, and checksums of its final state."""
+    from scalejax.training.manifest import read_manifest
+    from scalejax.training.record import RunRecord, figures
+
+    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    return {
+        "status": RunRecord.load(run).status,
+        "figures": [list(row) for row in figures(run)],
+        "arrays": read_manifest(newest).arrays,
+    }
+
+
+def _wrong_script(expected: dict[str, Any], folder: Path) -> str | None:
+    """What a batch script or a manifest says or runs that it must not, in words."""
+    if expected["script"] == "slurm":
+        text = (folder / PRINTED).read_bytes().decode()
+        for line in text.splitlines():
+            if line.startswith("#SBATCH") and len(shlex.split(line)) != 2:
+                return f"a line of several options: {line}"
+        command = ["bash", "-c", text]
+    else:
+        import yaml
+
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        documents = list(yaml.safe_load_all(text))
+        if [each["kind"] for each in documents] != ["ConfigMap", "JobSet"]:
+            return "other documents than a ConfigMap and a JobSet"
+        if documents[0]["data"]["run.toml"] != expected["run_toml"]:
+            return "another run.toml"
+        job = documents[1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        container = job["template"]["spec"]["containers"][0]
+        found = {"image": container["image"], "namespace": documents[1]["metadata"]["namespace"]}
+        if found != expected["values"]:
+            return f"other values: {found}"
+        command = container["command"]
+    ran = _ran(command, folder)
+    if list(folder.rglob(CANARY)):
+        return "a word of it was run as a command"
+    missing = [word for word in expected["words"] if word not in ran]
+    return f"it runs {ran}, without {missing}" if missing else None
+
+
+def _ran(command: list[str], folder: Path) -> list[str]:
+    """The words that `srun` or `scalejax` are given by a script, which finds no other programs."""
+    programs, words = folder / "programs", folder / "words"
+    programs.mkdir()
+    words.touch()
+    for name in ("srun", "scalejax"):
+        program = programs / name
+        program.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > {shlex.quote(str(words))}\n")
+        program.chmod(0o755)
+    shell = "/bin/sh" if command[0] == "sh" else "/bin/bash"
+    subprocess.run(
+        [shell, *command[1:]], cwd=folder, env={"PATH": str(programs)}, capture_output=True,
+        timeout=60, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return [os.fsdecode(word) for word in words.read_bytes().split(b"\0")]
 
 
 def _accepted(argv: list[str], folder: Path) -> Iterator[tuple[str, Any]]:
@@ -80,8 +163,9 @@ def _accepted(argv: list[str], folder: Path) -> Iterator[tuple[str, Any]]:
     told = folder / TOLD
     if told.is_file():
         yield TOLD, json.loads(told.read_text(encoding="utf-8"))
-    if (folder / "cluster.toml").is_file():
-        yield "cluster.toml", dataclasses.asdict(load_cluster(str(folder / "cluster.toml")))
+    for name in ("cluster.toml", FITTED):
+        if (folder / name).is_file():
+            yield name, dataclasses.asdict(load_cluster(str(folder / name)))
     if argv[:2] in (["config", "show"], ["schedule", "plot"]) or argv[0] == "sweep":
         _, overrides = split_overrides(argv)
         try:

@@ -219,6 +219,6 @@ def _copy_example(name: str, folder: Path) -> Path:
 
 
 def _heading(number: str, text: str) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print()
     console.rule(Text.assemble((f"{number}  ", "dim"), (text, "bold")), align="left")

@@ -64,7 +64,7 @@ def _display(
 
     A bar that is not `visible` becomes so by the first progress.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
 
         def print_line(progress: Progress) -> None:
@@ -73,7 +73,7 @@ def _display(
 
         yield print_line
         return
-    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    shown = (TextColumn("{task.description}", markup=False), BarColumn(), *columns)
     with Bar(*shown, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total, completed=done, visible=visible)
         yield lambda progress: bar.update(task, **{"visible": True, **show(progress)})

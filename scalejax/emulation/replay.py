@@ -51,8 +51,11 @@ def replay(
             each.operation, [value.content for value in inputs], each.factors, each.rows
         )
         if len(contents) != len(each.outputs):
-            accepted = f"emulation.server_shards={emulation.server_shards}"
-            raise ConfigError(f"the log is of another run: its line {place} is not of {accepted}.")
+            raise ConfigError(
+                f"the log is of another run, or damaged: its line {place} has {len(each.outputs)} "
+                f"results, and with emulation.server_shards={emulation.server_shards} it must have "
+                f"{len(contents)}."
+            )
         for number, content in zip(each.outputs, contents, strict=True):
             values[number] = Value(number, content)
         if each.operation in ("trained", "evaluated"):

@@ -36,6 +36,8 @@ grace period of the others when one has ended."""
 
 SECONDS_BETWEEN_LOOKS = 2.0
 """Time between questions for the state of a job."""
+_OPTION = re.compile("[a-z][a-z0-9_]*")
+"""Name of an option of sbatch, with underscores for hyphens."""
 _LOOKS_IN_VAIN = 30
 """Consecutive queries that the controller may leave unanswered, as while it restarts."""
 _OWN = ("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "partition", "time")
@@ -110,7 +112,7 @@ class SlurmRun(SlurmResources):
         for option in self.options:
             name, has_value, value = option.partition("=")
             name = name.removeprefix("--").replace("-", "_")
-            if not name or (not has_value and option.startswith("-")):
+            if not _OPTION.fullmatch(name) or (not has_value and option.startswith("-")):
                 accepted = "it must be an option of sbatch and its value, such as account=vision"
                 raise ConfigError(refusal("slurm", option, accepted))
             if name in _OWN:

@@ -17,7 +17,6 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal
-from scalejax.core.serialization import load
 from scalejax.hardware import (
     NO_SITE,
     Attainable,
@@ -33,7 +32,7 @@ from scalejax.hardware import (
 )
 from scalejax.measure.trace import refuse_other_kind
 from scalejax.simulator.device_state import under_load
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, load_program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.training.record import RunFolder, RunRecord, TrainMeasurement
@@ -168,7 +167,7 @@ def read_run(folder: Path) -> MeasuredRun:
         ConfigError: if it holds no program, or too few measured steps.
     """
     files = RunFolder(path=folder)
-    program = load(Program, files.program)
+    program = load_program(files.program)
     lines = [m for m in RunRecord.load(folder).measurements if isinstance(m, TrainMeasurement)]
     kept = lines[_SLOW_LINES:]
     seconds = [line.step_seconds for line in kept]

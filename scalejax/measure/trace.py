@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import load
 from scalejax.core.units import counted
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.perfetto import MeasuredTrace, read_trace, trace_file
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, load_program
 from scalejax.training.record import RunFolder
 
 ChipKind = Literal["cuda", "tpu", "cpu"]
@@ -94,5 +93,5 @@ def _program_of_run(file: Path) -> Program | None:
     for folder in file.resolve().parents:
         files = RunFolder(path=folder)
         if files.program.is_file() and files.holds_run:
-            return load(Program, files.program)
+            return load_program(files.program)
     return None

@@ -26,7 +26,7 @@ from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.git_checkout import CommittedFile, checked_out, committed_file
 from scalejax.simulator.comparison import Bounds, Comparison, compare
 from scalejax.simulator.frameworks import XLA, Framework
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, load_program
 from scalejax.training.record import facts_of
 from scalejax.xla import ProfileJob, profile_many
 
@@ -110,7 +110,7 @@ def find_revision(text: str, request: Request) -> Revision:
     if at:
         accepted = "a program is compiled already; only a run file can be taken at a commit"
         raise ConfigError(refusal("program file", text, accepted))
-    program = serialization.load(Program, Path(path))
+    program = load_program(Path(path))
     if request.device_count not in (None, program.device_count):
         accepted = f"{path} is for {program.device_count}"
         raise ConfigError(refusal("devices", request.device_count, accepted))

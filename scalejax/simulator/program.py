@@ -10,11 +10,18 @@ on another, and the two synchronise at starts and waits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.core.serialization import document
+from scalejax.core.errors import (
+    ConfigError,
+    prefixed,
+    refusal,
+    require_at_least,
+    require_at_most,
+)
+from scalejax.core.serialization import document, load
 
 CollectiveName = Literal[
     "all_reduce",
@@ -304,6 +311,92 @@ class Program:
                 if operation.collective is not None and operation.collective.name == name
             )
         )
+
+
+_MOST_RUNS, _MOST_FLOP, _MOST_BYTES = 1e9, 1e21, 1e18
+"""Bounds of one device and step: a billion operations; ten days of a petaFLOP/s; of bytes, ten
+thousand times the memory of any device, once a second for a day."""
+
+
+def load_program(path: Path) -> Program:
+    """The program in a file that `scalejax` wrote.
+
+    Raises:
+        ConfigError: if the file is missing or damaged, or no device could run what it says.
+    """
+    program = load(Program, path)
+    with prefixed(f"{path}: "):
+        _require_possible(program)
+    return program
+
+
+def _require_possible(program: Program) -> None:
+    for name, size in program.mesh_axes:
+        require_at_least(f"mesh_axes.{name}", size, 1)
+        require_at_most(f"mesh_axes.{name}", size, 2**20)
+    require_at_most("mesh_axes", program.device_count, 2**20)
+    for name in ("global_batch", "tokens_per_sample"):
+        require_at_least(name, getattr(program, name), 1)
+        require_at_most(name, getattr(program, name), 2**40)
+    _require_counts("", program)
+    _require_counts("memory.", program.memory)
+    if program.memory.peak_bytes < 0:
+        accepted = "it must be at most what arguments, results and the rest are together"
+        raise ConfigError(refusal("memory.alias_bytes", program.memory.alias_bytes, accepted))
+    for item in program.operations:
+        _require_possible_item(item)
+    total: dict[str, float] = {"operations": 0, "flop": 0, "read_bytes": 0, "write_bytes": 0}
+    for operation, times in program.walk():
+        moved = operation.collective.payload_bytes if operation.collective else 0
+        counts = (1, operation.flop, operation.read_bytes + moved, operation.write_bytes)
+        for name, count in zip(total, counts, strict=True):
+            total[name] += count * times
+    most = (_MOST_RUNS, _MOST_FLOP, _MOST_BYTES, _MOST_BYTES)
+    for (name, count), limit in zip(total.items(), most, strict=True):
+        require_at_most(f"the sum of {name}, in loops as often as they run,", count, limit)
+
+
+def _require_possible_item(item: Operation | Loop) -> None:
+    where = f"{item.name[:80]}."
+    if isinstance(item, Loop):
+        require_at_least(f"{where}trip_count", item.trip_count, 0)
+        require_at_most(f"{where}trip_count", item.trip_count, _MOST_RUNS)
+        if item.expert_blocks is not None:
+            for name in ("experts", "rows", "experts_per_token"):
+                value = getattr(item.expert_blocks, name)
+                require_at_least(f"{where}expert_blocks.{name}", value, 1)
+        for each in item.body:
+            _require_possible_item(each)
+        return
+    _require_counts(where, item)
+    require_at_least(f"{where}convolution_groups", item.convolution_groups, 1)
+    for size in item.shape:
+        require_at_least(f"{where}shape", size, 0)
+        require_at_most(f"{where}shape", size, 2**40)
+    if (collective := item.collective) is None:
+        return
+    where += "collective."
+    _require_counts(where, collective)
+    require_at_least(f"{where}buffer_count", collective.buffer_count, 1)
+    for extent in collective.group.extents:
+        for each in extent:
+            require_at_least(f"{where}group.extents", each, 1)
+            require_at_most(f"{where}group.extents", each, 2**20)
+
+
+def _require_counts(where: str, part: object) -> None:
+    """Refuse bytes and FLOP of a part of a program that are negative or beyond any device, and
+    shares that are none."""
+    for each in fields(part):  # type: ignore[arg-type]  a dataclass
+        value = getattr(part, each.name)
+        if each.name == "share":
+            require_at_least(f"{where}{each.name}", value, 0)
+            require_at_most(f"{where}{each.name}", value, 1)
+        elif each.name.endswith(("flop", "bytes")):
+            require_at_least(f"{where}{each.name}", value, 0)
+            # `model_flop` is of all devices.
+            most = _MOST_FLOP * 2**20 if each.name.endswith("flop") else _MOST_BYTES
+            require_at_most(f"{where}{each.name}", value, most)
 
 
 def each_changed(

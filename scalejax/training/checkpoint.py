@@ -59,6 +59,8 @@ _NO_ANSWER = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _DISK_ERRORS = ("Input/output error", "Stale file handle")
 """Of the system, whose errors TensorStore has no status word for."""
 _QUOTED_CHARACTERS = 160
+_WITHOUT = " Delete it, or move it away, and --resume goes on from the one before."
+"""What can be done about a checkpoint whose numbers are not those that were written."""
 
 
 class Checkpoints:
@@ -312,9 +314,9 @@ class Checkpoints:
                 kind = Unavailable if state.may_pass else CheckpointMismatch
                 raise kind(f"{path} cannot be read: {state.text}.")
             if (difference := self.difference(step)) is not None:
-                raise Damaged(f"{path} is damaged: {difference}.")
+                raise Damaged(f"{path} is damaged: {difference}.{_WITHOUT}")
             if state.is_of_numbers:
-                raise Damaged(f"{path} is damaged: {state.text}.")
+                raise Damaged(f"{path} is damaged: {state.text}.{_WITHOUT}")
             raise CheckpointMismatch(
                 f"{path} is refused: it is no state of this run ({state.text})."
             )

@@ -5,6 +5,7 @@ It is written last, when all that it speaks of is on the disk, so that a checkpo
 is whole. Knows files and their sums; neither arrays nor how a run is trained.
 """
 
+import errno
 import hashlib
 import json
 import stat
@@ -249,6 +250,8 @@ def _size_bytes(path: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself, now and always
+            return None
         raise _unavailable(path, error) from error
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 

@@ -29,6 +29,9 @@ and "step_seconds" are (0.86), "pipeline_chunks" and "pipeline" are not (0.696).
 _UNPACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 """How a file is unpacked, by its suffix."""
 
+_LEAST, _MOST = 1e-18, 1e30
+"""Bounds of numbers: an attosecond, and a million times the FLOP of the largest training so far."""
+
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a field whose column may hold 0, where others must be above it."""
 
@@ -220,6 +223,8 @@ class _Cells:
         is_good = 0 < number < math.inf if float in kinds else number >= least
         if not is_good and not (may_be_zero and number == 0):
             raise self.refuse(column, f"it must be {accepted}")
+        if number > _MOST or 0 < number < _LEAST:
+            raise self.refuse(column, f"numbers from {_LEAST:g} to {_MOST:g} make sense")
         return number
 
 

@@ -296,6 +296,13 @@ def edit(name, change):
     return damage
 
 
+def link_to_itself(folder):
+    """A damage: a file is a link that leads nowhere, and that no waiting mends."""
+    path = folder / "5" / "state" / "_METADATA"
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 def flip(content):
     """One bit near the end turned."""
     return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
@@ -319,6 +326,7 @@ DAMAGES = {
         {"5": "_CHECKPOINT_METADATA has 0 bytes, and was written with"},
     ),
     "flipped numbers": (edit("state/d/*", flip), 3, {"5": "state/d/.* has another checksum"}),
+    "a link to itself": (link_to_itself, 3, {"5": "state/_METADATA is gone"}),
     "a file gone": (edit("state/_METADATA", lambda _: None), 3, {"5": "state/_METADATA is gone"}),
 }
 
@@ -520,7 +528,7 @@ def test_numbers_that_differ_from_their_checksums_are_refused_and_the_array_name
 
     with (
         Checkpoints(tmp_path, keep=1) as checkpoints,
-        pytest.raises(Damaged, match=r"/3 is damaged: .*kernel.* has another checksum"),
+        pytest.raises(Damaged, match=r"/3 is damaged: .*kernel.* has another checksum.*Delete it"),
     ):
         checkpoints.restore(3, shapes_of(state_on(4)))
 

@@ -202,7 +202,7 @@ def written(path: Path) -> tuple[int, int]:
     try:
         about = pq.read_metadata(path)
         return about.num_rows, int((about.metadata or {})[SKIPPED.encode()])
-    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise ConfigError(
             f"{path} is not as scalejax data convert wrote it ({error}); remove it, and the same "
             "command writes it again."

@@ -46,6 +46,8 @@ _WASTE = 4
 _READS = 3
 """Reads of the same bytes of a URL before they count as damaged where they are stored."""
 _MAGIC = b"PAR1"
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises at bytes that are no Parquet: the last, for names of columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +116,7 @@ def _read_here(field: str, file: DataFile) -> Footer:
             stream.seek(max(0, end - _length(tail) - 8))
             content = stream.read()
         return _parsed(content, (about.st_ino, about.st_ctime_ns))
-    except (pa.ArrowInvalid, OSError) as error:
+    except _UNREADABLE as error:
         _refuse(field, file, error)
 
 
@@ -129,7 +131,7 @@ def _read_at_url(field: str, file: DataFile) -> Footer:
             content = before + content
         try:
             return _parsed(content[-_length(content[-8:]) - 8 :], None)
-        except (pa.ArrowInvalid, OSError) as error:
+        except _UNREADABLE as error:
             if not left:
                 _refuse(field, file, error)
     raise AssertionError  # the last one returns or raises
@@ -202,7 +204,7 @@ def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
     damaged."""
     try:
         yield
-    except (pa.ArrowInvalid, OSError) as error:
+    except _UNREADABLE as error:
         require_content(field, file.path, error)
         if not is_url(file.path):
             _require_same(field, file, footer)
@@ -238,7 +240,7 @@ def read_row_groups(
         try:
             with pq.ParquetFile(pa.PythonFile(pieces, "r"), pre_buffer=False, **checked) as found:
                 return found.read_row_groups(**wanted)
-        except (pa.ArrowInvalid, OSError) as error:  # once more: damaged on the way, maybe
+        except _UNREADABLE as error:  # once more: damaged on the way, maybe
             require_content(field, file.path, error)
             if not left:
                 raise Damaged(

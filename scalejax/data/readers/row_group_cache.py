@@ -150,7 +150,7 @@ def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
             table = pa.ipc.open_file(file).read_all()
         with contextlib.suppress(PermissionError):  # another user's: it leaves sooner, no more
             os.utime(path)  # used now; the access time of a file is not to be relied on
-    except (FileNotFoundError, pa.ArrowInvalid):
+    except (FileNotFoundError, pa.ArrowException):
         return None
     except OSError as error:
         raise ConfigError(f"{field}: {path} cannot be read ({error}).") from error

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from scalejax.core import serialization
 from scalejax.hardware import Cluster, Site
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.plan import Settings
 from scalejax.measure.bench.results import Summary
 from scalejax.measure.trace import refuse_other_kind
 from scalejax.simulator.predict import Prediction, predict
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import load_program
 
 
 def predictions(
@@ -37,7 +36,7 @@ def predictions(
         such = next((one for one in clusters if _has_such(one[0], settings)), None)
         if such is not None and folder.program(name).is_file():
             cluster, site = such
-            program = serialization.load(Program, folder.program(name))
+            program = load_program(folder.program(name))
             refuse_other_kind(
                 "cluster", name, cluster, backend=program.backend, target=program.target
             )

@@ -19,8 +19,8 @@ from scalejax.measure.bench.monitor import Usage
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
 from scalejax.measure.bench.statistics import Speed, median_interval, speed
 from scalejax.measure.bench.tables import Scaling, ScalingTable, column_of
-from scalejax.measure.fit import MeasuredRun, spread
-from scalejax.simulator.program import Program
+from scalejax.measure.fit import FEWEST, MeasuredRun, spread
+from scalejax.simulator.program import load_program
 from scalejax.sweep.plan import in_words
 
 _PLACES = ("devices", "processes", "scaling")
@@ -339,11 +339,8 @@ def measured_runs(
     Raises:
         ConfigError: if nothing was measured on one of them.
     """
-    measured = [
-        each
-        for each in summaries
-        if each.is_measured and each.benchmark.settings.processes == processes
-    ]
+    planned = [each for each in summaries if each.benchmark.settings.processes == processes]
+    measured = [each for each in planned if each.is_measured]
     counts = {each.benchmark.settings.devices for each in measured}
     for wanted in device_counts or ():
         if wanted not in counts:
@@ -351,6 +348,12 @@ def measured_runs(
             place = "1 process" if processes == 1 else f"{processes} processes"
             accepted = f"in {place}, {folder.path} has measured {there}"
             raise ConfigError(refusal("devices", wanted, accepted))
+    if len(measured) < FEWEST <= len(planned):
+        names = ", ".join(each.benchmark.name for each in planned if not each.is_measured)
+        raise ConfigError(
+            f"{folder.path} has too few results for a fit, which needs {FEWEST} at least: of "
+            f"{names} there is none that can be read; the same scalejax bench times it."
+        )
     return [
         _as_run(each, folder)
         for each in measured
@@ -382,7 +385,7 @@ def _as_run(summary: Summary, folder: BenchFolder) -> MeasuredRun:
     name = summary.benchmark.name
     return MeasuredRun(
         name=str(folder.benchmark(name)),
-        program=serialization.load(Program, folder.program(name)),
+        program=load_program(folder.program(name)),
         step_seconds=summary.median_seconds,
         step_cv=summary.step_cv,
     )

@@ -58,7 +58,7 @@ class Page:
                 headings = [str(column.header) for column in part.columns]
                 self.add_table(headings, list(zip(*cells, strict=True)))
                 continue
-            text = part if isinstance(part, Text) else Text.from_markup(str(part))
+            text = part if isinstance(part, Text) else Text(str(part))
             element = _ELEMENTS.get(str(text.style), "p")
             words = escape(text.plain).replace("\n", "<br>")
             self.add(f"<{element}>{words}</{element.split()[0]}>")

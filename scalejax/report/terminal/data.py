@@ -52,7 +52,7 @@ def update(
             table.add_row("rate factor", f"{factor:g}", part)
     if given := _input(config.input):
         table.add_row("input", "", given)
-    yield "[bold]update[/]"
+    yield Text("update", style="bold")
     yield table
     if notes:
         yield Text("\n".join(f"Note: {note}." for note in notes))

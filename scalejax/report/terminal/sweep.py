@@ -155,5 +155,5 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
             format_fraction(record.evaluations[-1].test_accuracy),
             f"at the end; {after}{format_seconds(best.elapsed_seconds)}",
         )
-    yield f"[bold]{emulation_in_words(found.config)}[/]"
+    yield Text(emulation_in_words(found.config), style="bold")
     yield table

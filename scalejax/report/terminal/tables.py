@@ -41,7 +41,7 @@ SUDDEN = 0.9
 
 def show(parts: Iterable[RenderableType]) -> None:
     """Print the parts on standard output, a blank line between them."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # brackets of a cell are the file's
     for index, part in enumerate(parts):
         if index:
             console.print()
@@ -349,13 +349,13 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
     for step, what in turning_points(learning_rates):
         epoch = resolved.epoch_of(step)
         rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
-    yield "[bold]learning rate[/]"
+    yield Text("learning rate", style="bold")
     yield rates
     if resolved.changes:
         scaled = facts()
         for each in resolved.changes:
             scaled.add_row(each.name, f"{each.after:.6g}", f"{each.before:.6g} before scaling")
-        yield "[bold]scaled with the batch[/]"
+        yield Text("scaled with the batch", style="bold")
         yield scaled
 
 

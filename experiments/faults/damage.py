@@ -45,7 +45,10 @@ FIELDS = {
 }
 KINDS = {
     "alone": {},
-    "early stopping": {"train.early_stopping": {"monitor": "test_loss", "patience": 50}},
+    "early stopping": {
+        "data.validation_fraction": 0.1,
+        "train.early_stopping": {"patience": 50},
+    },
 }
 
 

@@ -59,7 +59,7 @@ _OTHERS = (
     """,
     """
     model = { name = "vit", patch = 4, layers = 2, hidden = 64, heads = 4 }
-    data = { name = "synthetic_images", image_size = 32, classes = 10 }
+    data = { name = "synthetic_images", image_size = 32, classes = 10, validation_fraction = 0.2 }
     batch = { global_batch = 64, ramp_epochs = [2, 4] }
     optimizer.name = "adamw"
     schedule = { base_learning_rate = 0.001, decay = "polynomial", decay_share = 0.5 }

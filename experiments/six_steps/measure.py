@@ -28,7 +28,7 @@ import numpy as np
 from textiles import write_textiles
 
 HERE = Path(__file__).parent
-STOPPING = ("--train.early_stopping.patience", "2")
+STOPPING = ("--data.validation_fraction", "0.1", "--train.early_stopping.patience", "2")
 FULL = ("--data.train", "textiles/full.parquet", *STOPPING, "--train.epochs", "3")
 LARGER = ("--batch.global_batch", "16")
 
@@ -96,12 +96,12 @@ def train(step: Step, folder: Path) -> dict[str, object]:
     from scalejax.training.record import RunRecord
 
     record = RunRecord.load(run)
-    evaluations = record.evaluations
-    best = min(evaluations, key=lambda each: each.test_loss or np.inf)
-    kept = best if "--train.early_stopping.patience" in step.flags else evaluations[-1]
+    kept = record.tested
+    if kept is None:
+        raise SystemExit(f"{step.name}: it was not tested ({record.status})")
     return {
-        "epochs": len(evaluations),
-        "updates": evaluations[-1].step,
+        "epochs": len(record.monitored),
+        "updates": kept.step,
         "seconds": record.statuses[-1].elapsed_seconds,
         **took,
         "test_accuracy": kept.test_accuracy,

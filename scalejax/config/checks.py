@@ -255,17 +255,53 @@ def require_shardable_gradients(model: ModelConfig, layout: LayoutConfig) -> Non
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
 
-def require_evaluated_devices(split: BatchSplit, test_examples: int) -> None:
-    """Refuse metrics averaged over devices if some of them have no test example."""
+def require_evaluated_devices(split: BatchSplit, dataset: DatasetFacts) -> None:
+    """Refuse metrics averaged over devices if some of them have no test example, or none for
+    validation."""
     shards, rows = split.layout.batch_shards, split.per_device_batch
     least = (shards - 1) * rows + 1
-    if test_examples < least:
-        accepted = (
-            f"of {shards} devices that divide the batch, {rows} rows each, "
-            f"{-(-test_examples // rows)} have test examples ({test_examples}; all from {least} "
-            'on); use "examples", or a smaller batch'
+    for part, examples in (
+        ("test", dataset.test_examples),
+        ("validation", dataset.validation_examples or least),
+    ):
+        if examples < least:
+            accepted = (
+                f"of {shards} devices that divide the batch, {rows} rows each, "
+                f"{-(-examples // rows)} have {part} examples ({examples}; all from {least} "
+                'on); use "examples", or a smaller batch'
+            )
+            raise ConfigError(refusal("train.metric_average", "devices", accepted))
+
+
+def require_validation(data: DataConfig, train: TrainConfig) -> None:
+    """Refuse a part of the training examples that is none, or beside validation data of its own or
+    Petastorm's order; and what chooses where there is nothing to choose by but test data.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    fraction, name = data.validation_fraction, "data.validation_fraction"
+    if fraction is not None:
+        if not 0 < fraction < 1:
+            raise ConfigError(refusal(name, fraction, "it must be between 0 and 1"))
+        if "validation" in data.parts:
+            accepted = "data.validation names examples to choose by; leave one of them out"
+            raise ConfigError(refusal(name, fraction, accepted))
+        if data.petastorm is not None:
+            accepted = (
+                "data.reading.petastorm reads whole row groups in its order; name files of their "
+                "own in data.validation"
+            )
+            raise ConfigError(refusal(name, fraction, accepted))
+    if not 0 <= data.validation_seed < 2**32:
+        accepted = "it must be from 0 to 4294967295"
+        raise ConfigError(refusal("data.validation_seed", data.validation_seed, accepted))
+    if train.early_stopping is not None and not data.has_validation:
+        own = ', or data.validation = "FILES"' if hasattr(data, "validation") else ""
+        raise ConfigError(
+            "train.early_stopping is refused: it chooses by validation data, and there are none; "
+            f"hold some out with data.validation_fraction = 0.1{own}."
         )
-        raise ConfigError(refusal("train.metric_average", "devices", accepted))
 
 
 def require_petastorm_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:

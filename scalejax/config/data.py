@@ -3,7 +3,7 @@
 Opens no files: what they hold is read by `scalejax.data.facts`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -14,6 +14,8 @@ FilterValue = bool | int | float | str
 """Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
 Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 """Comparison of a filter; "in" takes a list."""
+Split = Literal["train", "validation", "test"]
+"""The parts of a data set: to train on, to choose by, and to test on at the end."""
 Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
 """Column, comparison, value: the rows for which it holds."""
 
@@ -87,9 +89,18 @@ class DataConfig(Family):
     """One of the data sets, selected by `name`, and what follows from its words alone."""
 
     name: str
+    validation_fraction: float | None = None
+    """Part of the training examples that is held out of training, to choose by: early stopping, the
+    best checkpoint and searches look at it, and at test data nobody before the end. If absent, none
+    is held out. Of text in a stream it is one stretch of it, else examples from everywhere."""
+    validation_seed: int = 0
+    """Seed of which examples are held out: a seed of its own, so that runs of other `seed` hold out
+    the same."""
 
     is_of_files: ClassVar[bool] = False
     """Whether it is in files that a user names, in `train` and `test`."""
+    is_stream: ClassVar[bool] = False
+    """Whether neighbouring examples follow from each other, as pieces of one text do."""
     has_any_vocabulary: ClassVar[bool] = False
     """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
 
@@ -107,6 +118,51 @@ class DataConfig(Family):
     def found_in(self, facts: DatasetFacts) -> dict[str, str]:
         """Fields that stand for what is installed, and what they are where the data has `facts`."""
         return {}
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        """The parts that it has itself; another may be held out of them."""
+        has_own = getattr(self, "validation", None) is not None
+        return ("train", "validation", "test") if has_own else ("train", "test")
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether it has examples to choose by, which are neither trained nor tested on."""
+        return self.validation_fraction is not None or "validation" in self.parts
+
+    def divided(self, whole: DatasetFacts) -> DatasetFacts:
+        """The facts of the data set, where `whole` counts examples that are held out as training
+        examples.
+
+        Raises:
+            ConfigError: if no example would be held out, or none would be left.
+        """
+        if not (held_out := self.held_out_of(whole.train_examples)):
+            return whole
+        return replace(
+            whole,
+            train_examples=whole.train_examples - held_out,
+            validation_examples=held_out,
+        )
+
+    def held_out_of(self, examples: int) -> int:
+        """How many of so many training examples are held out.
+
+        Raises:
+            ConfigError: as of `divided`.
+        """
+        if self.validation_fraction is None:
+            return 0
+        held_out = round(self.validation_fraction * examples)
+        if not 0 < held_out < examples:
+            accepted = (
+                f"of {examples} training examples it holds out {held_out}; it must hold out one, "
+                "and leave one"
+            )
+            raise ConfigError(
+                refusal("data.validation_fraction", self.validation_fraction, accepted)
+            )
+        return held_out
 
     @property
     def petastorm(self) -> PetastormConfig | None:
@@ -141,7 +197,8 @@ class FashionMnistConfig(DataConfig):
 
     def found_in(self, facts: DatasetFacts) -> dict[str, str]:
         """The edition that has these facts."""
-        is_full = facts.train_examples == self.facts_of("full").train_examples
+        found = facts.train_examples + facts.validation_examples
+        is_full = found == self.facts_of("full").train_examples
         return {"edition": "full" if is_full else "embedded"}
 
     @staticmethod
@@ -282,6 +339,8 @@ class MaskedTokensConfig(DataConfig):
 class PythonDocsConfig(DataConfig):
     """The text of the standard library's `pydoc_data.topics`, by bytes."""
 
+    is_stream = True
+
     name: Literal["python_docs"] = "python_docs"
     """Selects this data set."""
     tokens: int = 64
@@ -315,6 +374,8 @@ class ParquetConfig(DataConfig):
     """Files to train on."""
     test: str
     """Files to evaluate on."""
+    validation: str | None = None
+    """Files to choose by, in place of `validation_fraction`; if absent, none."""
     image_column: str = "image"
     """Encoded images (JPEG, PNG, ...): binary, or a struct with a binary field "bytes"."""
     image_size: int = 224
@@ -378,6 +439,8 @@ class ImageFolderConfig(DataConfig):
     """Folder to train on."""
     test: str
     """Folder to evaluate on; its classes are among those of `train`."""
+    validation: str | None = None
+    """Folder to choose by, in place of `validation_fraction`; if absent, none."""
     image_size: int = 224
     """Height and width to which images are brought: the shorter side is scaled to it, the middle
     of the longer kept."""
@@ -408,9 +471,12 @@ class NumpyConfig(DataConfig):
     """Arrays to train on."""
     test: str
     """Arrays to evaluate on; it may be the same file, with other arrays in it."""
+    validation: str | None = None
+    """Arrays to choose by, in place of `validation_fraction`; if absent, none."""
     inputs: str | None = None
-    """Name of the array to learn from, "{part}" in it standing for train or test; if absent, the
-    first of x_{part}, {part}_images, inputs, images and x that is there with its targets."""
+    """Name of the array to learn from, "{part}" in it standing for train, test or validation (or
+    val); if absent, the first of x_{part}, {part}_images, inputs, images and x that is there with
+    its targets."""
     targets: str | None = None
     """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
     classes: int | None = None
@@ -441,6 +507,7 @@ class TokensConfig(DataConfig):
     """
 
     is_of_files = True
+    is_stream = True
 
     name: Literal["tokens"] = "tokens"
     """Selects this data set."""
@@ -448,6 +515,8 @@ class TokensConfig(DataConfig):
     """Files to train on."""
     test: str | None = None
     """Files to evaluate on; if absent, the end of `train`, which is not trained on then."""
+    validation: str | None = None
+    """Files to choose by, in place of `validation_fraction`; if absent, none."""
     test_fraction: float = 0.05
     """Part of the tokens of `train` that is its end, where `test` is absent."""
     tokens: int = 1024
@@ -514,6 +583,8 @@ class ArrayRecordConfig(DataConfig):
     """Files to train on."""
     test: str
     """Files to evaluate on."""
+    validation: str | None = None
+    """Files to choose by, in place of `validation_fraction`; if absent, none."""
     classes: int
     """Values of the target; the files do not say it."""
     image_column: str = "image"

@@ -24,6 +24,8 @@ class DatasetFacts:
     """Examples to train on."""
     test_examples: int
     """Examples to evaluate on."""
+    validation_examples: int = 0
+    """Examples to choose by, which are neither trained nor tested on; 0 where there are none."""
     input_shape: tuple[int, ...]
     """Shape of one example: (height, width, channels) of an image, (tokens,) of a text, (features,)
     of a row of numbers."""

@@ -20,7 +20,11 @@ RENAMED_FIELDS = {
     "emulation.timing.exchange_seconds": "emulation.timing.collective_seconds",
 }
 """Fields and tables by dotted name, as they were until 0.1 and as they are now."""
-RENAMED_VALUES = {("model.remat", "per_op"): "selective_op"}
+RENAMED_VALUES = {
+    ("model.remat", "per_op"): "selective_op",
+    ("train.early_stopping.monitor", "test_loss"): "validation_loss",
+    ("train.early_stopping.monitor", "test_accuracy"): "validation_accuracy",
+}
 """Values of a field, by its name now, that have another name now."""
 
 _HEADER = re.compile(r"^(\s*\[\[?\s*)([^\[\]#]+?)(\s*\]\]?.*)$", re.S)

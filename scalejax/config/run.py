@@ -38,6 +38,7 @@ from scalejax.config.checks import (
     require_single_rate,
     require_supported_convolutions,
     require_unmasked_rows,
+    require_validation,
 )
 from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
@@ -137,6 +138,7 @@ class RunConfig:
         if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
         model, layout, train = self.model, self.layout, self.train
+        require_validation(self.data, train)
         require_divisible_heads(model, layout)
         require_divisible_blocks(model, self.batch, layout)
         require_divisible_experts(model, self.batch, layout)
@@ -283,8 +285,8 @@ def resolve(
         ConfigError: if axes, batch or data do not divide, naming the nearest that do; if there are
             no facts.
     """
-    known = config.data.known_facts
-    facts = known or facts  # words come first
+    if (known := config.data.known_facts) is not None:
+        facts = config.data.divided(known)  # words come first
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"
         raise ConfigError(refusal("data.name", config.data.name, accepted))
@@ -342,7 +344,7 @@ def resolve(
         require_mixup_pairs(split)
     require_power_of_two_devices(config.gradient_sync, layout.data)
     if config.train.metric_average == "devices":
-        require_evaluated_devices(split, dataset.test_examples)
+        require_evaluated_devices(split, dataset)
     require_int32_steps(
         config.schedule,
         epochs=config.train.epochs,

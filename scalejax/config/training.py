@@ -389,8 +389,8 @@ class SwaConfig(AveragingConfig):
 class EarlyStoppingConfig:
     """Early stopping by the rules of Keras 3 `EarlyStopping`."""
 
-    monitor: Literal["test_loss", "test_accuracy"] = "test_loss"
-    """Evaluation metric that must improve: loss downwards, accuracy upwards."""
+    monitor: Literal["validation_loss", "validation_accuracy"] = "validation_loss"
+    """Metric that must improve: loss downwards, accuracy upwards (Keras: "val_loss")."""
     min_delta: float = 0.0
     """Smallest change that counts as better."""
     patience: int = 0
@@ -432,7 +432,7 @@ class DivergenceConfig:
     stops_not_finite: bool = True
     """Whether a training loss that is not finite ends the run."""
     stops_dead: bool = True
-    """Whether an evaluation in which all test examples get the same output ends the run."""
+    """Whether an evaluation in which all examples get the same output ends the run."""
     max_gradient_growth: float | None = None
     """Largest gradient norm over the median of the norms before it; beyond it the run ends. If
     absent, the norm is not measured. Gradients clipped to half to ten times their mean norm train
@@ -452,11 +452,13 @@ class TrainConfig:
     epochs: int = 1
     """Passes over the training data."""
     evaluate_every_epochs: int = 1
-    """Epochs between evaluations on the test data; the last epoch is always evaluated."""
+    """Epochs between evaluations; the last epoch is always evaluated. They are of validation data
+    if there are any, and test data are then evaluated once, at the end, with the weights that the
+    run ends with; else of test data, and nothing is chosen by them."""
     evaluate_every_steps: int | None = None
     """Steps between evaluations, in place of epochs: the resolution of steps to target."""
     metric_average: Literal["examples", "devices"] = "examples"
-    """How test metrics are averaged: over all examples; or, to compare with Horovod's
+    """How metrics of evaluations are averaged: over all examples; or, to compare with Horovod's
     MetricAverageCallback, over the averages of the devices that share a batch, whatever number of
     examples each has. Training metrics are over all rows of the batch that are not masked."""
     log_every_steps: int = 10
@@ -464,7 +466,8 @@ class TrainConfig:
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints; if absent, one at the end of every epoch."""
     keep_checkpoints: int = 2
-    """Latest checkpoints kept; the best one by test accuracy is kept as well."""
+    """Latest checkpoints kept; the best one by validation accuracy, where there are validation
+    data, is kept as well."""
     compare_replicas_every_steps: int | None = None
     """Steps between comparisons of what several devices hold, and one before each checkpoint, to
     find silent corruption; if absent, none. Only arrays that lie on several devices can differ:

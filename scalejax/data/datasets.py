@@ -9,7 +9,9 @@ from pkgutil import iter_modules
 
 from scalejax.config.data import DataConfig
 from scalejax.config.input import AugmentationConfig
+from scalejax.core.errors import ConfigError
 from scalejax.data import readers
+from scalejax.data.held_out import divided
 from scalejax.data.source import READERS, Reader, Shared, Source, Split
 
 Opening = partial[Source]
@@ -44,13 +46,18 @@ def open_source(
         augmentation: augmentation of training images; if None, none.
 
     Raises:
-        ConfigError: if a file of the data set is missing or damaged.
+        ConfigError: if a file of the data set is missing or damaged, or it has no such part.
     """
     # Imported here, as the readers: reading a config waits for neither Arrow nor Pillow.
     from scalejax.data.transforms.augmentation import Augmentation
 
     changes = Augmentation(config=augmentation or AugmentationConfig(), seed=seed)
-    source = reader_of(config)(config, split, changes)
+    is_own = split in config.parts
+    source = reader_of(config)(config, split if is_own else "train", changes)
+    if config.validation_fraction is not None and split != "test":
+        source = divided(source, config, split)
+    elif not is_own:
+        raise ConfigError(f"data.name={config.name!r} has no examples for validation.")
     if config.is_of_files:  # another process might find other files
         return source
     opening = partial(open_source, config, split, seed=seed, augmentation=augmentation)

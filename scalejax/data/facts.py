@@ -19,7 +19,7 @@ def read_facts(config: DataConfig) -> DatasetFacts:
             cannot be read or hold something else.
     """
     known = None if config.may_be_missing else config.known_facts
-    return known or reader_of(config).facts(config)
+    return config.divided(known or reader_of(config).facts(config))
 
 
 def fitting_facts(config: RunConfig, facts: DatasetFacts | None = None) -> DatasetFacts:

@@ -5,21 +5,17 @@ Knows no files, no batches, no sampler and no devices.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from scalejax.config.data import ParquetConfig
+from scalejax.config.data import ParquetConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError
 
 if TYPE_CHECKING:  # which import Arrow and Pillow
     from scalejax.core.filesystem import DataFile
     from scalejax.data.convert.rows import RowsOptions
-
-Split = Literal["train", "test"]
-"""The training part and the test part of a data set."""
-
 
 UsedPart = tuple["DataFile", int, str | None]
 """A file, its rows before filters, and None, or the SHA-256 of its footer; or of a folder of a
@@ -90,6 +86,17 @@ class Shared(Protocol):
         Raises:
             ConfigError: if the share is too small.
         """
+        ...
+
+
+@runtime_checkable
+class Recut(Protocol):
+    """A source that may cut its examples anew in every epoch, so that what one index gives in
+    evaluation is of other indices in training."""
+
+    def without(self, held_out: np.ndarray) -> Source | None:
+        """The source without what the examples `held_out`, consecutive indices, give in evaluation;
+        None if its examples are the same in every epoch."""
         ...
 
 

@@ -7,7 +7,7 @@ together with others that are pending, in one program. Knows no time and no work
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.loader.loader import evaluation_batches
-from scalejax.data.source import Source
+from scalejax.data.source import Source, Split
 from scalejax.emulation.instructions import Operation, Rows
 from scalejax.emulation.sampler import Samples
 from scalejax.models import network_class
@@ -93,7 +93,7 @@ class JaxExecutor:
         self,
         run: ResolvedRun,
         mesh: Mesh,
-        sources: tuple[Source, Source],
+        sources: Mapping[Split, Source],
         *,
         shards: int,
         gradients_per_update: int = 1,
@@ -105,7 +105,7 @@ class JaxExecutor:
         Args:
             run: the run, on one device.
             mesh: the mesh of that device.
-            sources: the training and the test examples.
+            sources: the training, the test and, if there are any, the validation examples.
             shards: number of parameter shards.
             gradients_per_update: minibatches of an update; the learning rate counts minibatches.
             compression: compression of gradients, if any.
@@ -122,7 +122,7 @@ class JaxExecutor:
             accepted = "its BatchNorm has running statistics that no server holds"
             raise ConfigError(refusal("model.name", run.config.model.name, accepted))
         self._like = state.params
-        self._samples, self._test = Samples(run, sources[0]), sources[1]
+        self._samples, self._sources = Samples(run, sources["train"]), sources
         self._model_gradients = combined_gradients(setup, mesh)
         self._gradients = jax.jit(lambda several: [self._gradient(*each) for each in several])
         self._updated = jax.jit(self._applied)
@@ -191,8 +191,11 @@ class JaxExecutor:
             case "dot":
                 return [self._dot(*known)]
             case "evaluate":
-                return [self._evaluate(tuple(known))]
-            case "trained" | "evaluated":
+                has_validation = "validation" in self._sources
+                return [self._evaluate(tuple(known), "validation" if has_validation else "test")]
+            case "test":
+                return [self._evaluate(tuple(known), "test")]
+            case "trained" | "evaluated" | "tested":
                 return []
 
     def value(self, content: Any) -> Any:
@@ -270,9 +273,9 @@ class JaxExecutor:
             total, factor = self._combined(np.asarray(numbers, np.float32), [total, *more]), 1.0
         return total
 
-    def _evaluate(self, parts: Sequence[PyTree]) -> list[PyTree]:
-        params = self._joined(parts)
-        batches = evaluation_batches(self._test, self._evaluation.batch, self._run.config.input)
+    def _evaluate(self, parts: Sequence[PyTree], split: Split) -> list[PyTree]:
+        params, source = self._joined(parts), self._sources[split]
+        batches = evaluation_batches(source, self._evaluation.batch, self._run.config.input)
         with closing(batches):
             return [self._evaluation.function(params, {}, batch) for batch in batches]
 

@@ -17,8 +17,10 @@ Operation = Literal[
     "combine",
     "dot",
     "evaluate",
+    "test",
     "trained",
     "evaluated",
+    "tested",
     "compress",
     "fp16",
     "two_bit",
@@ -27,10 +29,16 @@ Operation = Literal[
 ]
 """initial: -> shards of the parameters. optimizer: shard -> its state. gradient: shards -> shards,
 loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> their linear
-combination. dot: two shards -> their inner product. evaluate: shards -> metrics of the test data.
-trained, evaluated: metrics, and as the factor a step -> nothing; a line of the record is made of
-them. compress (until 0.2 fp16, two_bit, top_k): a part of a gradient, and its residual -> the
-compressed sum of both, and the new residual. adasum: gradients -> one."""
+combination. dot: two shards -> their inner product. evaluate: shards -> metrics of the
+validation data if there are any, else of the test data. test: the same of the test data, at the end
+of a run that has validation data. trained, evaluated, tested: metrics, and as the factor a step ->
+nothing; a line of the record is made of them. compress (until 0.2 fp16, two_bit, top_k): a part of
+a gradient, and its residual -> the compressed sum of both, and the new residual. adasum: gradients
+-> one."""
+
+
+LineKind = Literal["trained", "evaluated", "tested"]
+"""Operations that make a line of the record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,13 +170,16 @@ class InstructionLog:
         return self.executor.value(value.content)
 
     def evaluate(self, params: Shards) -> Value:
-        """The metrics of the test data."""
+        """The metrics of the data that are evaluated in the course of the run."""
         (metrics,) = self._do("evaluate", params, 1)
         return metrics
 
-    def line(
-        self, kind: Literal["trained", "evaluated"], step: int, metrics: Sequence[Value]
-    ) -> None:
+    def test(self, params: Shards) -> Value:
+        """The metrics of the test data, at the end of a run that has validation data."""
+        (metrics,) = self._do("test", params, 1)
+        return metrics
+
+    def line(self, kind: LineKind, step: int, metrics: Sequence[Value]) -> None:
         """Make a line of the record from `metrics` after `step` gradients."""
         self._written(kind, tuple(metrics), (), (float(step),), None)
 

@@ -4,15 +4,14 @@ Knows counts and virtual times; nothing of how gradients are computed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from scalejax.emulation.instructions import InstructionLog, Shards, Value
+from scalejax.emulation.instructions import InstructionLog, LineKind, Shards, Value
 from scalejax.emulation.virtual_cluster import VirtualCluster
 
-Listener = Callable[[Literal["trained", "evaluated"], float, int, tuple[Value, ...]], object]
+Listener = Callable[[LineKind, float, int, tuple[Value, ...]], object]
 """Is told the virtual time, the gradients applied, to the shared or to a worker's own parameters,
-and metrics: trained, [loss, accuracy] of each minibatch since the last time; evaluated, those of
-the test data."""
+and metrics: trained, [loss, accuracy] of each minibatch since the last time; evaluated and tested,
+those of the data that are evaluated in the course of the run, and of test data at its end."""
 
 
 class Progress:
@@ -29,6 +28,7 @@ class Progress:
         log_every_steps: int,
         is_evaluated: Callable[[int], bool],
         steps_per_epoch: int = 1,
+        has_validation: bool = False,
     ) -> None:
         """At step 0.
 
@@ -40,6 +40,8 @@ class Progress:
             log_every_steps: steps between two lines on the training loss.
             is_evaluated: whether the parameters are evaluated after a step.
             steps_per_epoch: gradients per epoch, for algorithms that work by epochs.
+            has_validation: whether validation data are evaluated in the course of the run, and test
+                data at its end alone.
         """
         self.step = 0
         """Gradients applied so far, to the shared or to a worker's own parameters."""
@@ -50,6 +52,7 @@ class Progress:
         """Gradients of the run."""
         self._log_every = log_every_steps
         self._is_evaluated = is_evaluated
+        self._has_validation = has_validation
         self._since: list[Value] = []
 
     def made(self, gradients: int, metrics: Sequence[Value], params: Callable[[], Shards]) -> None:
@@ -71,6 +74,7 @@ class Progress:
         if any(map(self._is_evaluated, steps)):
             self._evaluated(params())
         if is_last:
+            self._tested(params)
             self._cluster.done.succeed()
 
     def end(self, params: Shards) -> None:
@@ -81,6 +85,7 @@ class Progress:
             self._trained()
         if not self._is_evaluated(self.step):
             self._evaluated(params)
+        self._tested(lambda: params)
         self._cluster.done.succeed()
 
     def _trained(self) -> None:
@@ -90,6 +95,10 @@ class Progress:
     def _evaluated(self, params: Shards) -> None:
         self._tell("evaluated", (self._instructions.evaluate(params),))
 
-    def _tell(self, kind: Literal["trained", "evaluated"], metrics: tuple[Value, ...]) -> None:
+    def _tested(self, params: Callable[[], Shards]) -> None:
+        if self._has_validation:
+            self._tell("tested", (self._instructions.test(params()),))
+
+    def _tell(self, kind: LineKind, metrics: tuple[Value, ...]) -> None:
         self._instructions.line(kind, self.step, metrics)
         self._listener(kind, self._cluster.now, self.step, metrics)

@@ -58,7 +58,7 @@ def replay(
             )
         for number, content in zip(each.outputs, contents, strict=True):
             values[number] = Value(number, content)
-        if each.operation in ("trained", "evaluated"):
+        if each.operation in ("trained", "evaluated", "tested"):
             lines.tell(each.operation, each.at_seconds, int(each.factors[0]), inputs)
         del inputs, contents
         for number in {*each.inputs, *each.outputs}:

@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from scalejax.config.data import Split
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.data.datasets import open_source
+from scalejax.data.source import Source
 from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
 from scalejax.emulation.executor import JaxExecutor
-from scalejax.emulation.instructions import Instruction, InstructionLog, Operation, Value
+from scalejax.emulation.instructions import Instruction, InstructionLog, LineKind, Value
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
 from scalejax.emulation.record import Emulation
@@ -73,6 +75,7 @@ def emulate_run(
         steps_per_epoch=run.steps_per_epoch,
         log_every_steps=run.config.train.log_every_steps,
         is_evaluated=run.is_evaluated,
+        has_validation=run.config.data.has_validation,
     )
     training = algorithm_of(emulation.core, virtual_cluster, instructions, servers, progress)
     training.start()
@@ -97,14 +100,21 @@ def emulate_run(
 def executor_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxExecutor:
     """The executor of the gradients and updates of an emulated run."""
     config = run.config
-    train, test = (
-        open_source(config.data, split, seed=config.seed, augmentation=config.input.augmentation)
-        for split in ("train", "test")  # which leaves test examples unchanged
-    )
+    splits: tuple[Split, ...] = ("train", "test")
+    if config.data.has_validation:
+        splits += ("validation",)
+    sources: dict[
+        Split, Source
+    ] = {  # augmentation leaves examples unchanged that are not trained on
+        split: open_source(
+            config.data, split, seed=config.seed, augmentation=config.input.augmentation
+        )
+        for split in splits
+    }
     return JaxExecutor(
         run,
         build_mesh(run.layout),
-        (train, test),
+        sources,
         shards=emulation.server_shards,
         gradients_per_update=emulation.core.steps_per_update(emulation.workers),
         compression=emulation.compression,
@@ -121,10 +131,13 @@ class Lines:
         self._step, self._seconds = 0, 0.0
 
     def tell(
-        self, kind: Operation, at_seconds: float, step: int, metrics: tuple[Value, ...]
+        self, kind: LineKind, at_seconds: float, step: int, metrics: tuple[Value, ...]
     ) -> None:
-        """Write a line of this kind, trained or evaluated; see `Listener` of `progress`."""
-        (self.trained if kind == "trained" else self.evaluated)(at_seconds, step, metrics)
+        """Write a line of this kind; see `Listener` of `progress`."""
+        if kind == "trained":
+            self.trained(at_seconds, step, metrics)
+        else:
+            self.evaluated(at_seconds, step, metrics, is_end=kind == "tested")
 
     def trained(self, at_seconds: float, step: int, metrics: tuple[Value, ...]) -> None:
         """Write a line with the training loss and the virtual time of an update."""
@@ -145,15 +158,21 @@ class Lines:
             )
         )
 
-    def evaluated(self, at_seconds: float, step: int, metrics: tuple[Value, ...]) -> None:
-        """Write a line of an evaluation, which takes no virtual time."""
+    def evaluated(
+        self, at_seconds: float, step: int, metrics: tuple[Value, ...], *, is_end: bool = False
+    ) -> None:
+        """Write a line of an evaluation, which takes no virtual time; `is_end` of test data at the
+        end of a run that has validation data."""
         (sums,) = metrics
+        is_chosen_by = self._run.config.data.has_validation and not is_end
         self._write(
             evaluation_measurement(
                 self._run,
                 self._executor.value(sums.content),
+                split="validation" if is_chosen_by else "test",
                 step=step,
                 seconds=0.0,
                 elapsed_seconds=at_seconds,
+                chosen=(step, "last") if is_end else None,
             )
         )

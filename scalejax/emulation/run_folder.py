@@ -32,6 +32,7 @@ from scalejax.training.record import (
     Status,
     StatusChange,
     TrainMeasurement,
+    ValidationMeasurement,
 )
 from scalejax.training.reporter import Reporter
 from scalejax.training.run_folder import RunLock, resolved_config, versions
@@ -207,8 +208,8 @@ class _Record:
         self._step, self._seconds = measurement.step, measurement.elapsed_seconds
         if isinstance(measurement, TrainMeasurement):
             self._losses["train"] = measurement.loss
-        if isinstance(measurement, EvaluationMeasurement):
-            self._losses["test"] = measurement.test_loss
+        if isinstance(measurement, EvaluationMeasurement | ValidationMeasurement):
+            self._losses["evaluation"] = measurement.loss
         self._log.append(measurement)
         self._reporter.measured(measurement)
 

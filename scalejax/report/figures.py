@@ -142,9 +142,9 @@ def time_and_memory(candidates: Sequence[Candidate], *, title: str) -> Spec:
 def final_accuracies(rows: Sequence[RunRow]) -> Spec:
     """Final accuracy of each arm of a sweep over the numeric field with the most values.
 
-    Points are single runs; lines join means, bars are standard deviations over seeds. A run that
-    diverged before its last evaluation is in no mean: it is a cross at the bottom. Unfinished
-    runs are left out.
+    Of validation data if there are any, else of test data. Points are single runs; lines join
+    means, bars are standard deviations over seeds. A run that diverged is in no mean: it is a cross
+    at the bottom. Unfinished runs are left out.
     """
     found = [arm for arm in arms(rows) if arm.rows]
     x_name = _numeric_field(found)
@@ -157,7 +157,7 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
             point: Row = {"label": label, "x": place}
             means.append({**point, **_spread(arm.accuracies)})
             single += [{**point, "y": accuracy} for accuracy in arm.accuracies]
-            lost += [point] * len(arm.without_final)
+            lost += [point] * len(arm.diverged)
     places = sorted({place for members in series.values() for place, _ in members})
     if x_name is None:
         scale, axis = _NEAR, alt.Axis(labels=False, ticks=False)
@@ -166,7 +166,7 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
         scale = alt.Scale(type="log", base=2, nice=False, padding=20) if is_positive else _NEAR
         axis = alt.Axis(values=places, format="~g") if is_positive else alt.Axis()
     x = alt.X("x:Q", title=x_name or "arms of the sweep", scale=scale, axis=axis)
-    y = "test accuracy after the last epoch"
+    y = f"{_part(found)} accuracy at the end"
     base = line_chart(means, x, y).encode(y=_accuracy("y", y))
     bars = base.mark_rule(strokeDash=[1, 0]).encode(_accuracy("low", y), alt.Y2("high:Q"))
     runs = base.mark_circle(size=20, opacity=0.5).properties(data=_data(single))
@@ -177,8 +177,8 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
     """Accuracy of each arm of a sweep over epochs: the mean over seeds, shaded by its deviation.
 
     Once some seeds have ended, the mean of the rest is a separate dotted line labelled with their
-    number: otherwise the mean would rise because the worst are gone. A run that diverged before
-    its last evaluation is a cross at the bottom, where it ended. Unfinished runs are left out.
+    number: otherwise the mean would rise because the worst are gone. A run that diverged is in no
+    mean, and a cross at the bottom, where it ended. Unfinished runs are left out.
     """
     every = [arm for arm in arms(rows) if arm.rows]
     found = every[:_MOST_CURVES]
@@ -187,8 +187,9 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
     lost: list[Row] = []
     for arm in found:
         label = in_words(arm.varied) or "all runs"
-        seeds = len(arm.rows)
-        points = sorted((m.epoch, m.test_accuracy) for row in arm.rows for m in row.evaluations)
+        kept = [row for row in arm.rows if not row.has_diverged]
+        seeds = len(kept)
+        points = sorted((m.epoch, m.accuracy) for row in kept for m in row.evaluations)
         left = seeds
         for epoch, group in groupby(points, key=lambda point: point[0]):
             values = [value for _, value in group]
@@ -199,21 +200,26 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
             words = f"{len(values)} of {seeds} seeds from here" if len(values) != left else ""
             left = len(values)
             rest.append({**point, "part": f"{label} {left}", "words": words})
-        lost += [
-            {"label": label, "x": row.planned.run.epoch_of(row.steps)} for row in arm.without_final
-        ]
-    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", "test accuracy")
+        lost += [{"label": label, "x": row.planned.run.epoch_of(row.steps)} for row in arm.diverged]
+    title = f"{_part(found)} accuracy"
+    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", title)
     names = [in_words(arm.varied) or "all runs" for arm in found]
-    base = line_chart(whole, x, "test accuracy", names=names).encode(y=y)
+    base = line_chart(whole, x, title, names=names).encode(y=y)
     band = base.mark_area(opacity=0.15, strokeWidth=0)
-    band = band.encode(_accuracy("low", "test accuracy"), alt.Y2("high:Q"))
+    band = band.encode(_accuracy("low", title), alt.Y2("high:Q"))
     ends = base.mark_line(point=True, opacity=0.6).properties(data=_data(rest))
     ends = ends.encode(strokeDash=alt.value([2, 3]), detail="part:N")
     words = ends.mark_text(align="left", dx=4, dy=-6).encode(text="words:N")
     left_out = len(every) - len(found)
     more = f"the first {len(found)} arms; {left_out} are left out" if left_out else ""
-    title = _diverged(found, more)
-    return _picture(alt.layer(band, base, ends, words, _crosses(base, lost), title=title))
+    layers = (band, base, ends, words, _crosses(base, lost))
+    return _picture(alt.layer(*layers, title=_diverged(found, more)))
+
+
+def _part(found: Sequence[Arm]) -> str:
+    """The part of the data whose accuracy is shown."""
+    is_validation = any(row.has_validation for arm in found for row in arm.rows)
+    return "validation" if is_validation else "test"
 
 
 def _numeric_field(found: Sequence[Arm]) -> str | None:
@@ -258,7 +264,7 @@ def _crosses(base: alt.Chart, lost: Sequence[Row]) -> alt.Chart:
 
 def _diverged(found: Sequence[Arm], more: str = "") -> alt.TitleParams:
     """The title of a chart: what is left out, and what its crosses are if there are any."""
-    count = sum(len(arm.without_final) for arm in found)
+    count = sum(len(arm.diverged) for arm in found)
     crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
     return alt.TitleParams([text for text in (more, crosses) if text], fontWeight="normal")
 

@@ -50,7 +50,8 @@ def search(
 ) -> tuple[list[Trial], list[str]]:
     """Train `trials` trials, except those trained already; returns them and error messages.
 
-    Maximises test accuracy, or optimises the metric of the target.
+    Maximises validation accuracy, or optimises the metric of the target, also of validation data:
+    test data choose nothing.
 
     Args:
         plan_of: the sweep of a grammar without ranges.
@@ -62,12 +63,16 @@ def search(
 
     Raises:
         ConfigError: if Optuna is not installed, a run is invalid, or the folder holds another
-            search.
+            search, or runs have no validation data.
     """
     require_at_least("optuna", trials, 1)
     optuna = _optuna()
-    metric = target.metric if target else "test_accuracy"
-    direction = "maximize" if metric == "test_accuracy" else "minimize"
+    metric = target.metric if target else "validation_accuracy"
+    if not metric.startswith("validation"):
+        accepted = "it would choose by test data; take the metric of validation data"
+        raise ConfigError(refusal("target", metric, accepted))
+    is_of_accuracy = metric == "validation_accuracy"
+    direction = "maximize" if is_of_accuracy else "minimize"
     study = optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=_SEED))
     space = _space(optuna, grammar)
     found: list[Trial] = []
@@ -76,10 +81,11 @@ def search(
         asked = study.ask(space)
         fields = {name: _decoded(value) for name, value in asked.params.items()}
         plan = plan_of(_fixed(grammar, fields))
+        _require_validation(plan)
         files = SweepFolder(path=folder / f"trial-{number:04d}")
         begin_sweep(plan, files, resume=files.plan.exists())
         problems += train(plan, files)
-        value = _value(read_rows(plan, files), metric)
+        value = _value(read_rows(plan, files), is_of_accuracy=is_of_accuracy)
         state = optuna.trial.TrialState
         study.tell(asked, value, state.FAIL if value is None else state.COMPLETE)
         found.append(Trial(number=number, fields=fields, value=value))
@@ -92,7 +98,7 @@ def search(
 
 def best_of(trials: Sequence[Trial], target: Target | None) -> Trial | None:
     """The trial with the best value; None if none has a finite one."""
-    sign = -1 if target and target.metric == "test_loss" else 1
+    sign = -1 if target and not target.is_of_accuracy else 1
     valued = [each for each in trials if each.value is not None and math.isfinite(each.value)]
     return max(valued, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
@@ -132,12 +138,22 @@ def _decoded(value: JsonValue) -> JsonValue:
     return json.loads(value) if isinstance(value, str) else value
 
 
-def _value(rows: Sequence[RunRow], metric: str) -> float | None:
+def _require_validation(plan: SweepPlan) -> None:
+    """Refuse a search over runs that have nothing to choose by but test data."""
+    if not all(planned.run.config.data.has_validation for planned in plan.runs):
+        raise ConfigError(
+            "--optuna is refused: it chooses by validation data, and the runs have none; hold some "
+            "out with --data.validation_fraction 0.1."
+        )
+
+
+def _value(rows: Sequence[RunRow], *, is_of_accuracy: bool) -> float | None:
     if not all(row.is_finished for row in rows):
         return None
     # Optuna's sampler ignores failed trials, and would not avoid regions where runs diverge.
-    worst = 0.0 if metric == "test_accuracy" else math.inf
-    values = (getattr(row.final, metric, None) for row in rows)
+    worst = 0.0 if is_of_accuracy else math.inf
+    finals = [row.final for row in rows]
+    values = (each and (each.accuracy if is_of_accuracy else each.loss) for each in finals)
     return mean(worst if value is None else value for value in values)
 
 

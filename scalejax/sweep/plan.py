@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
@@ -37,7 +37,7 @@ from scalejax.core.serialization import (
 from scalejax.data.facts import resolve
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
-from scalejax.training.record import RunFolder
+from scalejax.training.record import Evaluated, RunFolder
 
 MOST_TOGETHER = 12
 """Most runs in one program: more take memory, and gain little (`experiments/warmup_by_batch`)."""
@@ -49,20 +49,51 @@ _RATES = ("learning_rate", "warmup_epochs")
 """Scaling rules that change only the schedule."""
 
 
+Metric = Literal["validation_accuracy", "validation_loss", "test_accuracy", "test_loss"]
+"""A metric of evaluations."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A target value of a metric."""
 
-    metric: Literal["test_accuracy", "test_loss"]
+    metric: Metric
     """Metric: accuracy reaches the target from below, loss from above."""
     value: float
     """Target value."""
+
+    @property
+    def is_of_accuracy(self) -> bool:
+        """Whether more is better."""
+        return self.metric.endswith("accuracy")
+
+    def value_in(self, evaluation: Evaluated) -> float | None:
+        """The value of the metric in an evaluation in the course of a run."""
+        return evaluation.accuracy if self.is_of_accuracy else evaluation.loss
 
     def is_reached(self, value: float | None) -> bool:
         """Whether `value` reaches the target; a value that is not finite does not."""
         if value is None:
             return False
-        return value >= self.value if self.metric == "test_accuracy" else value <= self.value
+        return value >= self.value if self.is_of_accuracy else value <= self.value
+
+    def require_measured(self, has_validation: bool) -> None:
+        """Refuse a metric of data that the runs do not evaluate in their course.
+
+        Raises:
+            ConfigError: naming the metric that they measure.
+        """
+        part, _, name = self.metric.partition("_")
+        if (part == "validation") == has_validation:
+            return
+        accepted = (
+            f"runs with validation data evaluate test data at their end alone; take "
+            f"validation_{name}"
+            if has_validation
+            else f"there are no validation data; hold some out with "
+            f"data.validation_fraction = 0.1, or take test_{name}"
+        )
+        raise ConfigError(refusal("target", self.metric, accepted))
 
 
 def parse_target(text: str | None) -> Target | None:
@@ -78,18 +109,19 @@ def parse_target(text: str | None) -> Target | None:
     if text is None:
         return None
     metric, _, value = text.partition("=")
-    if metric not in ("test_accuracy", "test_loss"):
-        raise ConfigError(unknown_name("target", metric, ("test_accuracy", "test_loss")))
+    if metric not in get_args(Metric):
+        raise ConfigError(unknown_name("target", metric, get_args(Metric)))
     try:
         number = parse_number(value)
     except ConfigError as error:
         accepted = f"it must be a metric and a finite number, such as {metric}=0.8"
         raise ConfigError(refusal("target", text, accepted)) from error
-    if metric == "test_accuracy" and not 0 <= number <= 1:
+    found = Target(metric=cast("Metric", metric), value=number)
+    if found.is_of_accuracy and not 0 <= number <= 1:
         accepted = "an accuracy is from 0 to 1, or from 0% to 100%"
         accepted += f"; try {metric}={number:g}%" if 1 < number <= 100 else ""
         raise ConfigError(refusal("target", text, accepted))
-    return Target(metric=metric, value=number)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +175,12 @@ class SweepPlan:
         """Modules that read its runs, outside scalejax: those of members of families, by name."""
         found = set().union(*(_modules_of(planned.run.config) for planned in self.runs))
         return tuple(sorted(name for name in found if name.partition(".")[0] not in _KNOWN))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether its runs have data to choose by; else they are shown by test data, and none is
+        called the best."""
+        return self.runs[0].run.config.data.has_validation
 
     @property
     def written(self) -> "WrittenPlan":
@@ -205,6 +243,14 @@ def plan_sweep(
     for position, run in enumerate(resolved):
         first.setdefault(json.dumps(plain(run.config), sort_keys=True), position)
     kept = [(expanded[position], resolved[position]) for position in first.values()]
+    has_validation = {run.config.data.has_validation for _, run in kept}
+    if len(has_validation) > 1:
+        raise ConfigError(
+            "data.validation_fraction is refused: some runs would be compared by validation data, "
+            "and others by test data; hold some out for all of them, or for none."
+        )
+    if target is not None:
+        target.require_measured(has_validation.pop())
     varied = varied_fields(grammar.named_fields(), [run.config for _, run in kept])
     accepted = "they differ in no field that -V or -E names; name the one in which they do"
     require_told_apart(map(json.dumps, varied), "runs", accepted)

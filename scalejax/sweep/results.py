@@ -25,7 +25,7 @@ from scalejax.sweep.plan import (
     written,
 )
 from scalejax.training.noise_scale import averaged
-from scalejax.training.record import EvaluationMeasurement, RunFolder, RunRecord
+from scalejax.training.record import Evaluated, EvaluationMeasurement, RunFolder, RunRecord
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Final statuses of a run."""
@@ -41,14 +41,17 @@ class RunRow:
     """The run."""
     status: str
     """Run status; "planned" before its start."""
-    evaluations: tuple[EvaluationMeasurement, ...]
-    """Evaluations, in order."""
+    evaluations: tuple[Evaluated, ...]
+    """Evaluations in the course of the run, in order: of validation data if it has any, else of
+    test data."""
     steps: int
     """Number of updates made."""
     seconds: float
     """Training time; its share if several runs trained in one program."""
-    reached: EvaluationMeasurement | None
-    """The first evaluation that reached the target."""
+    reached: Evaluated | None
+    """The first evaluation that reached the target; none of a run that diverged."""
+    tested: EvaluationMeasurement | None = None
+    """The evaluation of test data at the end of a run that has validation data."""
     noise_scale: float | None = None
     """Mean gradient noise scale until then, or over the run, in samples; None if not measured."""
 
@@ -58,16 +61,39 @@ class RunRow:
         return self.status in FINISHED
 
     @property
-    def final(self) -> EvaluationMeasurement | None:
-        """The last evaluation; None also if the run diverged after it."""
-        last = self.evaluations[-1] if self.evaluations else None
-        has_changed = self.status == "diverged" and last is not None and last.step < self.steps
-        return None if has_changed else last
+    def has_diverged(self) -> bool:
+        """Whether the run diverged: it has no result then, wherever results are shown, whatever it
+        evaluated before."""
+        return self.status == "diverged"
 
     @property
-    def best(self) -> EvaluationMeasurement | None:
-        """The evaluation with the highest accuracy, the first of equals."""
-        return max(self.evaluations, key=lambda each: each.test_accuracy, default=None)
+    def has_validation(self) -> bool:
+        """Whether the run has data to choose by."""
+        return self.planned.run.config.data.has_validation
+
+    @property
+    def final(self) -> Evaluated | None:
+        """The evaluation of the weights that the run ends with; None if it diverged."""
+        if self.has_diverged:
+            return None
+        chosen = None if self.tested is None else self.tested.chosen_step
+        found = [each for each in self.evaluations if chosen in (None, each.step)]
+        return found[-1] if found else None
+
+    @property
+    def final_test(self) -> EvaluationMeasurement | None:
+        """The evaluation of test data with the weights that the run ends with; None if it diverged,
+        or has not ended."""
+        final = self.final if self.tested is None else self.tested
+        return final if isinstance(final, EvaluationMeasurement) and self.final else None
+
+    @property
+    def best(self) -> Evaluated | None:
+        """The evaluation of validation data with the highest accuracy, the first of equals; None if
+        the run diverged, or has no such data: test data choose nothing."""
+        if self.has_diverged or not self.has_validation:
+            return None
+        return max(self.evaluations, key=lambda each: each.accuracy, default=None)
 
     @property
     def samples_to_target(self) -> int | None:
@@ -97,19 +123,22 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
         )
     record = RunRecord.load(files.path)
     target = plan.target
+    monitored = record.monitored
     reached = (
-        (each for each in record.evaluations if target.is_reached(getattr(each, target.metric)))
-        if target
+        (each for each in monitored if target.is_reached(target.value_in(each)))
+        if target and record.status != "diverged"
         else iter(())
     )
     first, steps = next(reached, None), max((e.step for e in record.measurements), default=0)
+    tested = record.tested
     return RunRow(
         planned=planned,
         status=record.status or "planned",
-        evaluations=record.evaluations,
+        evaluations=monitored,
         steps=steps,
         seconds=max((each.elapsed_seconds for each in record.measurements), default=0.0),
         reached=first,
+        tested=tested if tested and tested.chosen_step is not None else None,
         noise_scale=averaged(
             (e.noise_scale for e in record.training if e.step <= (first.step if first else steps)),
             planned.run.split.global_batch,
@@ -130,7 +159,8 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
 
 
 def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
-    final, best = row.final, row.best
+    final, best, tested = row.final, row.best, row.final_test
+    validated = final if row.has_validation else None
     setup = {name: value for name, value in seedless(row).items() if name not in _BATCHES}
     return {
         "run": row.planned.index,
@@ -141,14 +171,13 @@ def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
         "status": row.status,
         "steps": row.steps,
         "samples": _samples(row.planned.run, row.steps),
-        "final_test_accuracy": final and final.test_accuracy,
-        "final_test_loss": final and final.test_loss,
-        "best_test_accuracy": best and best.test_accuracy,
-        "best_test_loss": min(
-            (each.test_loss for each in row.evaluations if each.test_loss is not None),
-            default=None,
-        ),
-        "best_step": best and best.step,
+        "final_validation_accuracy": validated and validated.accuracy,
+        "final_validation_loss": validated and validated.loss,
+        "final_test_accuracy": tested and tested.test_accuracy,
+        "final_test_loss": tested and tested.test_loss,
+        "final_step": final and final.step,
+        "best_validation_accuracy": best and best.accuracy,
+        "best_validation_step": best and best.step,
         "steps_to_target": row.reached and row.reached.step,
         "samples_to_target": row.samples_to_target,
         "noise_scale": row.noise_scale,
@@ -164,10 +193,14 @@ def _evaluations(row: RunRow) -> list[dict[str, JsonValue]]:
             "step": each.step,
             "epoch": each.epoch,
             "samples": _samples(row.planned.run, each.step),
-            "test_loss": each.test_loss,
-            "test_accuracy": each.test_accuracy,
+            "status": row.status,
+            **{
+                f"{part}_{name}": getattr(each, f"{part}_{name}", None)
+                for part in ("validation", "test")
+                for name in ("loss", "accuracy")
+            },
         }
-        for each in row.evaluations
+        for each in (*row.evaluations, *([row.tested] if row.tested else ()))
     ]
 
 
@@ -224,18 +257,19 @@ class Arm:
 
     @property
     def accuracies(self) -> list[float]:
-        """Final accuracy of each run, without those that diverged before it."""
-        return [row.final.test_accuracy for row in self.rows if row.final]
+        """Final accuracy of each run that did not diverge: of validation data if there are any,
+        else of test data."""
+        return [row.final.accuracy for row in self.rows if row.final]
 
     @property
-    def diverged(self) -> int:
-        """Number of diverged runs, with or without a final accuracy."""
-        return sum(row.status == "diverged" for row in self.rows)
+    def test_accuracies(self) -> list[float]:
+        """Final test accuracy of each run that did not diverge."""
+        return [row.final_test.accuracy for row in self.rows if row.final_test]
 
     @property
-    def without_final(self) -> tuple[RunRow, ...]:
-        """Runs excluded from the means, since they diverged before a last evaluation."""
-        return tuple(row for row in self.rows if row.final is None)
+    def diverged(self) -> tuple[RunRow, ...]:
+        """The runs that diverged, which are in no mean."""
+        return tuple(row for row in self.rows if row.has_diverged)
 
 
 def arms(rows: Sequence[RunRow]) -> list[Arm]:
@@ -247,6 +281,17 @@ def arms(rows: Sequence[RunRow]) -> list[Arm]:
         Arm(varied=seedless(group[0]), rows=tuple(row for row in group if row.is_finished))
         for group in groups.values()
     ]
+
+
+def best_arm(found: Sequence[Arm]) -> Arm | None:
+    """The arm with the highest mean of validation accuracy among those of which no run diverged;
+    None if there is none, or no validation data: test data choose nothing."""
+    choices = [
+        arm
+        for arm in found
+        if arm.accuracies and not arm.diverged and all(row.has_validation for row in arm.rows)
+    ]
+    return max(choices, key=lambda arm: mean(arm.accuracies), default=None)
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

@@ -99,7 +99,7 @@ class MappedPrograms(RunPrograms):
     def evaluation_batches(
         self, run: ResolvedRun, sources: Sequence[Source], skipped: Sequence[Skipped]
     ) -> Batches:
-        """The batches of the test examples of all seeds."""
+        """The batches of the examples of all seeds."""
         return evaluation_batches_of_seeds(
             sources, self.evaluation.batch, run.config.input, skipped
         )

@@ -76,7 +76,7 @@ class Checkpoints:
 
         Args:
             folder: where they are, by step.
-            keep: latest checkpoints to keep; the best by test accuracy is kept as well.
+            keep: latest checkpoints to keep; the best by validation accuracy is kept as well.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -85,7 +85,7 @@ class Checkpoints:
         self.pinned_step: int | None = None
         """A step whose checkpoint is never deleted."""
         self.rated: dict[int, float] = {}
-        """Test accuracies of steps that were saved before they were evaluated."""
+        """Validation accuracies of steps that were saved before they were evaluated."""
         self._keep = keep
         self._saving: _Saving | None = None
         found = cast("dict[str, list[Any]]", decided_by_first(self._open))
@@ -96,8 +96,8 @@ class Checkpoints:
         """Steps whose checkpoints a run that goes on from a step ends with, if none is better."""
 
     def _open(self) -> JsonValue:
-        """Remove what a crash left unfinished; of each step with a manifest its test accuracy, and
-        the steps that it needs."""
+        """Remove what a crash left unfinished; of each step with a manifest its validation
+        accuracy, and the steps that it needs."""
         with _naming_unwritable(self.folder):
             make_folder(self.folder)
             for path in self.folder.iterdir():
@@ -109,7 +109,7 @@ class Checkpoints:
                 manifest = read_manifest(self.folder / str(step))
                 stopping = [run.stopping for run in manifest.runs if run.stopping is not None]
                 needed = [each.restored_step for each in stopping if each.restored_step]
-                found[str(step)] = [manifest.test_accuracy, [*needed]]
+                found[str(step)] = [manifest.validation_accuracy, [*needed]]
         return found
 
     def _folders(self) -> list[int]:
@@ -208,7 +208,7 @@ class Checkpoints:
         step: int,
         state: object,
         *,
-        test_accuracy: float | None = None,
+        validation_accuracy: float | None = None,
         runs: Sequence[RunAtStep] = (),
         records: Sequence[Path] = (),
     ) -> None:
@@ -220,7 +220,7 @@ class Checkpoints:
         Args:
             step: updates made.
             state: its arrays.
-            test_accuracy: of the state; None if it is not known.
+            validation_accuracy: of the state; None if it is not known.
             runs: what else the manifest says of the runs that it is the state of.
             records: files that must be on the disk before it counts.
 
@@ -238,7 +238,7 @@ class Checkpoints:
                 self._set_aside(step)
             written: JsonValue = {_CHECKSUMS: dict(arrays)}
             response = orbax.save_async(str(path), state, custom_metadata=written)
-            accuracies = {**self._accuracies, step: test_accuracy}
+            accuracies = {**self._accuracies, step: validation_accuracy}
             self._needed[step] = [] if self.pinned_step is None else [self.pinned_step]
             kept = self._kept(accuracies)
             deleted = [each for each in accuracies if each not in kept]
@@ -254,7 +254,7 @@ class Checkpoints:
                     step=step,
                     files=files,
                     arrays=arrays,
-                    test_accuracy=test_accuracy,
+                    validation_accuracy=validation_accuracy,
                     runs=tuple(runs),
                 )
                 write_manifest(path, manifest)
@@ -401,7 +401,7 @@ class _Saving:
     ) -> None:
         self.step = step
         self.counted = counted
-        """Test accuracies of the checkpoints that there are once it is done."""
+        """Validation accuracies of the checkpoints that there are once it is done."""
         self._error: BaseException | None = None
         self._finish = finish
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)

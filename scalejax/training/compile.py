@@ -80,7 +80,7 @@ class RunPrograms:
     def evaluation_batches(
         self, run: ResolvedRun, sources: Sequence[Source], skipped: Sequence[Skipped]
     ) -> Batches:
-        """The batches of all test examples."""
+        """The batches of all examples of `sources`."""
         return evaluation_batches(sources[0], self.evaluation.batch, run.config.input, skipped[0])
 
     def of_run(self, index: int, values: Any) -> Any:

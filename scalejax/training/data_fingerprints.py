@@ -39,6 +39,8 @@ class UsedFiles:
     """Training files."""
     test: tuple[UsedFile, ...]
     """Test files."""
+    validation: tuple[UsedFile, ...] = ()
+    """Validation files; none where validation examples are held out of the training files."""
 
 
 def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
@@ -50,8 +52,8 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
     if not folder.data_files.exists() or (now := used_files(data)) is None:
         return
     used = load(UsedFiles, folder.data_files)
-    parts = (("data.train", used.train, now.train), ("data.test", used.test, now.test))
-    for field, files_before, files_after in parts:
+    for part in data.parts:
+        field, files_before, files_after = f"data.{part}", getattr(used, part), getattr(now, part)
         before = {each.file.path: each for each in files_before}
         after = {each.file.path: each for each in files_after}
         for path in sorted(before | after):
@@ -81,7 +83,11 @@ def fingerprints_to_keep(folder: RunFolder, data: DataConfig) -> UsedFiles | Non
         pairs = [(known.get(each.file.path), each) for each in news]
         return tuple(old if old and _is_same(old, new) else new for old, new in pairs)
 
-    return UsedFiles(train=kept(before.train, now.train), test=kept(before.test, now.test))
+    return UsedFiles(
+        train=kept(before.train, now.train),
+        test=kept(before.test, now.test),
+        validation=kept(before.validation, now.validation),
+    )
 
 
 def _is_same(before: UsedFile | None, after: UsedFile | None) -> bool:
@@ -94,7 +100,11 @@ def used_files(data: DataConfig) -> UsedFiles | None:
     """Fingerprints of the files of `data` as they are now; None if it has no files."""
     if not data.is_of_files:
         return None
-    return UsedFiles(train=tuple(_of_part(data, "train")), test=tuple(_of_part(data, "test")))
+    return UsedFiles(
+        train=tuple(_of_part(data, "train")),
+        test=tuple(_of_part(data, "test")),
+        validation=tuple(_of_part(data, "validation")) if "validation" in data.parts else (),
+    )
 
 
 def _of_part(data: DataConfig, part: Split) -> Iterator[UsedFile]:

@@ -1,4 +1,4 @@
-"""The evaluation program of a run: sums of loss and accuracy over a batch of test examples.
+"""The evaluation program of a run: sums of loss and accuracy over a batch of examples.
 
 Also the program that computes features of a frozen backbone, for its last layer to learn from.
 Knows the network, and which of its weights are evaluated; no data source and no clock.

@@ -86,8 +86,7 @@ def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
     config = run.config
     changes = config.input.augmentation
     source = open_source(config.data, split, seed=config.seed, augmentation=changes)
-    dataset = run.dataset
-    expected = dataset.train_examples if split == "train" else dataset.test_examples
+    expected = getattr(run.dataset, f"{split}_examples")
     if len(source) != expected:
         raise ConfigError(
             f"The files of data.{split} changed while the run began: they held {expected} "
@@ -182,7 +181,7 @@ def _data_key(run: ResolvedRun, split: Split) -> list[Any]:
     used = used_files(config)
     if used is None:  # synthetic, or shipped with scalejax
         return [about, split, run.config.seed]
-    for each in getattr(used, split):
+    for each in getattr(used, split if split in config.parts else "train"):
         if each.file.version is None:
             accepted = (
                 f"the storage of {each.file.path} gives neither a modification time nor a "

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
+from scalejax.config.data import Split
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
 from scalejax.models.moe import ROUTER_METRICS, WINDOW_METRIC
 from scalejax.training.multihost import is_first
 from scalejax.training.record import (
+    Choice,
+    Evaluated,
     EvaluationMeasurement,
     Measurement,
     MeasurementLog,
@@ -26,6 +29,7 @@ from scalejax.training.record import (
     RunRecord,
     StatusChange,
     TrainMeasurement,
+    ValidationMeasurement,
     finite,
 )
 from scalejax.training.reporter import Reporter
@@ -100,19 +104,24 @@ def evaluation_measurement(
     run: ResolvedRun,
     parts: Sequence[Mapping[str, Any]],
     *,
+    split: Split,
     step: int,
     seconds: float,
     elapsed_seconds: float,
-) -> EvaluationMeasurement:
+    chosen: tuple[int, Choice] | None = None,
+) -> Evaluated:
     """The line of the record for an evaluation after `step` updates.
 
     Args:
         run: the run that trains.
-        parts: results of the evaluation of every test batch; where they are sums per device, the
-            result is the mean over devices that saw an example of each device's mean.
+        parts: results of the evaluation of every batch; where they are sums per device, the result
+            is the mean over devices that saw an example of each device's mean.
+        split: part of the data that was evaluated.
         step: updates made.
         seconds: duration of the evaluation.
         elapsed_seconds: time since training began.
+        chosen: updates behind the weights that were tested at the end, and what they were chosen
+            by; None for an evaluation in the course of the run.
 
     Raises:
         ConfigError: if no example could be read.
@@ -127,18 +136,34 @@ def evaluation_measurement(
     non_empty = [number for number, count in enumerate(counts) if count]
     examples = round(math.fsum(float(part["examples"]) for part in parts))
     if not non_empty:
-        raise ConfigError("no example of the test part can be read (data.test).")
+        raise ConfigError(f"no example of the {split} part can be read (data.{split}).")
     lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
     highest = np.max([part["highest_logits"] for part in parts], axis=0)
+    loss = finite(fmean(losses[number] / counts[number] for number in non_empty))
+    accuracy = fmean(hits[number] / counts[number] for number in non_empty)
+    is_constant = examples > 1 and bool(np.all(lowest == highest))
+    if split == "validation":
+        return ValidationMeasurement(
+            step=step,
+            epoch=run.epoch_of(step),
+            validation_loss=loss,
+            validation_accuracy=accuracy,
+            examples=examples,
+            seconds=seconds,
+            elapsed_seconds=elapsed_seconds,
+            is_constant=is_constant,
+        )
     return EvaluationMeasurement(
         step=step,
         epoch=run.epoch_of(step),
-        test_loss=finite(fmean(losses[number] / counts[number] for number in non_empty)),
-        test_accuracy=fmean(hits[number] / counts[number] for number in non_empty),
+        test_loss=loss,
+        test_accuracy=accuracy,
         examples=examples,
         seconds=seconds,
         elapsed_seconds=elapsed_seconds,
-        is_constant=examples > 1 and bool(np.all(lowest == highest)),
+        is_constant=is_constant,
+        chosen_step=chosen and chosen[0],
+        chosen_by=chosen and chosen[1],
     )
 
 

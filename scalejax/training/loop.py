@@ -45,11 +45,11 @@ from scalejax.training.multihost import all_gather_text, is_first, require_equal
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
-    EvaluationMeasurement,
     Measurement,
     Status,
     StatusChange,
     UnreadableExamples,
+    ValidationMeasurement,
 )
 from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import versions
@@ -75,7 +75,7 @@ class _Member:
 
 def store_seconds(data: DataConfig) -> float:
     """For how long a read of `data` is tried again; 0 where none of it is at a URL."""
-    locations = (getattr(data, part, None) for part in ("train", "test"))
+    locations = (getattr(data, part, None) for part in ("train", "validation", "test"))
     is_remote = data.is_of_files and any(is_url(each) for each in locations if each is not None)
     return deadlines().total_seconds if is_remote else 0.0
 
@@ -98,7 +98,7 @@ class TrainingLoop:
         identities: Sequence[RunIdentity] = (),
         resumed: Manifest | None = None,
     ) -> None:
-        """Open the test data.
+        """Open the data to evaluate on.
 
         Args:
             runs: one run, or several that differ only in what `programs` take as inputs.
@@ -138,14 +138,14 @@ class TrainingLoop:
         self._queued: dict[str, jax.Array] | None = None
         self._of_seed = {run.config.seed: run for run in runs}
         self._skipped: dict[Split, list[Skipped]] = {
-            part: [Skipped() for _ in self._of_seed] for part in ("train", "test")
+            part: [Skipped() for _ in self._of_seed] for part in ("train", "validation", "test")
         }
-        self._test_sources = self._sources("test")
-        if not programs.together:  # else there are no input workers
-            how = self._run.config.input
-            self._test_sources = [
-                share_memory_with_workers(each, how) for each in self._test_sources
-            ]
+        self._has_validation = self._run.config.data.has_validation
+        self._monitored: Split = "validation" if self._has_validation else "test"
+        self._evaluated: dict[Split, list[Source]] = {
+            part: self._evaluation_sources(part)
+            for part in dict.fromkeys((self._monitored, "test"))
+        }
         self._clock = UpdateClock()
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()
@@ -173,6 +173,8 @@ class TrainingLoop:
         if begin and self._run.is_evaluated(begin) and has_missed:
             self._pause(state)  # a signal had interrupted its evaluation
         state = self._run_steps(state)
+        if self._has_validation:
+            self._test(state)
         self._logger.clock.enter("checkpoint")  # until the last of them is whole
         self._logger.heartbeat.at("finishing", self._step)
         if len(self._open) > 1:
@@ -194,6 +196,13 @@ class TrainingLoop:
     def _sources(self, part: Split) -> list[Source]:
         """The examples of each seed."""
         return [open_examples(run, part, self._logger.reporter) for run in self._of_seed.values()]
+
+    def _evaluation_sources(self, part: Split) -> list[Source]:
+        """The examples to evaluate on, of each seed."""
+        sources = self._sources(part)
+        if self._programs.together:  # there are no input workers
+            return sources
+        return [share_memory_with_workers(each, self._run.config.input) for each in sources]
 
     def _run_phase(
         self,
@@ -329,7 +338,7 @@ class TrainingLoop:
         if self._run.is_evaluated(self._step) and not signal_number:
             self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
-                signal_number = self._evaluate(state)
+                signal_number = self._evaluate(self._programs.evaluation.weights(state))
         self._logger.heartbeat.at("saving", self._step)
         is_due = time.perf_counter() >= self._last_checkpoint + self._checkpoint_seconds
         has_diverged = all(each.status.has_diverged for each in self._open)
@@ -343,7 +352,7 @@ class TrainingLoop:
                 self._checkpoints.save(
                     self._step,
                     state,
-                    test_accuracy=accuracy,
+                    validation_accuracy=accuracy,
                     runs=self._runs_at_step(),
                     records=self._records(),
                 )
@@ -398,13 +407,63 @@ class TrainingLoop:
                 f"{saved}, and comes to {now} by the record in {member.logger.files.path}."
             )
 
-    def _evaluate(self, state: TrainState) -> int:
-        """Evaluate the runs on all of their test data. Returns the signal that interrupted it,
-        or 0."""
-        begin, sums = time.perf_counter(), []
-        weights = self._programs.evaluation.weights(state)
+    def _evaluate(self, weights: Any) -> int:
+        """Evaluate the runs on all of the data that are evaluated in their course. Returns the
+        signal that interrupted it, or 0."""
+        begin = time.perf_counter()
+        parts, signal_number = self._evaluation_of(weights, self._monitored)
+        if signal_number:
+            return signal_number
+        seconds = time.perf_counter() - begin
+        evaluations = [
+            evaluation_measurement(
+                each.run,
+                [self._programs.of_run(each.index, part) for part in parts],
+                split=self._monitored,
+                step=self._step,
+                seconds=seconds / self._run_count,
+                elapsed_seconds=each.logger.elapsed_seconds,
+            )
+            for each in self._open
+        ]
+        self._tell_unreadable(self._monitored)
+        for each, evaluation in zip(self._open, evaluations, strict=True):
+            if each.status.evaluated_step != self._step:  # a kill left it with some of the runs
+                self._write(each, evaluation)
+        return 0
+
+    def _test(self, state: TrainState) -> None:
+        """Evaluate the runs that did not diverge on test data, which nothing has looked at before,
+        with the weights that they end with."""
+        tested = [each for each in self._open if not each.status.is_lost]
+        if not tested:
+            return
+        begin = time.perf_counter()
+        self._logger.heartbeat.at("evaluating", self._step)
+        with self._logger.clock.within("evaluation"):
+            weights = self._programs.evaluation.weights(self._final_state(tested[0], state))
+            parts, signal_number = self._evaluation_of(weights, "test")
+        if signal_number:
+            self._interrupt(signal_number)
+        seconds = time.perf_counter() - begin
+        for each in tested:
+            measurement = evaluation_measurement(
+                each.run,
+                [self._programs.of_run(each.index, part) for part in parts],
+                split="test",
+                step=self._step,
+                seconds=seconds / self._run_count,
+                elapsed_seconds=each.logger.elapsed_seconds,
+                chosen=each.status.chosen(self._step),
+            )
+            self._write(each, measurement)
+        self._tell_unreadable("test")
+
+    def _evaluation_of(self, weights: Any, split: Split) -> tuple[list[Any], int]:
+        """The results of all batches of a part, and the signal that interrupted it, or 0."""
+        sums = []
         batches = self._programs.evaluation_batches(
-            self._run, self._test_sources, self._skipped["test"]
+            self._run, self._evaluated[split], self._skipped[split]
         )
         with closing(batches):
             for batch in batches:
@@ -413,24 +472,8 @@ class TrainingLoop:
                     jax.block_until_ready(sums[-2])  # else a fast host queues unlimited batches
                 sums.append(self._programs.evaluate(*weights, batch))
                 if signal_number := self._signals.agreed("evaluating"):
-                    return signal_number
-        parts = jax.device_get(sums)
-        seconds = time.perf_counter() - begin
-        evaluations = [
-            evaluation_measurement(
-                each.run,
-                [self._programs.of_run(each.index, part) for part in parts],
-                step=self._step,
-                seconds=seconds / self._run_count,
-                elapsed_seconds=each.logger.elapsed_seconds,
-            )
-            for each in self._open
-        ]
-        self._tell_unreadable("test")
-        for each, evaluation in zip(self._open, evaluations, strict=True):
-            if each.status.evaluated_step != self._step:  # a kill left it with some of the runs
-                self._write(each, evaluation)
-        return 0
+                    return [], signal_number
+        return jax.device_get(sums), 0
 
     def _tell_unreadable(self, part: Split) -> None:
         """Log the examples that all processes could not read since the last line, if there are
@@ -464,8 +507,8 @@ class TrainingLoop:
         if self._programs.together:
             return  # their common checkpoint is not the best of each
         self._checkpoints.pinned_step = member.status.best_step
-        if isinstance(measurement, EvaluationMeasurement):
-            self._checkpoints.rated[measurement.step] = measurement.test_accuracy
+        if isinstance(measurement, ValidationMeasurement):
+            self._checkpoints.rated[measurement.step] = measurement.validation_accuracy
 
     def _end(self, member: _Member, state: TrainState) -> None:
         """Save the final weights of a run, and append its final status.
@@ -488,11 +531,15 @@ class TrainingLoop:
 
     def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
         """Final parameters and running statistics: of the best epoch, if so configured."""
-        if (earlier := self._restored_step(member)) is not None:
-            state = self._checkpoints.restore(earlier, self._programs.step.state)
-        params, model_state = self._programs.evaluation.weights(state)
+        params, model_state = self._programs.evaluation.weights(self._final_state(member, state))
         weights = {"params": params, "model_state": model_state}
         return self._programs.of_run(member.index, weights)
+
+    def _final_state(self, member: _Member, state: TrainState) -> TrainState:
+        """The state whose weights a run ends with, where it is at `state`."""
+        if (earlier := self._restored_step(member)) is None:
+            return state
+        return self._checkpoints.restore(earlier, self._programs.step.state)
 
     def _restored_step(self, member: _Member) -> int | None:
         """Step of the best epoch, if the final weights are its, and it is not the last."""

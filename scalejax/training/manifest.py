@@ -91,8 +91,11 @@ class Manifest:
     """Its files, by path in its folder."""
     arrays: dict[str, int]
     """Checksums of its arrays, by path."""
+    validation_accuracy: float | None = None
+    """Validation accuracy of the state; None if it was not evaluated before it was saved, or there
+    are no validation data."""
     test_accuracy: float | None = None
-    """Test accuracy of the state; None if it was not evaluated before it was saved."""
+    """Of versions before there were validation data; nothing is chosen by it any more."""
     runs: tuple[RunAtStep, ...] = ()
     """The run, or those that one program trains together."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from scalejax.config.data import Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError, Damaged, Unavailable, refusal
@@ -27,6 +28,11 @@ loss was not finite."""
 DivergenceCause = Literal["not_finite", "dead", "exploding_gradient"]
 """Why a run diverged: a loss that is not finite; equal outputs for all inputs; a gradient norm
 that grew beyond the config's limit."""
+
+
+Choice = Literal["validation_loss", "validation_accuracy", "last"]
+"""What the weights at the end of a run were chosen by: a metric of validation data; or nothing, and
+they are those of the last update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,8 @@ class TrainMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMeasurement:
-    """Metrics over all test data."""
+    """Metrics over all test data: of a run without validation data all along, of one that has them
+    once, at its end."""
 
     kind: Literal["evaluation"] = "evaluation"
     """Selects this kind of line."""
@@ -107,6 +114,55 @@ class EvaluationMeasurement:
     """Time since training began, over all the sessions of the run."""
     is_constant: bool = False
     """Whether all test examples got bitwise equal outputs: the network ignores its input."""
+    chosen_step: int | None = None
+    """Updates behind the weights that were tested, those that the run ends with; None where test
+    data are evaluated all along, and nothing is chosen."""
+    chosen_by: Choice | None = None
+    """What they were chosen by; None as above."""
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, of whichever part."""
+        return self.test_loss
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy, of whichever part."""
+        return self.test_accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationMeasurement:
+    """Metrics over all validation data, by which is chosen."""
+
+    kind: Literal["validation"] = "validation"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    epoch: float
+    """Passes over the training data made."""
+    validation_loss: float | None
+    """Mean loss of the validation examples; None if it was not finite."""
+    validation_accuracy: float
+    """Fraction of the validation examples classified correctly, 0..1."""
+    examples: int
+    """Validation examples, each counted once."""
+    seconds: float
+    """Time that the evaluation took."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+    is_constant: bool = False
+    """Whether all validation examples got bitwise equal outputs."""
+
+    @property
+    def loss(self) -> float | None:
+        """The loss, of whichever part."""
+        return self.validation_loss
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy, of whichever part."""
+        return self.validation_accuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +193,8 @@ class UnreadableExamples:
     """Updates made."""
     epoch: float
     """Passes over the training data made."""
-    part: Literal["train", "test"]
-    """Whether they are training examples, or test examples of this evaluation."""
+    part: Split
+    """Whether they are training examples, or validation or test examples of this evaluation."""
     rows: int
     """Rows skipped by all processes; an example skipped in two epochs counts twice."""
     reasons: tuple[str, ...]
@@ -147,12 +203,15 @@ class UnreadableExamples:
     """Time since training began, over all the sessions of the run."""
 
 
-Measurement = TrainMeasurement | EvaluationMeasurement | UnreadableExamples | StatusChange
+Evaluated = EvaluationMeasurement | ValidationMeasurement
+"""The metrics of an evaluation, of test or of validation data."""
+Measurement = TrainMeasurement | Evaluated | UnreadableExamples | StatusChange
 """One line of `measurements.jsonl`."""
 
 _KINDS: dict[str, type[Measurement]] = {
     "train": TrainMeasurement,
     "evaluation": EvaluationMeasurement,
+    "validation": ValidationMeasurement,
     "unreadable": UnreadableExamples,
     "status": StatusChange,
 }
@@ -293,8 +352,25 @@ class RunRecord:
 
     @property
     def evaluations(self) -> tuple[EvaluationMeasurement, ...]:
-        """The evaluations."""
+        """The evaluations of test data."""
         return tuple(m for m in self.measurements if isinstance(m, EvaluationMeasurement))
+
+    @property
+    def validations(self) -> tuple[ValidationMeasurement, ...]:
+        """The evaluations of validation data; none where there are no such data."""
+        return tuple(m for m in self.measurements if isinstance(m, ValidationMeasurement))
+
+    @property
+    def monitored(self) -> tuple[Evaluated, ...]:
+        """The evaluations in the course of the run: of validation data if there are any, else of
+        test data."""
+        return self.validations or tuple(e for e in self.evaluations if e.chosen_step is None)
+
+    @property
+    def tested(self) -> EvaluationMeasurement | None:
+        """The evaluation of test data at the end of a run that has validation data, the only one;
+        of a run that has none the last of all; None if there is none yet."""
+        return self.evaluations[-1] if self.evaluations else None
 
     @property
     def unreadable(self) -> tuple[UnreadableExamples, ...]:

@@ -24,6 +24,7 @@ from scalejax.training.record import (
     Measurement,
     TrainMeasurement,
     UnreadableExamples,
+    ValidationMeasurement,
 )
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -171,14 +172,20 @@ class ProgressBar(Reporter):
 def _sentence(measurement: Measurement, total_steps: int) -> str:
     if isinstance(measurement, TrainMeasurement):
         return f"step {measurement.step}/{total_steps}: {_figures(measurement)}"
-    if isinstance(measurement, EvaluationMeasurement):
+    if isinstance(measurement, EvaluationMeasurement | ValidationMeasurement):
+        is_test = isinstance(measurement, EvaluationMeasurement)
+        part, chosen = "test" if is_test else "validation", ""
+        if is_test and measurement.chosen_step is not None:
+            by = str(measurement.chosen_by).replace("_", " ")
+            why = "the last ones" if measurement.chosen_by == "last" else f"chosen by {by}"
+            chosen = f", with the weights of step {measurement.chosen_step}, {why}"
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
-            f"test loss {_loss(measurement.test_loss)}, "
-            f"test accuracy {format_fraction(measurement.test_accuracy)}"
+            f"{part} loss {_loss(measurement.loss)}, "
+            f"{part} accuracy {format_fraction(measurement.accuracy)}{chosen}"
         )
     if isinstance(measurement, UnreadableExamples):
-        part = {"train": "training", "test": "test"}[measurement.part]
+        part = {"train": "training"}.get(measurement.part, measurement.part)
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
             f"{unreadable_in_words(measurement.rows, part)}: {_first_of(measurement)}"

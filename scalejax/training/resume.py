@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, Damaged
-from scalejax.core.serialization import load, plain
+from scalejax.core.serialization import JsonValue, load, plain
 from scalejax.core.units import counted
 from scalejax.training.checkpoint import Checkpoints, Found
 from scalejax.training.data_fingerprints import UsedFiles
@@ -51,7 +51,7 @@ class RunIdentity:
                 name: json.dumps(value)
                 for name, value in sorted(fields_of(resolved_config(run)).items())
             },
-            data=digest([plain(run.dataset), used]),
+            data=digest([_as_ever(plain(run.dataset)), _as_ever(used)]),
         )
 
     def at(self, step: int, record: RecordPosition, stopping: StoppingState | None) -> RunAtStep:
@@ -101,6 +101,15 @@ class RunIdentity:
 
     def _position(self, step: int) -> tuple[float, int]:
         return self.run.epoch_of(step), self.run.phase_of(step).split.global_batch
+
+
+def _as_ever(fields: JsonValue) -> JsonValue:
+    """What is said of data without what says that nothing is for validation, which manifests of
+    versions before there was any do not say."""
+    if not isinstance(fields, dict):
+        return fields
+    added = ("validation", "validation_examples")
+    return {name: value for name, value in fields.items() if value or name not in added}
 
 
 def _is_of_a_table(name: str, names: set[str]) -> bool:

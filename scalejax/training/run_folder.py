@@ -30,13 +30,13 @@ facts.json           counts and shapes of the data, for when it is no longer the
 data_files.json      the files trained on, if the data is files: the run resumes on no others
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
-measurements.jsonl   measurements, one per line: kinds "train", "evaluation", "unreadable" and
-                     "status"; the last "status" line is the current status of the run
+measurements.jsonl   measurements, one per line: kinds "train", "validation", "evaluation" (of test
+                     data), "unreadable" and "status"; the last "status" line is the current status
 time.jsonl           wall time of its sessions by what they did, a line for each interval that
                      ends in an evaluation or a checkpoint
-checkpoints/         states to resume from, by step; the best by test accuracy is kept too; each
-                     has a manifest.json, without which it does not count; those that were found
-                     damaged are in damaged-STEP
+checkpoints/         states to resume from, by step, and the best by validation accuracy, if there
+                     are validation data; each has a manifest.json, without which it does not
+                     count; those that were found damaged are in damaged-STEP
 checkpoints.json     the step of the newest of them
 weights/             final parameters; none if the run diverged
 traces/              profiler traces, if requested (--profile)
@@ -95,7 +95,7 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         fields["layout.bn_group_size"] = samples
     for name, found in config.data.found_in(run.dataset).items():
         fields[f"data.{name}"] = found
-    for part in ("train", "test"):  # the run may go on in another working directory
+    for part in ("train", "validation", "test"):  # the run may go on in another working directory
         location = getattr(config.data, part, None)
         if location is not None:
             fields[f"data.{part}"] = absolute_location(location)

@@ -7,7 +7,7 @@ lines of the record and the rules that end a run; neither devices nor files.
 import math
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -18,12 +18,15 @@ from scalejax.core.units import counted, format_seconds
 from scalejax.training.input_stalls import wait_with_advice
 from scalejax.training.manifest import StoppingState
 from scalejax.training.record import (
+    Choice,
     DivergenceCause,
+    Evaluated,
     EvaluationMeasurement,
     Measurement,
     Status,
     TrainMeasurement,
     UnreadableExamples,
+    ValidationMeasurement,
     finite,
 )
 from scalejax.training.reporter import statistics_in_words, unreadable_in_words
@@ -38,6 +41,14 @@ def is_skipped(value: float | None, loss_scale: float | None) -> bool:
     """Whether dynamic loss scaling skipped the update: its `value` (loss or gradient norm) is not
     finite (None) only because float16 overflowed."""
     return value is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
+
+
+def is_monitored(measurement: Measurement) -> TypeGuard[Evaluated]:
+    """Whether it is an evaluation in the course of a run, not that of test data at the end of one
+    that has validation data: what is found there changes nothing any more."""
+    if isinstance(measurement, EvaluationMeasurement):
+        return measurement.chosen_step is None
+    return isinstance(measurement, ValidationMeasurement)
 
 
 class Divergence:
@@ -58,7 +69,7 @@ class Divergence:
         if isinstance(measurement, TrainMeasurement):
             self.see_loss(measurement.step, measurement.loss, measurement.loss_scale)
             self._watch_norm(measurement)
-        elif isinstance(measurement, EvaluationMeasurement):
+        elif is_monitored(measurement):
             self._watch_outputs(measurement)
 
     def see_loss(self, step: int, loss: float | None, loss_scale: float | None) -> None:
@@ -74,13 +85,14 @@ class Divergence:
             self.cause = "not_finite"
             self.message = f"the training loss is not finite at step {step}"
 
-    def _watch_outputs(self, measurement: EvaluationMeasurement) -> None:
+    def _watch_outputs(self, measurement: Evaluated) -> None:
         if self._config.stops_dead and measurement.is_constant:
-            loss = "n/a" if measurement.test_loss is None else f"{measurement.test_loss:.4f}"
+            loss = "n/a" if measurement.loss is None else f"{measurement.loss:.4f}"
+            part = "validation" if isinstance(measurement, ValidationMeasurement) else "test"
             self.cause = "dead"
             self.message = (
-                f"dead at step {measurement.step}: all {measurement.examples:,} test examples get "
-                f"the same output, test loss {loss}"
+                f"dead at step {measurement.step}: all {measurement.examples:,} {part} examples "
+                f"get the same output, {part} loss {loss}"
             )
 
     def _watch_norm(self, measurement: TrainMeasurement) -> None:
@@ -107,7 +119,7 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self._config = config
-        self._falls = config.monitor == "test_loss"
+        self._falls = config.monitor == "validation_loss"
         self._best_value: float | None = None
         self.wait = 0
         """Epochs since the best one."""
@@ -121,7 +133,7 @@ class EarlyStopping:
 
         Args:
             epoch: counted from 0.
-            value: test loss or test accuracy, as `monitor` says; may be NaN.
+            value: validation loss or accuracy, as `monitor` says; may be NaN.
         """
         config = self._config
         if epoch < config.start_from_epoch:
@@ -182,9 +194,23 @@ class RunStatus:
         return self._divergence.cause is not None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the run, ended here, is one that diverged: by a rule, or because the last of its
+        losses are not finite."""
+        return self.has_diverged or None in self._last_losses.values()
+
+    @property
     def has_stopped_early(self) -> bool:
         """Whether early stopping ends the run here."""
         return self._stopping is not None and self._stopping.has_stopped
+
+    def chosen(self, step: int) -> tuple[int, Choice]:
+        """Updates behind the weights that the run ends with after `step` updates, and what they
+        were chosen by."""
+        wanted = self._wanted
+        if wanted is None or not wanted.restores_best_weights or self.best_step is None:
+            return step, "last"
+        return self.best_step, wanted.monitor
 
     @property
     def has_ended_early(self) -> bool:
@@ -204,8 +230,8 @@ class RunStatus:
             self._keep_loss(measurement.loss, measurement.loss_scale)
             self.updates.append(measurement)
             self._statistics = statistics_in_words(measurement)
-        if isinstance(measurement, EvaluationMeasurement):
-            self._last_losses["evaluation"] = measurement.test_loss
+        if is_monitored(measurement):
+            self._last_losses["evaluation"] = measurement.loss
             self.evaluated_step = measurement.step
             self._watch(measurement)
         if isinstance(measurement, UnreadableExamples) and measurement.part == "train":
@@ -244,7 +270,7 @@ class RunStatus:
         if not is_skipped(loss, loss_scale):
             self._last_losses["train"] = loss
 
-    def _watch(self, measurement: EvaluationMeasurement) -> None:
+    def _watch(self, measurement: Evaluated) -> None:
         if self._wanted is None or self._stopping is None:
             return
         value = getattr(measurement, self._wanted.monitor)

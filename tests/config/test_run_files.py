@@ -101,7 +101,10 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ({"layout.mode": "pmap", "layout.tensor": 2}, r"layout\.tensor=2 .*data axis only"),
         ({"optimizer.momentum": 1.0}, r"optimizer\.momentum=1\.0 .*from 0 to below 1"),
         ({"train.early_stopping.patience": -1}, r"train\.early_stopping\.patience=-1"),
-        ({"train.early_stopping.monitor": "loss"}, r"did you mean 'test_loss'"),
+        (
+            {"train.early_stopping.monitor": "loss"},
+            r"it must be one of validation_accuracy, validation_loss",
+        ),
         ({"train.evaluate_every_steps": 0}, r"train\.evaluate_every_steps=0"),
         (
             {"train.evaluate_every_steps": 5, "train.early_stopping": {}},

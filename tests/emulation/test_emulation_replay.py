@@ -136,3 +136,17 @@ def test_a_log_of_another_run_is_refused(tmp_path):
         replay(run_of(), emulation, ran.log[1:], lambda line: None)
     with pytest.raises(ConfigError, match="cannot be read as the log"):
         read_events(tmp_path / "none")
+
+
+def test_an_emulated_run_is_tested_once_at_its_end():
+    """Until then it is evaluated on what is held out; the log says both, and gives them again."""
+    emulation = EmulationConfig(algorithm=DownpourConfig(), workers=2)
+    fields = {"data.validation_fraction": 0.25, "train.epochs": 2}
+    ran, lines = emulated(emulation, VARIED, fields), []
+
+    replay(run_of(fields), emulation, ran.log, lines.append)
+
+    kinds = [line.kind for line in lines if line.kind != "train"]
+    assert kinds == ["validation", "validation", "evaluation"]
+    assert (lines[-1].chosen_step, lines[-1].chosen_by) == (lines[-2].step, "last")
+    assert figures_of(lines) == ran.figures

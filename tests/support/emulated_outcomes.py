@@ -17,7 +17,6 @@ from scalejax.emulation.instructions import Instruction
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.run import emulate_run, executor_of
 from scalejax.emulation.virtual_cluster import Durations
-from scalejax.training.record import TrainMeasurement
 
 CONFIG = serialization.build(
     RunConfig,
@@ -96,11 +95,9 @@ def emulated(
 
 def figures_of(lines: list[Any]) -> list[tuple[Any, ...]]:
     """What lines say but of time."""
+    names = {"evaluation": "test"}
     return [
-        ("train", line.step, line.loss, line.accuracy)
-        if isinstance(line, TrainMeasurement)
-        else ("test", line.step, line.test_loss, line.test_accuracy)
-        for line in lines
+        (names.get(line.kind, line.kind), line.step, line.loss, line.accuracy) for line in lines
     ]
 
 
@@ -112,9 +109,9 @@ class LastEvaluated:
         self._patch = pytest.MonkeyPatch()
         evaluate = JaxExecutor._evaluate
 
-        def kept(executor: JaxExecutor, parts: Any) -> Any:
+        def kept(executor: JaxExecutor, parts: Any, split: Any) -> Any:
             self.parts = parts
-            return evaluate(executor, parts)
+            return evaluate(executor, parts, split)
 
         self._patch.setattr(JaxExecutor, "_evaluate", kept)
         return self

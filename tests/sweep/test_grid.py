@@ -33,14 +33,16 @@ from scalejax.sweep import (
 )
 from scalejax.sweep.optuna import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target, written
-from scalejax.sweep.results import arms, mean_and_deviation
+from scalejax.sweep.results import arms, best_arm, mean_and_deviation
 from scalejax.sweep.worker import JobTrainer
 from scalejax.training.record import (
+    Evaluated,
     EvaluationMeasurement,
     MeasurementLog,
     RunFolder,
     Status,
     StatusChange,
+    ValidationMeasurement,
 )
 from scalejax.training.run_folder import describe_run
 
@@ -64,6 +66,8 @@ base_learning_rate = 0.01
 [train]
 epochs = 2
 """
+HELD_OUT = RUN.replace("[batch]", "validation_fraction = 0.25\n[batch]")
+"""The run with data to choose by."""
 
 
 @pytest.fixture
@@ -262,6 +266,7 @@ def test_image_networks_are_grouped_as_in_sweeps_that_are_kept(name, shares):
 )
 def test_runs_with_turns_of_their_own_train_alone(run_file, parameter):
     """Convolutions, early stopping and several devices are not put in one program."""
+    run_file.write_text(HELD_OUT)
     if parameter.startswith("model"):
         run_file.write_text(RUN.replace('name = "mlp"\nhidden = [8]', 'name = "cnn"'))
         parameter = "train.epochs=2"
@@ -454,20 +459,33 @@ def test_a_job_whose_runs_cannot_be_read_says_why(tmp_path):
         JobTrainer(SweepFolder(path=tmp_path), 0, ("no_module",))([0])
 
 
-def record(folder: RunFolder, accuracies: list, status: Status | None = "completed"):
-    """Write the record of a run with these accuracies, one an epoch of 8 steps."""
+def evaluated(step: int, accuracy: float | None, *, is_test: bool) -> Evaluated:
+    """The line of an evaluation."""
+    loss, shown = None if accuracy is None else 1 - accuracy, accuracy or 0.25
+    about = {"step": step, "epoch": step / 8, "examples": 16, "seconds": 0.1}
+    about |= {"elapsed_seconds": step / 8}
+    if is_test:
+        return EvaluationMeasurement(test_loss=loss, test_accuracy=shown, **about)
+    return ValidationMeasurement(validation_loss=loss, validation_accuracy=shown, **about)
+
+
+def record(
+    folder: RunFolder,
+    accuracies: list,
+    status: Status | None = "completed",
+    *,
+    tested: tuple[float, int] | None = None,
+):
+    """Write the record of a run with these accuracies, one an epoch of 8 steps: of test data, or of
+    validation data where it was `tested` at its end, with this accuracy and the weights of this
+    step."""
     log = MeasurementLog(folder.measurements)
     for epoch, accuracy in enumerate(accuracies, start=1):
+        log.append(evaluated(8 * epoch, accuracy, is_test=tested is None))
+    if tested:
+        last = evaluated(8 * len(accuracies), tested[0], is_test=True)
         log.append(
-            EvaluationMeasurement(
-                step=8 * epoch,
-                epoch=epoch,
-                test_loss=None if accuracy is None else 1 - accuracy,
-                test_accuracy=accuracy or 0.25,
-                examples=16,
-                seconds=0.1,
-                elapsed_seconds=epoch,
-            )
+            dataclasses.replace(last, chosen_step=tested[1], chosen_by="validation_accuracy")
         )
     if status:
         log.append(StatusChange(step=16, status=status, message="", elapsed_seconds=2.5))
@@ -475,7 +493,9 @@ def record(folder: RunFolder, accuracies: list, status: Status | None = "complet
 
 
 def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
-    """Final, best, and what it took to the target; a run at work is not in the tables yet."""
+    """What it ended with, and what it took to the target; a run at work is not in the tables yet.
+    Test data choose nothing: no evaluation is the best. One that diverged has no accuracy, though
+    it was evaluated."""
     import pyarrow.parquet
 
     grammar = parse_grammar([], ["seed=[0,1,2,3]"], [])
@@ -490,23 +510,73 @@ def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
     write_results(plan, folder, rows)
 
     (arm,) = arms(rows)
-    assert arm.accuracies == [0.75, 0.25, 0.25]
-    assert arm.diverged == 1
+    assert arm.accuracies == [0.75, 0.25]
+    assert [row.planned.index for row in arm.diverged] == [2]
     table = pyarrow.parquet.read_table(folder.results).to_pylist()
     assert [line["run"] for line in table] == [0, 1, 2]
     assert [line["seed"] for line in table] == [0, 1, 2]
     assert [line["status"] for line in table] == ["completed", "completed", "diverged"]
-    assert [line["final_test_accuracy"] for line in table] == [0.75, 0.25, 0.25]
-    assert [line["best_test_accuracy"] for line in table] == [0.75, 0.75, 0.25]
+    assert [line["final_test_accuracy"] for line in table] == [0.75, 0.25, None]
+    assert [line["final_test_loss"] for line in table] == [0.25, 0.75, None]
+    assert [line["best_validation_accuracy"] for line in table] == [None] * 3
     assert [line["steps_to_target"] for line in table] == [8, 8, None]
     assert [line["samples_to_target"] for line in table] == [64, 64, None]
-    assert [line["best_test_loss"] for line in table] == [0.25, 0.25, None]
     lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()
     assert [(line["run"], line["samples"]) for line in lines] == [
         (run, samples) for run in (0, 1, 2) for samples in (64, 128)
     ]
     times = pyarrow.parquet.read_table(folder.timings).to_pylist()
     assert [line["seconds"] for line in times] == [2.5, 2.5, 2.5]
+
+
+def test_runs_are_chosen_by_validation_data_and_shown_by_test_data_too(run_file, tmp_path):
+    """The first arm is the best on test data, and the second, by validation data, is chosen. What
+    is shown of a run is of the weights that it ends with, not of its best epoch."""
+    import pyarrow.parquet
+
+    run_file.write_text(HELD_OUT)
+    grammar = parse_grammar([], ["batch.global_batch=[8,16]", "seed=[0,1]"], [])
+    plan = plan_sweep(run_file, grammar, target=parse_target("validation_accuracy=0.5"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    record(folder.run(0), [0.5, 0.25], tested=(0.875, 8))
+    record(folder.run(1), [0.5, 0.25], tested=(0.875, 8))
+    record(folder.run(2), [0.25, 0.75], tested=(0.625, 16))
+    record(folder.run(3), [0.25, 0.75], tested=(0.625, 16))
+
+    rows = read_rows(plan, folder)
+    write_results(plan, folder, rows)
+
+    assert [arm.accuracies for arm in arms(rows)] == [[0.5, 0.5], [0.75, 0.75]]
+    assert [arm.test_accuracies for arm in arms(rows)] == [[0.875] * 2, [0.625] * 2]
+    best = best_arm(arms(rows))
+    assert best is not None
+    assert best.varied == {"batch.global_batch": 16}
+    said = " ".join(str(part) for part in list(sweep_tables.results(plan, rows))[1:])
+    assert "Best by validation accuracy: global_batch=16." in said
+    first, *_ = pyarrow.parquet.read_table(folder.results).to_pylist()
+    assert (first["final_validation_accuracy"], first["final_test_accuracy"]) == (0.5, 0.875)
+    assert (first["final_step"], first["best_validation_step"]) == (8, 8)
+    assert (first["steps_to_target"], first["target"]) == (8, 0.5)
+    lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()[:3]
+    assert [line["validation_accuracy"] for line in lines] == [0.5, 0.25, None]
+    assert [line["test_accuracy"] for line in lines] == [None, None, 0.875]
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "target", "sentence"),
+    [
+        (HELD_OUT, [], "test_accuracy=0.5", r"target='test_accuracy' .*take validation_accuracy"),
+        (RUN, [], "validation_loss=0.5", r"target='validation_loss' .*or take test_loss"),
+        (RUN, ["data.validation_fraction=[null,0.25]"], None, r"for all of them, or for none"),
+    ],
+)
+def test_runs_are_compared_by_data_of_one_kind(run_file, text, variables, target, sentence):
+    """Of test data that are looked at once there is no course to a target."""
+    run_file.write_text(text)
+    grammar = parse_grammar([], [*variables, "seed=[0,1]"], [])
+
+    with pytest.raises(ConfigError, match=sentence):
+        plan_sweep(run_file, grammar, target=parse_target(target))
 
 
 def test_results_are_points_of_convergence(run_file, tmp_path):
@@ -619,6 +689,7 @@ def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
     """Of learning rates from 0.001 to 1 the best is 0.1 by decree: trials gather around it; one
     that is resumed asks for the same and trains nothing again."""
     pytest.importorskip("optuna")
+    run_file.write_text(HELD_OUT)
     grammar = parse_grammar(
         [],
         ["seed=[0,1]", 'schedule.base_learning_rate={"low":0.001,"high":1,"log":true}'],
@@ -631,7 +702,8 @@ def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
             if not folder.run(planned.index).measurements.exists():
                 rate = planned.run.config.schedule.base_learning_rate
                 trained.append(rate)
-                record(folder.run(planned.index), [1 / (1 + math.log10(rate / 0.1) ** 2)])
+                reached = 1 / (1 + math.log10(rate / 0.1) ** 2)
+                record(folder.run(planned.index), [reached], tested=(0.5, 8))
         return []
 
     def searched(trials):
@@ -713,10 +785,11 @@ def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
 
     assert isinstance(console.file, io.StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % 89.0 % 2 2 of 3")
-    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} {UNKNOWN} 3 0 of 3")
-    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % 75.0 % 0 3 of 3")
-    assert "5 of 9 runs ended without a last evaluation, and are in no mean." in " ".join(lines)
+    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % 2 1 of 3")
+    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} 3 0 of 3")
+    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % 0 3 of 3")
+    assert "5 of 9 runs diverged, and are in no mean." in " ".join(lines)
+    assert "none is called the best" in " ".join(lines)
 
 
 def test_runs_that_diverged_are_crosses(run_file, tmp_path):
@@ -737,7 +810,7 @@ def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_p
     folder = SweepFolder(path=tmp_path / "sweep")
     plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
     record(folder.run(0), [0.5, 0.75])
-    record(folder.run(1), [0.25], status="diverged")
+    record(folder.run(1), [0.25], status="stopped_early")
 
     _, whole, rest, words = figures.accuracy_curves(read_rows(plan, folder))["layer"][:4]
 
@@ -759,18 +832,19 @@ def test_report_of_a_sweep_that_has_not_begun_is_refused(run_file, tmp_path, cap
 
 @pytest.mark.parametrize(
     ("metric", "values"),
-    [("test_accuracy", [(0.5 + 0.0) / 2, None]), ("test_loss", [math.inf, None])],
+    [("validation_accuracy", [(0.5 + 0.0) / 2, None]), ("validation_loss", [math.inf, None])],
 )
 def test_search_is_told_the_worst_of_runs_that_diverged(run_file, tmp_path, metric, values):
     """They shall be shunned, and not passed over; of a run that is not finished it is told
     nothing."""
     pytest.importorskip("optuna")
+    run_file.write_text(HELD_OUT)
     grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8]"], [])
     target = parse_target(f"{metric}=0.9")
     trials: Iterator[Status | None] = iter(("diverged", None))
 
     def train(plan, folder):
-        record(folder.run(0), [0.5])
+        record(folder.run(0), [0.5], tested=(0.75, 8))
         record(folder.run(1), [], status=next(trials))
         return []
 
@@ -785,7 +859,7 @@ def test_search_is_told_the_worst_of_runs_that_diverged(run_file, tmp_path, metr
 
     assert [trial.value for trial in found] == values
     best = best_of(found, target)
-    assert best is (found[0] if metric == "test_accuracy" else None)
+    assert best is (found[0] if metric == "validation_accuracy" else None)
 
 
 def test_experiment_on_warmup_counts_a_run_given_up_as_failed():

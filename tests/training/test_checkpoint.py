@@ -123,7 +123,7 @@ def test_the_latest_the_best_and_the_pinned_are_kept(tmp_path):
         for step, accuracy in accuracies.items():
             if step == 3:
                 checkpoints.pinned_step = 3
-            checkpoints.save(step, state_on(2), test_accuracy=accuracy)
+            checkpoints.save(step, state_on(2), validation_accuracy=accuracy)
         checkpoints.wait()
 
         assert checkpoints.steps == (2, 3, 7, 8)
@@ -146,7 +146,7 @@ def test_what_a_kept_checkpoint_needs_is_kept_with_it(tmp_path, is_opened_anew):
             config={}, data="", epoch=1, global_batch=1, record=EMPTY_RECORD, stopping=stopping
         )
         accuracy = {2: 0.5, 6: 0.7}.get(step, 0.4)
-        checkpoints.save(step, state_on(2), test_accuracy=accuracy, runs=[run])
+        checkpoints.save(step, state_on(2), validation_accuracy=accuracy, runs=[run])
 
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (2, 4, 5):

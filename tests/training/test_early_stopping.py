@@ -34,13 +34,13 @@ PARITY = {
     ),
     "an equal value is no improvement": ({"patience": 1}, [1.0, 1.0, 0.5], 1, 0),
     "accuracy must rise": (
-        {"monitor": "test_accuracy", "patience": 1},
+        {"monitor": "validation_accuracy", "patience": 1},
         [0.1, 0.2, 0.15],
         2,
         1,
     ),
     "accuracy of 0 in the first epoch is better than nothing": (
-        {"monitor": "test_accuracy", "patience": 1},
+        {"monitor": "validation_accuracy", "patience": 1},
         [0.0, 0.0],
         1,
         0,

@@ -31,7 +31,11 @@ def measured(*sums: tuple[object, object, object]) -> EvaluationMeasurement:
         {**logits, **dict(zip(names, batch, strict=True)), "examples": np.asarray(batch[2]).sum()}
         for batch in sums
     ]
-    return evaluation_measurement(RUN, parts, step=1, seconds=1.0, elapsed_seconds=1.0)
+    line = evaluation_measurement(
+        RUN, parts, split="test", step=1, seconds=1.0, elapsed_seconds=1.0
+    )
+    assert isinstance(line, EvaluationMeasurement)
+    return line
 
 
 def test_an_average_is_of_all_examples():

@@ -99,7 +99,7 @@ def test_resuming_removes_what_will_be_measured_again(tmp_path):
     ("line", "message"),
     [
         ("{", "line 2 is no measurement"),
-        ("[]", "its kind must be one of train, evaluation, unreadable, status"),
+        ("[]", "its kind must be one of train, evaluation, validation, unreadable, status"),
         ('{"kind": "gossip"}', "its kind must be one of"),
         ('{"kind": "status", "step": 1}', "status is missing"),
     ],

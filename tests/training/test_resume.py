@@ -30,6 +30,7 @@ channels = 1
 classes = 4
 train_examples = 200
 test_examples = 30
+validation_fraction = 0.125
 [batch]
 global_batch = 8
 [optimizer]

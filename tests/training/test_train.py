@@ -57,6 +57,8 @@ CONFIG = serialization.build(
     },
 )
 STEPS_PER_EPOCH = 6
+HELD_OUT: dict[str, Any] = {"data.validation_fraction": 0.1}
+"""Five of its examples are held out, and an epoch has a step less."""
 
 
 class Listener(Silent):
@@ -358,22 +360,29 @@ def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):
         "train.epochs": 30,
         "train.keep_checkpoints": 1,
         "schedule.base_learning_rate": 0.5,
-        "train.early_stopping": {"monitor": "test_loss", "patience": 2},
+        "data.validation_fraction": 0.2,
+        "train.early_stopping": {"patience": 2},
     }
 
     record = run(tmp_path / "run", fields)
 
-    losses = [evaluation.test_loss or math.inf for evaluation in record.evaluations]
+    losses = [validation.validation_loss or math.inf for validation in record.validations]
+    best = record.validations[-3]
     assert record.status == "stopped_early"
     assert losses.index(min(losses)) == len(losses) - 3
-    assert loss_of(weights_of(record.folder.path)) == min(losses)
+    (tested,) = record.evaluations
+    assert (tested.step, tested.chosen_step) == (record.validations[-1].step, best.step)
+    assert tested.chosen_by == "validation_loss"
+    assert loss_of(weights_of(record.folder.path)) == tested.test_loss
 
 
 def test_a_table_that_run_toml_lost_is_told_by_its_name(finished):
     """Early stopping is a table that may be absent: without it the run ends with other weights."""
-    stopping = with_fields(CONFIG, {"train.early_stopping": {"patience": 50}})
+    fields: dict[str, Any] = {**HELD_OUT, "train.early_stopping": {"patience": 50}}
+    stopping = with_fields(CONFIG, fields)
     files = finished[0].folder
-    with_it, without = (RunIdentity.of(resolve(each, 2), files) for each in (stopping, CONFIG))
+    plain = with_fields(CONFIG, HELD_OUT)
+    with_it, without = (RunIdentity.of(resolve(each, 2), files) for each in (stopping, plain))
 
     for one, other in ((with_it, without), (without, with_it)):
         saved = one.at(6, EMPTY_RECORD, None)
@@ -507,7 +516,10 @@ def test_evaluations_may_be_a_number_of_steps_apart(tmp_path):
 @pytest.mark.parametrize(("epochs_before", "is_refused"), [(3, True), (4, False)])
 def test_early_stopping_must_see_what_a_longer_run_would_show(tmp_path, epochs_before, is_refused):
     """An evaluation after a last odd epoch would count as one without improvement."""
-    stopping = {"train.evaluate_every_epochs": 2, "train.early_stopping": {"patience": 5}}
+    stopping = HELD_OUT | {
+        "train.evaluate_every_epochs": 2,
+        "train.early_stopping": {"patience": 5},
+    }
     before, after = (
         resolve(with_fields(CONFIG, {**stopping, "train.epochs": epochs}), 2)
         for epochs in (epochs_before, 6)
@@ -527,6 +539,7 @@ def test_a_run_that_stops_early_at_no_line_of_the_record_can_have_diverged(tmp_p
     fields = {
         "train.epochs": 9,
         "train.log_every_steps": 1000,
+        "data.validation_fraction": 0.1,
         "train.early_stopping": {"patience": 2},
         "schedule.base_learning_rate": 1e6,
     }

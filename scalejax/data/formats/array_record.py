@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from scalejax.config.data import ArrayRecordConfig
+from scalejax.config.data import ArrayRecordConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, Damaged, refusal, unknown_name
 
@@ -40,10 +40,10 @@ def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
         ConfigError: as `record_files`; if the first record of a part has other features.
         Damaged: if that record cannot be read.
     """
-    counts = []
-    for part in ("train", "test"):
+    counts = {}
+    for part in config.parts:
         files = record_files(config, part)
-        counts.append(sum(file.count for file in files))
+        counts[part] = sum(file.count for file in files)
         first = next(file for file in files if file.count)
         try:
             (record,) = read_records(first, [0])
@@ -56,17 +56,16 @@ def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
                 "write or copy it again, or leave it out."
             ) from error
     return DatasetFacts(
-        train_examples=counts[0],
-        test_examples=counts[1],
+        train_examples=counts["train"],
+        test_examples=counts["test"],
+        validation_examples=counts.get("validation", 0),
         input_shape=(config.image_size, config.image_size, config.channels),
         target_shape=(),
         classes=config.classes,
     )
 
 
-def record_files(
-    config: ArrayRecordConfig, part: Literal["train", "test"]
-) -> tuple[RecordFile, ...]:
+def record_files(config: ArrayRecordConfig, part: Split) -> tuple[RecordFile, ...]:
     """The files of one part, in order.
 
     Raises:

@@ -3,11 +3,10 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from scalejax.config.data import ImageFolderConfig
+from scalejax.config.data import ImageFolderConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
 
@@ -52,28 +51,31 @@ def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
     return DatasetFacts(
         train_examples=len(train),
         test_examples=len(image_files(config, "test")),
+        validation_examples=len(image_files(config, "validation"))
+        if "validation" in config.parts
+        else 0,
         input_shape=(config.image_size, config.image_size, config.channels),
         target_shape=(),
         classes=len(train.classes),
     )
 
 
-def image_files(config: ImageFolderConfig, split: Literal["train", "test"]) -> ImageFiles:
+def image_files(config: ImageFolderConfig, split: Split) -> ImageFiles:
     """The images of one part. Folders are listed again once one of them changed; URLs once.
 
     Raises:
         ConfigError: if there is no such folder, it has no class, a class has no image, or the
-            test part has one that the training part has not.
+            another part has one that the training part has not.
     """
     files = _files(f"data.{split}", getattr(config, split))
-    if split == "test":
+    if split != "train":
         known = image_files(config, "train").classes
         unknown = sorted(set(files.classes) - set(known))
         if unknown:
             accepted = (
                 f"it holds the class {unknown[0]!r}, and data.train={config.train!r} does not"
             )
-            raise ConfigError(refusal("data.test", config.test, accepted))
+            raise ConfigError(refusal(f"data.{split}", getattr(config, split), accepted))
     return files
 
 

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
-from scalejax.config.data import NumpyConfig
+from scalejax.config.data import NumpyConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.data.formats.npy_headers import ArrayHeader, headers_at, loaded_array
 
-Part = Literal["train", "test"]
 PAIRS = (
     ("x_{part}", "y_{part}"),  # keras.datasets
     ("{part}_images", "{part}_labels"),  # MedMNIST
@@ -50,17 +48,20 @@ def numpy_facts(config: NumpyConfig) -> DatasetFacts:
         ConfigError: as of `part_headers` and `targets_of`; if the parts differ in shape, or
             arrays of .npz files take more than `config.memory_bytes`.
     """
-    train, test = part_headers(config, "train"), part_headers(config, "test")
-    if train.input_shape != test.input_shape:
-        raise ConfigError(
-            f"data.test: {test.inputs.where} holds examples of {test.input_shape}, and "
-            f"{train.inputs.where} of {train.input_shape}; they must be of one shape."
-        )
+    headers = {part: part_headers(config, part) for part in config.parts}
+    train = headers["train"]
+    for part, other in headers.items():
+        if train.input_shape != other.input_shape:
+            raise ConfigError(
+                f"data.{part}: {other.inputs.where} holds examples of {other.input_shape}, and "
+                f"{train.inputs.where} of {train.input_shape}; they must be of one shape."
+            )
     require_room(config)
-    classes = [int(targets_of(config, part).max()) + 1 for part in ("train", "test")]
+    classes = [int(targets_of(config, part).max()) + 1 for part in config.parts]
     return DatasetFacts(
         train_examples=train.inputs.shape[0],
-        test_examples=test.inputs.shape[0],
+        test_examples=headers["test"].inputs.shape[0],
+        validation_examples=headers["validation"].inputs.shape[0] if len(headers) > 2 else 0,
         input_shape=train.input_shape,
         target_shape=(),
         classes=config.classes or max(classes),
@@ -75,9 +76,9 @@ def require_room(config: NumpyConfig, processes: int = 1) -> None:
     Raises:
         ConfigError: if they take more than `config.memory_bytes`.
     """
-    train, test = part_headers(config, "train"), part_headers(config, "test")
-    held = [*{train.inputs, train.targets, test.inputs, test.targets}]
-    held += [train.inputs] * (processes - 1)
+    headers = [part_headers(config, part) for part in config.parts]
+    held = [*{array for each in headers for array in (each.inputs, each.targets)}]
+    held += [headers[0].inputs] * (processes - 1)
     loaded = sum(array.size_bytes for array in held if array.member is not None)
     if loaded > config.memory_bytes:
         of = f" in {processes} processes (input.workers)" if processes > 1 else ""
@@ -88,7 +89,7 @@ def require_room(config: NumpyConfig, processes: int = 1) -> None:
         raise ConfigError(refusal("data.memory_bytes", config.memory_bytes, accepted))
 
 
-def part_headers(config: NumpyConfig, part: Part) -> PartHeaders:
+def part_headers(config: NumpyConfig, part: Split) -> PartHeaders:
     """The arrays of one part.
 
     Raises:
@@ -99,7 +100,12 @@ def part_headers(config: NumpyConfig, part: Part) -> PartHeaders:
     found = headers_at(field, location)
     given = (config.inputs, config.targets)
     pairs = PAIRS if config.inputs is None else (given,)
-    pairs = [tuple((name or "").replace("{part}", part) for name in pair) for pair in pairs]
+    words = (part, "val") if part == "validation" else (part,)
+    pairs = [
+        tuple((name or "").replace("{part}", word) for name in pair)
+        for pair in pairs
+        for word in words
+    ]
     pair = next((pair for pair in pairs if set(pair) <= set(found)), None)
     if pair is None and config.inputs is None:
         tried = ", ".join(f"{x} with {y}" for x, y in pairs)
@@ -148,7 +154,7 @@ def _require_classes(headers: PartHeaders) -> None:
         )
 
 
-def targets_of(config: NumpyConfig, part: Part) -> np.ndarray:
+def targets_of(config: NumpyConfig, part: Split) -> np.ndarray:
     """The classes of a part, int32 [n].
 
     Raises:

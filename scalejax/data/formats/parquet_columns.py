@@ -6,12 +6,11 @@ Reads only footers and, where these do not suffice, columns of classes and filte
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalejax.config.data import ParquetConfig
+from scalejax.config.data import ParquetConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.parquet import (
@@ -36,6 +35,9 @@ def parquet_facts(config: ParquetConfig) -> DatasetFacts:
     return DatasetFacts(
         train_examples=parquet_part(config, "train").kept_count,
         test_examples=parquet_part(config, "test").kept_count,
+        validation_examples=parquet_part(config, "validation").kept_count
+        if "validation" in config.parts
+        else 0,
         input_shape=(len(config.feature_columns),)
         if config.feature_columns
         else (config.image_size, config.image_size, config.channels),
@@ -45,7 +47,7 @@ def parquet_facts(config: ParquetConfig) -> DatasetFacts:
     )
 
 
-def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> ParquetFiles:
+def parquet_part(config: ParquetConfig, split: Split) -> ParquetFiles:
     """The files of one part of the data set, with the rows that the filters keep.
 
     Raises:
@@ -165,13 +167,13 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     """Number of classes; where they are texts, their names.
 
     Texts are those of the training part, sorted. Integers count up to what Hugging Face's metadata
-    names, else to the largest of both parts.
+    names, else to the largest of all parts.
 
     Raises:
         ConfigError: if the column holds an integer below 0 or no int32, other than
-            `config.classes` texts, or in the test part a text that the training part has not.
+            `config.classes` texts, or in another part a text that the training part has not.
     """
-    parts = [parquet_part(config, "train"), parquet_part(config, "test")]
+    parts = [parquet_part(config, part) for part in config.parts]
     train, column = parts[0], config.label_column
     type_ = train.schema.field(column).type
     if config.label_above is not None:
@@ -181,12 +183,13 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
         if config.classes not in (None, len(texts)):
             accepted = f"column {column!r} of {train.location} holds {len(texts)} different texts"
             raise ConfigError(refusal("data.classes", config.classes, accepted))
-        if unknown := sorted(set(_texts_of(parts[1], column)) - set(texts)):
-            accepted = (
-                f"{parts[1].location} holds {unknown[0]!r} in it, and {train.location} does not; "
-                "data.filters can leave its rows out"
-            )
-            raise ConfigError(refusal("data.label_column", column, accepted))
+        for other in parts[1:]:
+            if unknown := sorted(set(_texts_of(other, column)) - set(texts)):
+                accepted = (
+                    f"{other.location} holds {unknown[0]!r} in it, and {train.location} does not; "
+                    "data.filters can leave its rows out"
+                )
+                raise ConfigError(refusal("data.label_column", column, accepted))
         return texts
     if config.classes is not None:
         return config.classes

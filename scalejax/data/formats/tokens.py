@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scalejax.config.data import TokensConfig
+from scalejax.config.data import Split, TokensConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.npy_headers import header_of_file
@@ -43,17 +43,18 @@ def tokens_facts(config: TokensConfig) -> DatasetFacts:
         ConfigError: as of `token_files`; if a part has too few tokens for an example.
     """
     examples = {}
-    for part in ("train", "test"):
+    for part in config.parts:
         begin, end = token_span(config, part)
         # An example needs one token more than it has: the target of its last place.
         examples[part] = (end - begin - 1) // config.tokens
         if examples[part] < 1:
-            of = config.test if part == "test" and config.test is not None else config.train
+            of = getattr(config, own_part(config, part))
             accepted = f"the {part} part of {of} has {end - begin}; an example needs one more"
             raise ConfigError(refusal("data.tokens", config.tokens, accepted))
     return DatasetFacts(
         train_examples=examples["train"],
         test_examples=examples["test"],
+        validation_examples=examples.get("validation", 0),
         input_shape=(config.tokens,),
         target_shape=(config.tokens,),
         classes=config.vocabulary,
@@ -61,16 +62,21 @@ def tokens_facts(config: TokensConfig) -> DatasetFacts:
     )
 
 
-def token_span(config: TokensConfig, part: Literal["train", "test"]) -> tuple[int, int]:
+def own_part(config: TokensConfig, part: Split) -> Split:
+    """The part whose files hold the tokens of `part`: test tokens may be the end of `train`."""
+    return "train" if part == "test" and config.test is None else part
+
+
+def token_span(config: TokensConfig, part: Split) -> tuple[int, int]:
     """First token and end of a part in the stream of its files."""
     total = sum(file.count for file in token_files(config, part))
-    if config.test is not None:
+    if config.test is not None or part == "validation":
         return 0, total
     of_test = int(total * config.test_fraction)
     return (0, total - of_test) if part == "train" else (total - of_test, total)
 
 
-def token_files(config: TokensConfig, part: Literal["train", "test"]) -> tuple[TokenFile, ...]:
+def token_files(config: TokensConfig, part: Split) -> tuple[TokenFile, ...]:
     """The files of one part, in order; of both, where `config.test` is absent.
 
     Raises:
@@ -78,11 +84,9 @@ def token_files(config: TokensConfig, part: Literal["train", "test"]) -> tuple[T
     """
     from scalejax.core.filesystem import listed
 
-    is_test = part == "test" and config.test is not None
-    field, location = ("data.test", config.test) if is_test else ("data.train", config.train)
-    files = listed(
-        field, location or "", lambda name: name.endswith(SUFFIXES), f"file of {SUFFIXES}"
-    )
+    named = own_part(config, part)
+    field, location = f"data.{named}", getattr(config, named)
+    files = listed(field, location, lambda name: name.endswith(SUFFIXES), f"file of {SUFFIXES}")
     found = tuple(_token_file(field, file, config.dtype) for file in files)
     for each in found:
         is_said = config.dtype is not None or each.offset or each.file.path.endswith(".npy")

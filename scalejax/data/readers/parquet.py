@@ -69,8 +69,8 @@ class ParquetExamples(Reader, names=("parquet",)):
 
     @staticmethod
     def inspected(config: ParquetConfig, part: Split) -> Inspected:
-        """The files, and how the run reads them: test data are not shuffled."""
-        if part == "test":
+        """The files, and how the run reads them: none but training data are shuffled."""
+        if part != "train":
             reading = replace(config.reading, shuffle="rows", petastorm=None)
             config = replace(config, reading=reading)
         return Inspected(getattr(config, part), run=config)

@@ -1,12 +1,13 @@
 """Token files as examples of one length, by index; documents are shuffled every epoch."""
 
 from collections.abc import Iterable
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
 
 from scalejax.config.data import TokensConfig
-from scalejax.data.formats.tokens import token_files, token_span, tokens_facts
+from scalejax.data.formats.tokens import own_part, token_files, token_span, tokens_facts
 from scalejax.data.readers.documents import token_rows
 from scalejax.data.readers.memmap import FlatFile, gathered
 from scalejax.data.source import Reader, Split, UnreadableExample, UsedPart
@@ -25,7 +26,7 @@ class TokenExamples(Reader, names=("tokens",)):
     def __init__(self, config: TokensConfig, split: Split, augmentation: Augmentation) -> None:
         self._config = config
         self._seed = augmentation.seed
-        field = "data.test" if split == "test" and config.test is not None else "data.train"
+        field = f"data.{own_part(config, split)}"
         self._files = tuple(
             FlatFile(
                 field=field, file=each.file, dtype=each.dtype, offset=each.offset, count=each.count
@@ -34,8 +35,9 @@ class TokenExamples(Reader, names=("tokens",)):
         )
         self._file_ends = np.cumsum([file.count for file in self._files])
         self._begin, self._end = token_span(config, split)
-        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._orders: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}
         self._documents: np.ndarray | None = None
+        self._held_out: tuple[int, int] | None = None
         if config.has_documents:
             ends = _document_ends(self._files, config.end_of_document)
             first, last = np.searchsorted(ends, [self._begin, self._end], side="right")
@@ -49,7 +51,20 @@ class TokenExamples(Reader, names=("tokens",)):
 
     def __len__(self) -> int:
         """Number of examples."""
-        return (self._end - self._begin - 1) // self._config.tokens
+        begin, end = self._held_out or (0, 0)
+        return (self._end - self._begin - (end - begin) - 1) // self._config.tokens
+
+    def without(self, held_out: np.ndarray) -> "TokenExamples | None":
+        """The source without the tokens that are targets of the pieces `held_out`, at whose ends
+        documents are cut; None if pieces are cut as the stream lies, the same in every epoch."""
+        if self._documents is None or self._config.packing == "concatenate":
+            return None
+        first = self._begin + int(held_out[0]) * self._config.tokens + 1
+        rest = copy(self)
+        rest._held_out = first, first + len(held_out) * self._config.tokens
+        rest._documents = np.unique(np.concatenate([self._documents, rest._held_out]))
+        rest._orders = {}
+        return rest
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The pieces at `indices`, and their targets: the pieces shifted by one token.
@@ -63,7 +78,8 @@ class TokenExamples(Reader, names=("tokens",)):
         firsts = begins = np.asarray(indices, np.int64) * self._config.tokens
         ends = begins + self._config.tokens + 1
         document_ends = None if self._documents is None else self._documents[1:] - self._begin
-        if self._documents is None or epoch is None or self._config.packing == "concatenate":
+        is_whole = epoch is None and self._held_out is None
+        if self._documents is None or is_whole or self._config.packing == "concatenate":
             begins, ends = begins + self._begin, ends + self._begin
         else:
             starts, places = self._order(epoch)
@@ -86,17 +102,20 @@ class TokenExamples(Reader, names=("tokens",)):
         tokens = tokens.astype(np.int32).reshape(len(indices), -1)
         return token_rows(tokens, firsts, document_ends if self._config.document_mask else None)
 
-    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _order(self, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Where each document of the epoch begins in the files, and, with where the last ends, in
-        the order of the epoch."""
+        the order of the epoch; that of the files in evaluation."""
         found = self._orders.get(epoch)
         if found is None:
             assert self._documents is not None  # noqa: S101  the caller has seen it
-            order = np.random.default_rng([self._seed, epoch, 1]).permutation(
-                len(self._documents) - 1
-            )
-            lengths = np.diff(self._documents)[order]
-            found = self._documents[order], np.concatenate([[0], np.cumsum(lengths)])
+            begins, lengths = self._documents[:-1], np.diff(self._documents)
+            if self._held_out is not None:
+                is_held_out = (self._held_out[0] <= begins) & (begins < self._held_out[1])
+                begins, lengths = begins[~is_held_out], lengths[~is_held_out]
+            order = np.arange(len(begins))
+            if epoch is not None:
+                order = np.random.default_rng([self._seed, epoch, 1]).permutation(order)
+            found = begins[order], np.concatenate([[0], np.cumsum(lengths[order])])
             # reading ahead crosses from one epoch into the next
             self._orders = {**dict([*self._orders.items()][-1:]), epoch: found}
         return found

@@ -307,26 +307,29 @@ scatter of points about their curve (`hyperbola.SCATTER`)."""
 
 
 def read_run(path: Path, *, target: float | None) -> ConvergenceData:
-    """Steps of the run in a folder to a test accuracy, and its mean noise scale until then.
+    """Steps of the run in a folder to an accuracy, and its mean noise scale until then: of
+    validation data if the run has any, else of test data.
 
     Args:
         path: the folder.
-        target: the test accuracy that counts as trained.
+        target: the accuracy that counts as trained.
 
     Raises:
         ConfigError: if there is no run, no target, or the run did not reach it; or if its batch
             grew, so that it is no point of one batch.
     """
     record = RunRecord.load(path)
-    best = max((each.test_accuracy for each in record.evaluations), default=None)
+    evaluations = record.monitored
+    metric = "validation accuracy" if record.validations else "test accuracy"
+    best = max((each.accuracy for each in evaluations), default=None)
     seen = "it has no evaluation yet" if best is None else f"its best is {best:g}"
     if target is None:
-        accepted = f"the test accuracy of {path} that counts as trained must be given; {seen}"
+        accepted = f"the {metric} of {path} that counts as trained must be given; {seen}"
         raise ConfigError(refusal("target", None, accepted))
-    step = next((e.step for e in record.evaluations if e.test_accuracy >= target), None)
+    step = next((e.step for e in evaluations if e.accuracy >= target), None)
     if step is None:
         raise ConfigError(refusal("target", target, f"{path} did not reach it: {seen}"))
-    before = max((e.step for e in record.evaluations if e.step < step), default=0)
+    before = max((e.step for e in evaluations if e.step < step), default=0)
     lines = record.training
     batches = sorted({line.global_batch for line in lines if line.global_batch is not None})
     if len(batches) != 1:
@@ -336,7 +339,7 @@ def read_run(path: Path, *, target: float | None) -> ConvergenceData:
     return ConvergenceData(
         name=path.name,
         target=target,
-        metric="test accuracy",
+        metric=metric,
         points=(Point(global_batch=batches[0], samples=float(step * batches[0])),),
         noise_scale=scale,
         notes=(

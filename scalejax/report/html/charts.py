@@ -154,14 +154,19 @@ _LEGEND_WIDTH = 140
 _MS = 1e3
 
 
-def test_accuracy(runs: Sequence[RunSource]) -> Spec:
-    """Chart of test accuracy at each evaluation."""
+def monitored_part(run: RunSource) -> Literal["validation", "test"]:
+    """The part of the data that a run evaluates in its course."""
+    return "validation" if run.config.data.has_validation else "test"
+
+
+def accuracy(runs: Sequence[RunSource], part: str) -> Spec:
+    """Chart of the accuracy of `part` at each evaluation in the course of the runs."""
     rows: list[Row] = [
-        {"run": run.family, "label": run.label, "epoch": m.epoch, "accuracy": m.test_accuracy}
+        {"run": run.family, "label": run.label, "epoch": m.epoch, "accuracy": m.accuracy}
         for run in runs
-        for m in run.record.evaluations
+        for m in run.record.monitored
     ]
-    y = alt.Y("accuracy:Q", title="test accuracy", axis=alt.Axis(format=".0%"))
+    y = alt.Y("accuracy:Q", title=f"{part} accuracy", axis=alt.Axis(format=".0%"))
     return _curves(rows, y, alt.Tooltip("accuracy:Q", format=".2%"), has_points=True)
 
 

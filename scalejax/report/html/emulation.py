@@ -21,7 +21,7 @@ def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
     )
     found = [(run, run.emulation) for run in runs if run.emulation is not None]
     page.add_table(
-        ["run", "algorithm", "virtual time", "device time", "staleness", "sent", "best accuracy"],
+        ["run", "algorithm", "virtual time", "device time", "staleness", "sent", "test accuracy"],
         [_row(run, emulation) for run, emulation in found],
     )
     page.add_chart(
@@ -46,7 +46,8 @@ def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
 
 def _row(run: RunSource, emulation: Emulation) -> list[str]:
     mean = emulation.mean_staleness
-    accuracies = [m.test_accuracy for m in run.record.evaluations]
+    is_lost = run.record.status == "diverged"
+    tested = None if is_lost else run.record.tested
     return [
         run.label,
         in_words(emulation.config),
@@ -54,7 +55,7 @@ def _row(run: RunSource, emulation: Emulation) -> list[str]:
         format_seconds(emulation.device_seconds),
         UNKNOWN if mean is None else f"{mean:.3g}",
         format_bytes(emulation.sent_bytes) if emulation.sent_bytes else UNKNOWN,
-        format_fraction(max(accuracies, default=None)),
+        format_fraction(tested and tested.accuracy),
     ]
 
 
@@ -69,13 +70,13 @@ def _over_seconds(found: Sequence[tuple[RunSource, Emulation]], *, per_device: b
         {
             "label": run.label,
             "x": m.elapsed_seconds * factor / seconds,
-            "y": m.test_accuracy,
+            "y": m.accuracy,
         }
         for (run, _), factor in zip(found, factors, strict=True)
-        for m in run.record.evaluations
+        for m in run.record.monitored
     ]
     title = f"device time, {unit}" if per_device else f"virtual time, {unit}"
-    return lines(rows, alt.X("x:Q", title=title), "test accuracy", has_points=True)
+    return lines(rows, alt.X("x:Q", title=title), "accuracy", has_points=True)
 
 
 def staleness(found: Sequence[tuple[RunSource, Emulation]]) -> Spec:

@@ -27,6 +27,7 @@ from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.simulator.frameworks import XLA, known_framework
 from scalejax.simulator.predict import ScalingPrediction, merged_notes
 from scalejax.training.input_stalls import WORTH_SAYING
+from scalejax.training.record import EvaluationMeasurement
 
 # Time accounting: where the wall time of runs went.
 
@@ -158,9 +159,22 @@ def render(sources: Sources, title: str) -> str:
 
 def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     page.add('<h2 id="runs">Runs</h2>')
-    page.add("<p>What was trained, and how it ended. Accuracy is over all test examples.</p>")
+    page.add(
+        "<p>What was trained, and how it ended. Accuracy is of the weights that a run ended with, "
+        "over all examples of that part; a run that diverged has none. Where there are validation "
+        "data, test data are read once, after the step that the last column names.</p>"
+    )
     page.add_table(
-        ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
+        [
+            "run",
+            "ended",
+            "global batch",
+            "peak learning rate",
+            "epochs",
+            "validation accuracy",
+            "test accuracy",
+            "tested at",
+        ],
         [_run_row(run) for run in runs],
     )
     if any(run.record.unreadable for run in runs):
@@ -169,12 +183,13 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
 
 
 def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
+    part = " or ".join(dict.fromkeys(charts.monitored_part(run) for run in runs))
     page.add_chart(
-        "Test accuracy",
-        "The share of test examples classified correctly, after each epoch. Click a name in the "
+        f"{part.capitalize()} accuracy",
+        f"The share of {part} examples classified correctly, after each epoch. Click a name in the "
         "legend to pick a run; drag and scroll to move and zoom. A dashed curve lies on "
         "top of another.",
-        charts.test_accuracy(runs),
+        charts.accuracy(runs, part),
     )
     page.add_chart(
         "Training loss",
@@ -251,7 +266,7 @@ def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
     )
     rows = []
     for run in runs:
-        for part, counted in (("train", sum), ("test", max)):
+        for part, counted in (("train", sum), ("validation", max), ("test", max)):
             lines = [line for line in run.record.unreadable if line.part == part]
             if lines:
                 reasons = dict.fromkeys(reason for line in lines for reason in line.reasons)
@@ -282,8 +297,10 @@ def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
 
 
 def _run_row(run: RunSource) -> list[str]:
-    evaluations, training = run.record.evaluations, run.record.training
-    accuracies = [m.test_accuracy for m in evaluations]
+    record, training = run.record, run.record.training
+    tested = None if record.status == "diverged" else record.tested
+    chosen = None if tested is None else tested.chosen_step
+    validated = [m for m in record.validations if tested and m.step == chosen]
     rates = [m.learning_rate for m in training]
     batch = run.config.batch
     return [
@@ -292,9 +309,18 @@ def _run_row(run: RunSource) -> list[str]:
         f"{batch.global_batch:,}" if batch.global_batch else f"{batch.per_device_batch} per device",
         f"{max(rates):.3g}" if rates else UNKNOWN,
         str(run.config.train.epochs),
-        format_fraction(accuracies[-1] if accuracies else None),
-        format_fraction(max(accuracies, default=None)),
+        format_fraction(validated[-1].accuracy if validated else None),
+        format_fraction(tested and tested.accuracy),
+        UNKNOWN if tested is None else f"step {tested.step}{_choice(tested)}",
     ]
+
+
+def _choice(tested: EvaluationMeasurement) -> str:
+    """Which weights were tested, where some were chosen."""
+    if tested.chosen_step is None or tested.chosen_by == "last":
+        return ""
+    by = str(tested.chosen_by).replace("_", " ")
+    return f", weights of step {tested.chosen_step} by {by}"
 
 
 def _ending(run: RunSource) -> str:

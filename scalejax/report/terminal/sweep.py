@@ -19,7 +19,7 @@ from scalejax.emulation.record import in_words as emulation_in_words
 from scalejax.report.terminal.tables import facts, figures
 from scalejax.sweep.optuna import Trial
 from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
-from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+from scalejax.sweep.results import Arm, RunRow, arms, best_arm, mean_and_deviation
 from scalejax.training.record import RunRecord
 
 _MOST_ROWS = 40
@@ -50,24 +50,28 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
     """Results of each arm: mean and standard deviation over its seeds."""
     of_target = ("reached", "samples to it") if sweep.target else ()
-    table = figures("", "mean of", "test accuracy", "best", "diverged", *of_target)
+    parts = ("validation accuracy", "test accuracy")[not sweep.has_validation :]
+    table = figures("", "mean of", *parts, "diverged", *of_target)
     for arm in arms(rows):
-        table.add_row(*_arm_cells(arm, with_target=sweep.target is not None))
+        table.add_row(*_arm_cells(arm, sweep))
     yield table
     yield Text(_results_in_words(sweep, rows))
 
 
 def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
-    """Sentences on how the means are taken, and on missing runs."""
+    """Sentences on how the means are taken, which arm is the best, and on missing runs."""
     found = arms(rows)
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
-    words = "Mean and standard deviation over seeds, after the last epoch; best: mean of the best "
-    words += "epochs. "
-    missing = sum(len(arm.without_final) for arm in found)
-    if missing:
-        words += f"{missing} of {sum(len(arm.rows) for arm in found)} runs ended without a last "
-        words += "evaluation, and are in no mean. "
+    words = "Mean and standard deviation over seeds, with the weights that runs end with. "
+    if (best := best_arm(found)) is not None and len(found) > 1:
+        words += f"Best by validation accuracy: {in_words(best.varied)}. "
+    elif not sweep.has_validation and len(found) > 1:
+        words += "There are no validation data to choose by (data.validation_fraction), and none "
+        words += "is called the best. "
+    if diverged := sum(len(arm.diverged) for arm in found):
+        runs = sum(len(arm.rows) for arm in found)
+        words += f"{diverged} of {runs} runs diverged, and are in no mean. "
     if sweep.target:
         words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
     is_virtual = any(row.planned.run.config.emulation is not None for row in rows)
@@ -87,17 +91,16 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
     yield table
 
 
-def _arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
+def _arm_cells(arm: Arm, sweep: SweepPlan) -> list[str]:
     """Table cells of an arm: its varied fields and its results over seeds."""
-    best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
     cells = [
         in_words(arm.varied) or "all",
         f"{len(arm.accuracies)} of {len(arm.rows)}",
         _spread(arm.accuracies),
-        format_fraction(sum(best) / len(best)) if best else UNKNOWN,
-        str(arm.diverged),
+        *([_spread(arm.test_accuracies)] if sweep.has_validation else ()),
+        str(len(arm.diverged)),
     ]
-    if with_target:
+    if sweep.target:
         samples = [row.samples_to_target for row in arm.rows if row.samples_to_target]
         mean = f"{sum(samples) / len(samples):,.0f}" if samples else UNKNOWN
         cells += [f"{len(samples)} of {len(arm.rows)}", mean]
@@ -147,13 +150,10 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
     if found.worker_failures or found.server_failures:
         words = f"of workers, {found.server_failures} of servers"
         table.add_row("failures", str(found.worker_failures), words)
-    if record.evaluations:
-        best = max(record.evaluations, key=lambda each: each.test_accuracy)
-        after = f"the best {format_fraction(best.test_accuracy)}, after "
-        table.add_row(
-            "test accuracy",
-            format_fraction(record.evaluations[-1].test_accuracy),
-            f"at the end; {after}{format_seconds(best.elapsed_seconds)}",
-        )
+    if record.validations:
+        last = record.validations[-1]
+        table.add_row("validation accuracy", format_fraction(last.accuracy), "at the end")
+    if record.tested is not None:
+        table.add_row("test accuracy", format_fraction(record.tested.accuracy), "at the end")
     yield Text(emulation_in_words(found.config), style="bold")
     yield table

@@ -14,8 +14,9 @@ import altair as alt
 from scalejax.core.units import GIB, counted
 from scalejax.planning.search import Candidate, pareto
 from scalejax.report.html.charts import PALETTE, Row, Spec, colored, line_chart
+from scalejax.sweep.intervals import t_interval
 from scalejax.sweep.plan import in_words
-from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+from scalejax.sweep.results import Arm, RunRow, arms
 from scalejax.validation import RowResult
 
 _MOST_POINTS = 2000
@@ -143,7 +144,7 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
     """Final accuracy of each arm of a sweep over the numeric field with the most values.
 
     Of validation data if there are any, else of test data. Points are single runs; lines join
-    means, bars are standard deviations over seeds. A run that diverged is in no mean: it is a cross
+    means, bars are 95 % intervals over seeds. A run that diverged is in no mean: it is a cross
     at the bottom. Unfinished runs are left out.
     """
     found = [arm for arm in arms(rows) if arm.rows]
@@ -174,7 +175,7 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
 
 
 def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
-    """Accuracy of each arm of a sweep over epochs: the mean over seeds, shaded by its deviation.
+    """Accuracy of each arm of a sweep over epochs: the mean over seeds, shaded by its interval.
 
     Once some seeds have ended, the mean of the rest is a separate dotted line labelled with their
     number: otherwise the mean would rise because the worst are gone. A run that diverged is in no
@@ -244,12 +245,12 @@ def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple
 
 
 def _spread(values: Sequence[float]) -> Row:
-    """Mean of accuracies, and one standard deviation below and above it; None of no value."""
-    if not values:
+    """Mean of accuracies, and the ends of its interval, which a single value has none of; None of
+    no value."""
+    found = t_interval(values)
+    if found is None:
         return {"y": None, "low": None, "high": None}
-    middle, deviation = mean_and_deviation(values)
-    around = deviation if len(values) > 1 else 0.0
-    return {"y": middle, "low": middle - around, "high": middle + around}
+    return {"y": found.mean, "low": found.low, "high": found.high}
 
 
 def _accuracy(field: str, title: str) -> alt.Y:

@@ -27,6 +27,10 @@ class SweepFolder:
     """Results, a row for each run, Parquet."""
     evaluations = FileIn("evaluations.parquet")
     """Evaluations, a row for each evaluation of each run, Parquet."""
+    arms = FileIn("arms.parquet")
+    """Means and intervals over seeds, a row for each setting, Parquet."""
+    arms_json = FileIn("arms.json")
+    """The same as JSON."""
     timings = FileIn("timings.parquet")
     """Timings, a row for each run, Parquet."""
 

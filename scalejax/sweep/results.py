@@ -5,17 +5,19 @@ killed and resumed; wall times are in a separate file.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any, get_args
 
 from scalejax.config.grid import Fields
 from scalejax.config.run import ResolvedRun
-from scalejax.core.serialization import JsonValue, save_bytes
+from scalejax.core.serialization import JsonValue, document, save, save_bytes
 from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.intervals import CONFIDENCE, Interval, paired_difference, t_interval
 from scalejax.sweep.plan import (
+    Metric,
     PlannedRun,
     SweepPlan,
     Target,
@@ -29,6 +31,19 @@ from scalejax.training.record import Evaluated, EvaluationMeasurement, RunFolder
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Final statuses of a run."""
+
+
+@document("sweep_arms")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmTable:
+    """The arms of a sweep, with their means and intervals over seeds."""
+
+    arms: tuple[dict[str, Any], ...]
+    """A table for each; intervals hold 95 %, accuracies are 0..1, differences are to the first."""
+    confidence: float = CONFIDENCE
+    """Confidence level of the intervals."""
+
+
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
 """Fields that may differ between runs of one train setup, beside the seed."""
 
@@ -147,7 +162,7 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
 
 
 def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) -> None:
-    """Write the tables of finished runs, each atomically.
+    """Write the tables of finished runs and of arms, each atomically.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -156,6 +171,44 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
     save_table(folder.results, [_result(row, plan.target) for row in done])
     save_table(folder.evaluations, [line for row in done for line in _evaluations(row)])
     save_table(folder.timings, [_timing(row) for row in done])
+    found = arm_lines(rows)
+    save_table(folder.arms, found)
+    save(ArmTable(arms=tuple(found)), folder.arms_json)
+
+
+def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, JsonValue]]:
+    """A line for each arm: its varied fields, how many runs ended and diverged, and of each metric
+    the mean over seeds, its deviation and interval, and the paired difference to the first arm."""
+    found = arms(rows)
+    return [
+        {
+            **arm.varied,
+            "runs": len(arm.rows),
+            "diverged": len(arm.diverged),
+            **{
+                f"{metric}_{name}": value
+                for metric in get_args(Metric)
+                for name, value in _spread(arm, found[0], metric).items()
+            },
+        }
+        for arm in found
+    ]
+
+
+def _spread(arm: "Arm", baseline: "Arm", metric: Metric) -> dict[str, JsonValue]:
+    values = list(arm.by_seed(metric).values())
+    over_seeds, beside = t_interval(values), arm.difference(baseline, metric)
+    return {
+        "count": len(values),
+        "mean": over_seeds and over_seeds.mean,
+        "deviation": stdev(values) if len(values) > 1 else None,
+        "low": over_seeds and over_seeds.low,
+        "high": over_seeds and over_seeds.high,
+        "difference": beside and beside.mean,
+        "difference_low": beside and beside.low,
+        "difference_high": beside and beside.high,
+        "difference_count": beside.count if beside else 0,
+    }
 
 
 def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
@@ -271,6 +324,30 @@ class Arm:
         """The runs that diverged, which are in no mean."""
         return tuple(row for row in self.rows if row.has_diverged)
 
+    def by_seed(self, metric: Metric) -> dict[int, float]:
+        """A metric at the end of each run that did not diverge, by its seed; of runs that repeat a
+        seed, as rows that differ in what is not named, the last."""
+        part, _, name = metric.partition("_")
+        found = {}
+        for row in self.rows:
+            end = row.final_test if part == "test" else row.final if row.has_validation else None
+            if end is not None and (value := getattr(end, name)) is not None:
+                found[row.planned.run.config.seed] = value
+        return found
+
+    @property
+    def metric(self) -> Metric:
+        """The accuracy that arms are compared by."""
+        is_validated = any(row.has_validation for row in self.rows)
+        return "validation_accuracy" if is_validated else "test_accuracy"
+
+    def difference(self, baseline: "Arm", metric: Metric) -> Interval | None:
+        """How far a metric is above that of another arm, over the seeds of which neither diverged;
+        None if there are none, or the other is this one."""
+        if baseline is self:
+            return None
+        return paired_difference(self.by_seed(metric), baseline.by_seed(metric))
+
 
 def arms(rows: Sequence[RunRow]) -> list[Arm]:
     """The runs of a sweep grouped by all varied fields but the seed, in the order of the plan."""
@@ -292,14 +369,6 @@ def best_arm(found: Sequence[Arm]) -> Arm | None:
         if arm.accuracies and not arm.diverged and all(row.has_validation for row in arm.rows)
     ]
     return max(choices, key=lambda arm: mean(arm.accuracies), default=None)
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (n - 1); NaN with too few values."""
-    return (
-        mean(values) if values else math.nan,
-        stdev(values) if len(values) > 1 else math.nan,
-    )
 
 
 def seedless(row: RunRow) -> Fields:

@@ -360,15 +360,16 @@ def test_a_sweep_is_reported_as_means_over_seeds_with_the_curves_of_its_runs(
     write_report([folder], tmp_path / "report.html")
 
     page = Page((tmp_path / "report.html").read_text())
-    first = page.cells[:4]
+    first = page.cells[:5]
     assert first == [
         "global_batch=64 base_learning_rate=0.01",
         "3 of 3",
-        "61.00 ± 1.00 %",
+        "61.00 ± 2.48 %",
+        "reference",
         "0",
     ]
     cells = [cell for cell in page.cells if cell.strip()]
-    assert len(cells) == 16 * 4
+    assert len(cells) == 16 * 5
     assert cells[-1] == "1"
     curves = page.charts["chart0"]
     values = curves["data"]["values"]

@@ -31,9 +31,10 @@ from scalejax.sweep import (
     run_sweep,
     write_results,
 )
+from scalejax.sweep.intervals import Interval, paired_difference, t_interval
 from scalejax.sweep.optuna import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target, written
-from scalejax.sweep.results import arms, best_arm, mean_and_deviation
+from scalejax.sweep.results import ArmTable, arms, best_arm
 from scalejax.sweep.worker import JobTrainer
 from scalejax.training.record import (
     Evaluated,
@@ -622,9 +623,65 @@ def test_results_of_one_batch_name_it(run_file, tmp_path):
     assert (point.global_batch, point.samples, point.recipe) == (8, 64, "")
 
 
-def test_mean_and_deviation_by_hand():
-    """Of a sample: n - 1."""
-    assert mean_and_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
+def test_intervals_over_seeds_by_hand():
+    """Of 1, 2, 3: s = 1, and t(0.975; 2) is 4.303 in every table of Student's distribution; one
+    value has no interval."""
+    found = t_interval([1.0, 2.0, 3.0])
+    assert found is not None
+    assert (found.mean, found.count) == (2.0, 3)
+    assert found.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
+    assert (found.low, found.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), rel=1e-4)
+    assert t_interval([0.5]) == Interval(mean=0.5, half_width=None, count=1)
+    assert t_interval([]) is None
+
+
+def test_differences_are_of_the_same_seeds():
+    """0.1, 0.2 and 0.3 above: 0.2 +- 0.1 t / sqrt(3), though the seeds themselves are far apart;
+    those that one of the two lacks are left out."""
+    baseline = {0: 0.1, 1: 0.5, 2: 0.9, 7: 0.0}
+    found = paired_difference({0: 0.2, 1: 0.7, 2: 1.2, 5: 9.0}, baseline)
+
+    assert found is not None
+    assert (found.mean, found.count) == (pytest.approx(0.2), 3)
+    assert found.half_width == pytest.approx(0.1 * 4.303 / math.sqrt(3), rel=1e-4)
+    assert paired_difference({5: 1.0}, baseline) is None
+
+
+def test_arms_have_intervals_and_differences_in_every_table(run_file, tmp_path):
+    """In the terminal, Parquet and JSON. The seed that diverged in one arm is in no mean of it, and
+    in no difference."""
+    import pyarrow.parquet
+
+    plan = plan_sweep(
+        run_file, parse_grammar([], ["batch.global_batch=[8,16]", "seed=[0,1,2]"], [])
+    )
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index, accuracy in enumerate((0.5, 0.625, 0.75, 0.625, 0.875)):
+        record(folder.run(index), [accuracy])
+    record(folder.run(5), [0.125], status="diverged")
+    rows = read_rows(plan, folder)
+
+    write_results(plan, folder, rows)
+
+    first, second = pyarrow.parquet.read_table(folder.arms).to_pylist()
+    assert (first["runs"], first["diverged"], first["test_accuracy_count"]) == (3, 0, 3)
+    half = 4.303 * 0.125 / math.sqrt(3)
+    assert first["test_accuracy_low"] == pytest.approx(0.625 - half, rel=1e-4)
+    assert first["test_accuracy_difference"] is None
+    assert (second["diverged"], second["test_accuracy_mean"]) == (1, 0.75)
+    assert second["test_accuracy_difference"] == pytest.approx((0.125 + 0.25) / 2)
+    assert second["test_accuracy_difference_count"] == 2
+    assert second["validation_accuracy_mean"] is None
+    kept = serialization.load(ArmTable, folder.arms_json)
+    assert [dict(each) for each in kept.arms] == [first, second]
+    console = Console(width=100, highlight=False, file=io.StringIO())
+    for part in sweep_tables.results(plan, rows):
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[1].startswith("global_batch=8 3 of 3 62.50 ± 31.05 % reference 0")
+    # t(0.975; 1) = 12.706, s of 0.125 and 0.25 is 0.0884
+    assert lines[2].startswith("global_batch=16 2 of 3 75.00 ± 158.83 % +18.75 ± 79.41 1")
 
 
 def test_target_is_written_as_it_was_given(run_file):
@@ -754,7 +811,8 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
     assert [row["x"] for row in line] == [8, 16, 32]
     assert [row["y"] for row in line] == pytest.approx(means)
-    assert bars["data"]["values"][0]["high"] == pytest.approx(means[0] + math.sqrt(2) / 16)
+    half = 12.706 * math.sqrt(2) / 16 / math.sqrt(2)  # t(0.975; 1), s / sqrt(n)
+    assert bars["data"]["values"][0]["high"] == pytest.approx(means[0] + half, rel=1e-4)
     assert len(points["data"]["values"]) == 12
     assert len(curves["encoding"]["color"]["scale"]["domain"]) == 6
     assert [row["y"] for row in curves["data"]["values"]][:2] == pytest.approx([0.1, means[0]])
@@ -778,16 +836,16 @@ def sweep_with_diverged_runs(run_file, folder):
 def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
     """The mean says of how many runs it is, and how many are in none."""
     plan, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
-    console = Console(width=80, highlight=False, file=io.StringIO())
+    console = Console(width=100, highlight=False, file=io.StringIO())
 
     for part in sweep_tables.results(plan, rows):
         console.print(part)
 
     assert isinstance(console.file, io.StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % 2 1 of 3")
-    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} 3 0 of 3")
-    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % 0 3 of 3")
+    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % reference 2 1 of 3")
+    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} {UNKNOWN} 3 0 of 3")
+    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % -14.00 0 3 of 3")
     assert "5 of 9 runs diverged, and are in no mean." in " ".join(lines)
     assert "none is called the best" in " ".join(lines)
 

@@ -1,6 +1,5 @@
 """Terminal tables of sweeps (plan and results) and of emulated runs, in 80 columns."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
@@ -17,9 +16,10 @@ from scalejax.core.units import (
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.record import in_words as emulation_in_words
 from scalejax.report.terminal.tables import facts, figures
+from scalejax.sweep.intervals import Interval, t_interval
 from scalejax.sweep.optuna import Trial
 from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
-from scalejax.sweep.results import Arm, RunRow, arms, best_arm, mean_and_deviation
+from scalejax.sweep.results import Arm, RunRow, arms, best_arm
 from scalejax.training.record import RunRecord
 
 _MOST_ROWS = 40
@@ -48,12 +48,15 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 
 
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
-    """Results of each arm: mean and standard deviation over its seeds."""
+    """Results of each arm: mean over its seeds with its interval, and the difference to the first
+    arm over the seeds that both have."""
+    found = arms(rows)
     of_target = ("reached", "samples to it") if sweep.target else ()
     parts = ("validation accuracy", "test accuracy")[not sweep.has_validation :]
-    table = figures("", "mean of", *parts, "diverged", *of_target)
-    for arm in arms(rows):
-        table.add_row(*_arm_cells(arm, sweep))
+    beside = ("difference",) if len(found) > 1 else ()
+    table = figures("", "mean of", *parts, *beside, "diverged", *of_target)
+    for arm in found:
+        table.add_row(*_arm_cells(arm, found, sweep))
     yield table
     yield Text(_results_in_words(sweep, rows))
 
@@ -63,7 +66,12 @@ def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
     found = arms(rows)
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
-    words = "Mean and standard deviation over seeds, with the weights that runs end with. "
+    words = "Mean over seeds and its 95 % interval (t), with the weights that runs end with. "
+    if len(found) > 1:
+        words += (
+            f"Differences are of {found[0].metric.replace('_', ' ')} to that of the first row, "
+        )
+        words += "in points of a per cent, paired over the seeds that both have. "
     if (best := best_arm(found)) is not None and len(found) > 1:
         words += f"Best by validation accuracy: {in_words(best.varied)}. "
     elif not sweep.has_validation and len(found) > 1:
@@ -91,13 +99,16 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
     yield table
 
 
-def _arm_cells(arm: Arm, sweep: SweepPlan) -> list[str]:
+def _arm_cells(arm: Arm, found: Sequence[Arm], sweep: SweepPlan) -> list[str]:
     """Table cells of an arm: its varied fields and its results over seeds."""
+    apart = arm.difference(found[0], arm.metric)
+    beside = "reference" if arm is found[0] else _points(apart)
     cells = [
         in_words(arm.varied) or "all",
         f"{len(arm.accuracies)} of {len(arm.rows)}",
         _spread(arm.accuracies),
         *([_spread(arm.test_accuracies)] if sweep.has_validation else ()),
+        *([beside] if len(found) > 1 else ()),
         str(len(arm.diverged)),
     ]
     if sweep.target:
@@ -108,12 +119,20 @@ def _arm_cells(arm: Arm, sweep: SweepPlan) -> list[str]:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation, in per cent."""
-    mean, deviation = mean_and_deviation(values)
-    if math.isnan(mean):
+    """Mean and half the width of its interval, in per cent."""
+    found = t_interval(values)
+    if found is None:
         return UNKNOWN
-    around = "" if math.isnan(deviation) else f" ± {100 * deviation:.2f}"
-    return f"{100 * mean:.2f}{around} %"
+    around = "" if found.half_width is None else f" ± {100 * found.half_width:.2f}"
+    return f"{100 * found.mean:.2f}{around} %"
+
+
+def _points(found: Interval | None) -> str:
+    """A difference of shares and half the width of its interval, in points of a per cent."""
+    if found is None:
+        return UNKNOWN
+    around = "" if found.half_width is None else f" ± {100 * found.half_width:.2f}"
+    return f"{100 * found.mean:+.2f}{around}"
 
 
 # Emulated runs.

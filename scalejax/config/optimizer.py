@@ -42,10 +42,20 @@ class OptimizerConfig(Family):
     is_layer_wise: ClassVar[bool] = False
     """Whether it takes norms of whole layers, so that no server may hold a part of one."""
 
+    is_in_closed_form: ClassVar[bool] = True
+    """Whether its state is `moments` arrays like the parameters and its work that of elements, as
+    the closed form of a step counts them."""
+
     @property
     def in_words(self) -> str:
         """Its name, and what sets it apart from a plainer one of that name."""
         return self.name
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the updates, 0..1, in which each conditional part of one runs, by its named
+        scope."""
+        return {}
 
     @property
     def moments(self) -> Literal[0, 1, 2]:
@@ -129,9 +139,17 @@ class AdamWConfig(OptimizerConfig):
     main_params_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type in which matrices and embeddings are kept and updated (Megatron-Core's name);
     bfloat16, rounded to the nearest, loses updates below 1 / 512 of a parameter."""
+    cautious: bool = False
+    """Whether entries of a step that point against the gradient are left out, and the others made
+    larger by as much (C-AdamW; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
 
     def __post_init__(self) -> None:
         _require_moments(self)
+
+    @property
+    def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
+        """Whether it counts entries of whole layers."""
+        return self.cautious
 
     @property
     def moments(self) -> Literal[2]:
@@ -155,6 +173,227 @@ class AdamWConfig(OptimizerConfig):
             beta2=max(1 - k * (1 - self.beta2), 0.0),
             epsilon=self.epsilon / k**0.5,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionConfig(OptimizerConfig):
+    """Lion: steps along the sign of a momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2),
+    as in Optax. Its authors take a third to a tenth of AdamW's rate, and as much more decay."""
+
+    name: Literal["lion"] = "lion"
+    """Selects this optimizer."""
+    beta1: float = 0.9
+    """Share of the momentum in the step's direction."""
+    beta2: float = 0.99
+    """Decay of the momentum."""
+    weight_decay: float = 0.1
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also applies to biases and normalisation parameters."""
+    cautious: bool = False
+    """Whether entries of a step that point against the gradient are left out, and the others made
+    larger by as much (C-Lion; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.beta1", self.beta1)
+        _require_fraction("optimizer.beta2", self.beta2)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
+
+    @property
+    def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
+        """Whether it counts entries of whole layers."""
+        return self.cautious
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarsConfig(OptimizerConfig):
+    """MARS-AdamW with the gradient of the batch before in place of that of this batch at the
+    weights before (Yuan et al. 2024, arXiv 2411.10438, algorithm 2, "MARS-approx"): a step takes no
+    second gradient, and keeps a third array like the parameters."""
+
+    is_layer_wise = True
+    is_in_closed_form = False
+    name: Literal["mars"] = "mars"
+    """Selects this optimizer."""
+    gamma: float = 0.025
+    """Share of the gradients' difference, times beta1 / (1 - beta1), that corrects a gradient."""
+    beta1: float = 0.95
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also applies to biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_moments(self)
+        _require_moderate("optimizer.gamma", self.gamma)
+
+    @property
+    def moments(self) -> Literal[2]:
+        """Two, beside the gradient before."""
+        return 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235, algorithms 4 and 5), as in Optax: of the
+    second moment of a matrix a row and a column are kept, and no first moment."""
+
+    is_layer_wise = True
+    is_in_closed_form = False
+    name: Literal["adafactor"] = "adafactor"
+    """Selects this optimizer."""
+    decay_exponent: float = 0.8
+    """The decay of the second moment at step t is 1 - t^-decay_exponent (section 7.2)."""
+    clipping_threshold: float = 1.0
+    """Largest root mean square of the update of an array, before the rate (section 6)."""
+    scales_by_parameter: bool = True
+    """Whether the rate is relative to the root mean square of an array (section 8)."""
+    smallest_factored: int = 128
+    """Arrays of which two dimensions are at least so large are factored; others have a whole second
+    moment (128 of Optax; the paper factors all matrices)."""
+    weight_decay: float = 0.0
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also applies to biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.decay_exponent", self.decay_exponent)
+        require_above("optimizer.decay_exponent", self.decay_exponent, 0)
+        require_above("optimizer.clipping_threshold", self.clipping_threshold, 0)
+        require_at_least("optimizer.smallest_factored", self.smallest_factored, 1)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixOptimizerConfig(OptimizerConfig):
+    """What optimizers of matrices have in common: hidden matrices are theirs, and embeddings, the
+    head, biases, norms, routers and adapters are AdamW's. Matrices that are kept side by side,
+    queries, keys and values of gpt or gate and up of llama, count each by itself; queries, keys and
+    values of llama, whose heads have groups, count as one, and a convolution as (height x width x
+    in) by out."""
+
+    is_layer_wise = True
+    is_in_closed_form = False
+    weight_decay: float = 0.1
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also applies to biases and normalisation parameters."""
+    adamw_beta1: float = 0.9
+    """Decay of the first moment of AdamW, which has the parameters that are no hidden matrices."""
+    adamw_beta2: float = 0.95
+    """Decay of its second moment."""
+    adamw_rate_factor: float = 1.0
+    """Its learning rate over that of the schedule."""
+    epsilon: float = 1e-8
+    """Added to the root of second moments."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.adamw_beta1", self.adamw_beta1)
+        _require_fraction("optimizer.adamw_beta2", self.adamw_beta2)
+        require_above("optimizer.adamw_rate_factor", self.adamw_rate_factor, 0)
+        require_above("optimizer.epsilon", self.epsilon, 0)
+        _require_moderate("optimizer.epsilon", self.epsilon)
+        _require_moderate("optimizer.weight_decay", self.weight_decay)
+
+    @property
+    def moments(self) -> Literal[2]:
+        """Two, of what AdamW has; matrices have more, or fewer."""
+        return 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig(MatrixOptimizerConfig):
+    """Muon: momentum whose matrices are made orthogonal by Newton-Schulz iterations (Jordan et al.
+    2024, kellerjordan.github.io/posts/muon), as in Optax. Whole matrices, of which devices hold
+    parts, are multiplied by products and exchanges that are in the program."""
+
+    name: Literal["muon"] = "muon"
+    """Selects this optimizer."""
+    momentum: float = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Whether the gradient is taken ahead of the momentum step."""
+    newton_schulz_steps: int = 5
+    """Iterations, each of three products, with the coefficients of Jordan et al.; in float32, where
+    theirs are in bfloat16."""
+    scale: Literal["rms", "width"] = "rms"
+    """Factor on the orthogonal matrix, of `in` rows and `out` columns: "rms" 0.2 sqrt(max(in,
+    out)), the size of AdamW's steps, so that both have one rate (Liu et al. 2025, arXiv 2502.16982,
+    equation 4); "width" sqrt(max(1, out / in)) (Jordan et al.), with rates of about 0.02."""
+
+    def __post_init__(self) -> None:
+        MatrixOptimizerConfig.__post_init__(self)
+        _require_fraction("optimizer.momentum", self.momentum)
+        require_at_least("optimizer.newton_schulz_steps", self.newton_schulz_steps, 1)
+
+
+REFRESH = "preconditioner_refresh"
+"""Named scope of the computation of preconditioners, in some of the updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreconditionedConfig(MatrixOptimizerConfig):
+    """What SOAP and Shampoo have in common: means of G G^T and G^T G of the gradient G of each
+    matrix, and preconditioners that are computed of them now and then."""
+
+    beta1: float = 0.95
+    """Decay of the first moment of matrices."""
+    beta2: float = 0.95
+    """Decay of their second moment, and of G G^T and G^T G."""
+    refresh_every_steps: int = 10
+    """Updates between computations of the preconditioners; the first is made after one update."""
+    largest_side: int = 8192
+    """Sides of a matrix that are longer have no preconditioner: its memory and work grow with their
+    square and cube."""
+    ridge: float = 1e-6
+    """Added to the diagonals of these means before preconditioners are computed of them, as a share
+    of the largest row sum: without gradients in some direction, rounding would choose it."""
+
+    def __post_init__(self) -> None:
+        MatrixOptimizerConfig.__post_init__(self)
+        _require_fraction("optimizer.beta1", self.beta1)
+        _require_fraction("optimizer.beta2", self.beta2)
+        require_at_least("optimizer.refresh_every_steps", self.refresh_every_steps, 1)
+        require_at_least("optimizer.largest_side", self.largest_side, 1)
+        require_above("optimizer.ridge", self.ridge, 0)
+        require_at_most("optimizer.ridge", self.ridge, 1)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """That of updates after which preconditioners are computed."""
+        return {REFRESH: 1 / self.refresh_every_steps}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoapConfig(PreconditionedConfig):
+    """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv
+    2409.11321, algorithms 3 and 4). The basis begins as the identity, and follows by one step of
+    power iteration and QR at a time, as theirs does after the first."""
+
+    name: Literal["soap"] = "soap"
+    """Selects this optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShampooConfig(PreconditionedConfig):
+    """Shampoo: L^-1/4 M R^-1/4 of the momentum M of a matrix (Gupta et al. 2018, arXiv 1802.09568,
+    algorithm 1), with means in place of sums, and steps as long as Adam's (grafting; Shi et al.
+    2023, arXiv 2309.06497, section 2.4). Roots are computed by products alone."""
+
+    name: Literal["shampoo"] = "shampoo"
+    """Selects this optimizer."""
+    root_steps: int = 25
+    """Iterations of the coupled Newton method of the roots, each of four products (Guo & Higham
+    2006; as in Anil et al. 2020, arXiv 2002.09018, section 5)."""
+
+    def __post_init__(self) -> None:
+        PreconditionedConfig.__post_init__(self)
+        require_at_least("optimizer.root_steps", self.root_steps, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +541,7 @@ def _require_fraction(field: str, value: float) -> None:
         raise ConfigError(refusal(field, value, "it must be from 0 to below 1"))
 
 
-def _require_moments(config: AdamWConfig | LambConfig) -> None:
+def _require_moments(config: AdamWConfig | LambConfig | MarsConfig) -> None:
     _require_fraction("optimizer.beta1", config.beta1)
     _require_fraction("optimizer.beta2", config.beta2)
     require_above("optimizer.epsilon", config.epsilon, 0)

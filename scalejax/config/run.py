@@ -531,7 +531,8 @@ def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) ->
     table[path[-1]] = value
 
 
-def gradient_sync_shares(run: ResolvedRun) -> dict[str, float]:
-    """Share of the steps of `run`, 0..1, in which each conditional collective runs, by scope."""
-    config = run.config.gradient_sync
-    return {} if config is None else config.shares(run.config.train.epochs)
+def condition_shares(run: ResolvedRun) -> dict[str, float]:
+    """Share of the steps of `run`, 0..1, in which each conditional collective, and each part of the
+    optimizer, runs, by scope."""
+    config, of_optimizer = run.config.gradient_sync, run.config.optimizer.shares
+    return of_optimizer | ({} if config is None else config.shares(run.config.train.epochs))

@@ -104,6 +104,7 @@ class Bert(Network, names=("bert_base", "bert_large")):
     """
 
     stacked = ("blocks",)
+    fused = (("qkv", 1),)
 
     def __init__(self, config: BertConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)

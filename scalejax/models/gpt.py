@@ -139,6 +139,8 @@ class Gpt(CausalNetwork, names=("gpt",)):
     code (github.com/openai/gpt-2), without dropout.
     """
 
+    fused = (("qkv", 1),)
+
     def __init__(self, config: GptConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
         self.remat: DecoderRemat = config.remat

@@ -380,6 +380,7 @@ class Llama(CausalNetwork, names=("llama",)):
     """
 
     stacked = ("blocks", "dense_blocks", "mtp_blocks")
+    fused = (("gated", 1),)
 
     def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)

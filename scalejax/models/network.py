@@ -58,6 +58,9 @@ class Network(nnx.Module):
     stacked: ClassVar[tuple[str, ...]] = ()
     """First parts of the paths of stacked parameters, whose first dimension counts layers:
     layer-wise optimizers treat each index as a layer."""
+    fused: ClassVar[tuple[tuple[str, int], ...]] = ()
+    """Layers whose kernel holds several matrices side by side, by name, with the dimension, of the
+    kernel of one layer, that counts them."""
 
     def __init_subclass__(cls, names: tuple[str, ...] = (), **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -101,6 +101,7 @@ class Vit(Network, names=("vit",)):
     """
 
     stacked = ("blocks",)
+    fused = (("qkv", 1),)
 
     def __init__(self, config: VitConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)

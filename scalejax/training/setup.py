@@ -71,9 +71,10 @@ def train_setup(
     model = attention.with_resolved_attention(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)
-    stacked = network_class(run.config.model).stacked
+    network = network_class(run.config.model)
+    stacked = network.stacked
     described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
-    optimizer = build_optimizer(described, schedule, stacked=stacked)
+    optimizer = build_optimizer(described, schedule, stacked=stacked, fused=network.fused)
     optimizer = with_clipping(run.config.clipping, optimizer, stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":

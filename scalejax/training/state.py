@@ -4,6 +4,7 @@ Knows how parameters and optimizer state are sharded; nothing of losses and grad
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -243,14 +244,22 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     is_local = setup.run.config.local_sgd is not None
     is_offloaded = setup.run.config.layout.optimizer_memory_host_offload
     kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
+
+    def placed(
+        leaf: jax.ShapeDtypeStruct, of_parameter: jax.ShapeDtypeStruct, like: NamedSharding
+    ) -> NamedSharding:
+        sharding = _like_parameter(leaf.shape, of_parameter.shape, like)
+        return sharding.with_memory_kind("pinned_host") if is_offloaded else sharding
+
     shardings = TrainState(
         step=whole,
         params=params,
         model_state=model_state,
-        opt_state=optax.tree.map_params(
-            setup.optimizer,
-            lambda _, like: like.with_memory_kind("pinned_host") if is_offloaded else like,
+        opt_state=_of_parameters(
+            setup,
+            placed,
             shapes.opt_state,
+            learning_params(setup, shapes.params),
             learning_params(setup, params),
             transform_non_params=lambda _: whole,
         ),
@@ -279,16 +288,56 @@ def on_device(setup: TrainSetup, opt_state: PyTree, gradient: PyTree) -> PyTree:
         leaf, _ = lax.optimization_barrier((leaf, of_parameter))
         return jax.device_put(leaf, jax.memory.Space.Device)
 
-    return optax.tree.map_params(setup.optimizer, brought, opt_state, gradient)
+    return _of_parameters(setup, brought, opt_state, gradient)
 
 
 def off_device(setup: TrainSetup, opt_state: PyTree) -> PyTree:
     """`opt_state`, copied to the memory of the host if the run offloads it."""
     if not setup.run.config.layout.optimizer_memory_host_offload:
         return opt_state
-    return optax.tree.map_params(
-        setup.optimizer, lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), opt_state
+    return _of_parameters(
+        setup, lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), opt_state
     )
+
+
+def _of_parameters(
+    setup: TrainSetup, function: Callable[..., Any], opt_state: PyTree, *trees: PyTree, **how: Any
+) -> PyTree:
+    """`function` of each array of the optimizer's state that is of a parameter, and of what `trees`
+    have for it; where a part of the optimizer does not have that parameter, nothing."""
+
+    def of_leaf(leaf: Any, *rest: Any) -> Any:
+        return leaf if isinstance(leaf, optax.MaskedNode) else function(leaf, *rest)
+
+    return optax.tree.map_params(
+        setup.optimizer,
+        of_leaf,
+        opt_state,
+        *trees,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        **how,
+    )
+
+
+def _like_parameter(
+    shape: tuple[int, ...], of_parameter: tuple[int, ...], like: NamedSharding
+) -> NamedSharding:
+    """The sharding of an array of the optimizer's state by that of its parameter: the same if it
+    has its shape; else its first dimensions, as far as they are the parameter's, as those, and the
+    last ones over the other axes, where these divide them."""
+    if shape == of_parameter:
+        return like
+    same = 0
+    while same < min(len(shape), len(of_parameter)) and shape[same] == of_parameter[same]:
+        same += 1
+    same = min(same, max(len(shape) - 2, 0))
+    split = split_axes(like.spec, len(of_parameter))
+    spec = PartitionSpec(*like.spec[:same], *[None] * (len(shape) - len(like.spec[:same])))
+    for axis in (axis for axes in split[same:] for axis in axes):
+        own = split_axes(spec, len(shape))
+        order = sorted(range(same, len(shape)), key=lambda index: (len(own[index]) > 0, index))
+        spec = also_over(axis, spec, shape, like.mesh.shape, order)
+    return NamedSharding(like.mesh, spec)
 
 
 def _used_shardings(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:

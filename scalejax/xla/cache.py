@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from scalejax.config.run import gradient_sync_shares
+from scalejax.config.run import condition_shares
 from scalejax.config.training import LossConfig
 from scalejax.core.cache import package_digest
 from scalejax.core.environment import compiler_settings
@@ -92,7 +92,7 @@ def case_key(job: RunJob) -> str:
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
         if is_beside:
             material[name] = True
-    if shares := gradient_sync_shares(job.run):
+    if shares := condition_shares(job.run):
         material["shares"] = shares
     if any(measured := _measured(job)):
         material["measured"] = measured
@@ -152,7 +152,7 @@ def _shaping(job: RunJob) -> JsonValue:
         **{name: plain(getattr(config, name)) for name in (*_PARTS, "layout")},
         "mix": run.is_mixed,
         "weights": run.is_weighted,
-        "shares": dict(gradient_sync_shares(run)),
+        "shares": dict(condition_shares(run)),
         "measured": _measured(job),
         "split": plain(run.split),
         "bn_groups": run.bn_groups,

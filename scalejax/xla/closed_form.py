@@ -84,6 +84,9 @@ def shape_of(
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
+    if not config.optimizer.is_in_closed_form:
+        accepted = "the closed form counts moments and no matrices of an optimizer; use predict"
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
     for name in ("mu_dtype", "nu_dtype", "main_params_dtype"):
         if getattr(config.optimizer, name, "float32") != "float32":
             accepted = 'the closed form counts state in float32; use "float32", or scalejax predict'

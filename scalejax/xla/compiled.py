@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.pipeline_schedule import EXCHANGE, PipelineSchedule, PipelineTicks
-from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
+from scalejax.config.run import ResolvedRun, condition_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.expert_load import EVEN_LOADS
 from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
@@ -60,7 +60,7 @@ def read_step(
         global_batch=run.split.global_batch,
         tokens_per_sample=run.dataset.tokens_per_sample,
         model_flop=_model_flop(run),
-        shares={**gradient_sync_shares(run), EXCHANGE: 0.5},
+        shares={**condition_shares(run), EXCHANGE: 0.5},
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     program = with_routed_tokens(program, run)

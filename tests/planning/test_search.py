@@ -670,6 +670,16 @@ def test_gradient_compression_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
+def test_optimizers_of_matrices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The closed form has none of their products, nor of their state."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.replace("adamw", "muon"))
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optimizer.name='muon' is refused: the closed form counts moments" in said
+
+
 def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The closed form has gradients and moments of everything; rates of their own cost nothing."""
     run = tmp_path / "run.toml"

@@ -193,6 +193,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "schedule-free": {"name": "schedule_free", "epsilon": 1e-3},
 }
 """Optimizers of which two layouts are trained, and not all."""
+OF_MATRICES: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon", "epsilon": 1e-3},
+    "soap": {"name": "soap", "epsilon": 1e-3, "refresh_every_steps": 5, "ridge": 0.1},
+    "shampoo": {"name": "shampoo", "epsilon": 1e-3, "refresh_every_steps": 5, "ridge": 0.1},
+}
+"""With a larger ridge than usual, which as epsilon keeps what is rounding small: a basis is as far
+off as the means are, over the share of the smallest eigenvalue."""
+CLIPPED: dict[str, dict[str, Any]] = {
+    **OF_MATRICES,
+    "mars": {"name": "mars", "epsilon": 1e-3},
+    "adafactor": {"name": "adafactor", "smallest_factored": 8},
+    "cautious": {"name": "adamw", "epsilon": 1e-3, "cautious": True},
+}
+"""Optimizers whose gradients are clipped to a norm that all of theirs are above."""
 HYBRIDS = {
     "data=2 x tensor=2 x pipeline=2": ({"data": 2, "tensor": 2, "pipeline": 2}, 4),
     "context=4": ({"data": 1, "context": 4}, 1),
@@ -283,7 +297,8 @@ OF_1F1B = {
 """Pipelines whose stages go forward and backward in turn: network, recompute, layout and
 microbatches; the first two are run by default, and every axis is met."""
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
-LEARNING_RATES |= {"adagrad": 0.01, "schedule_free": 0.01}
+LEARNING_RATES |= {"adagrad": 0.01, "schedule_free": 0.01, "mars": 0.01, "adafactor": 0.01}
+LEARNING_RATES |= dict.fromkeys(OF_MATRICES, 0.01)
 
 
 def run_of(
@@ -295,7 +310,7 @@ def run_of(
 ) -> ResolvedRun:
     """A small run."""
     about = {**MODELS, **ZOO, **DEEPER, **TODAY}[model]
-    data, about_optimizer = DATA[about["data"]], {**OPTIMIZERS, **VARIANTS}[optimizer]
+    data, about_optimizer = DATA[about["data"]], {**OPTIMIZERS, **VARIANTS, **CLIPPED}[optimizer]
     tables = {
         "model": about["model"],
         "data": {**data, "train_examples": GLOBAL_BATCH * updates, "test_examples": 10},
@@ -310,6 +325,7 @@ def run_of(
             "decay": "constant" if optimizer == "schedule-free" else "cosine",
         },
         "layout": layout,
+        "clipping": {"max_norm": 0.01} if optimizer in CLIPPED else None,
     }
     return resolve(build(RunConfig, tables))
 
@@ -509,6 +525,23 @@ def variant_table() -> list[Any]:
 @pytest.mark.parametrize(("optimizer", "model", "layout"), variant_table())
 def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, model, layout):
     """Trust ratios, clips and averages are of whole layers, however they are split."""
+    assert_trains_as_on_one_device(model, optimizer, LAYOUTS[layout])
+
+
+@pytest.mark.slow_except("muon-mlp-data=2 x fsdp=4", "soap-mlp-data=2 x tensor=4")
+@pytest.mark.parametrize(
+    ("optimizer", "model", "layout"),
+    [
+        *itertools.product(["muon", "soap"], ["mlp"], LAYOUTS),
+        ("muon", "gpt", "data=2 x fsdp=4"),
+        ("shampoo", "mlp", "data=2 x fsdp=4"),
+        ("mars", "mlp", "data=2 x tensor=4"),
+        ("adafactor", "mlp", "data=2 x fsdp=4"),
+        ("cautious", "mlp", "data=2 x tensor=4"),
+    ],
+)
+def test_clipping_and_matrices_are_of_whole_arrays(optimizer, model, layout):
+    """Norms, products and preconditioners are those of one device, however matrices are split."""
     assert_trains_as_on_one_device(model, optimizer, LAYOUTS[layout])
 
 

@@ -1,7 +1,7 @@
 """Local SGD: each device updates its own parameters, and all average them every few steps.
 
 One program has both, the average behind a condition. How often each condition holds in the mean of
-a run, `gradient_sync_shares` gives for costing, by named scope.
+a run, `condition_shares` gives for costing, by named scope.
 
 A device none of whose rows count in a step makes no update in it: its parameters, statistics and
 optimizer state stay as they are, and the learning rate goes on as for the others. An average is of

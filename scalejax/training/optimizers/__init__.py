@@ -14,17 +14,27 @@ from jax.tree_util import tree_map_with_path
 from optax import GradientTransformation
 
 from scalejax.config.optimizer import (
+    AdafactorConfig,
     AdagradConfig,
     AdamWConfig,
     LambConfig,
     LarsConfig,
+    LionConfig,
+    MarsConfig,
+    MatrixOptimizerConfig,
+    MuonConfig,
     OptimizerConfig,
     ScheduleFreeConfig,
     SgdConfig,
+    ShampooConfig,
+    SoapConfig,
 )
 from scalejax.models import parameter_path
 from scalejax.models.lora import ADAPTERS
+from scalejax.training.optimizers.gradient_directions import cautious, corrected_by_the_last
 from scalejax.training.optimizers.loss_scale import LossScaled
+from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
+from scalejax.training.optimizers.preconditioned import scale_by_shampoo, scale_by_soap
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
 
@@ -37,7 +47,11 @@ Mask = Callable[[Any], Any]
 
 @singledispatch
 def build_optimizer(
-    config: OptimizerConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+    config: OptimizerConfig,
+    schedule: Schedule,
+    *,
+    stacked: tuple[str, ...],
+    fused: tuple[tuple[str, int], ...] = (),
 ) -> GradientTransformation:
     """The Optax transformation that `config` names; its updates are added to the parameters.
 
@@ -47,6 +61,7 @@ def build_optimizer(
         config: which optimizer, and its numbers.
         schedule: the learning rate by step.
         stacked: `Network.stacked`; in LARS and LAMB each layer in there has its own trust ratio.
+        fused: `Network.fused`; in Muon, SOAP and Shampoo each of these is a matrix.
     """
     raise NotImplementedError(f"build_optimizer is not registered for {type(config).__name__}")
 
@@ -66,10 +81,13 @@ def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransfor
 
 
 @build_optimizer.register
-def _adamw(config: AdamWConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+def _adamw(
+    config: AdamWConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+) -> GradientTransformation:
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype)
+    adam = _with_second_moment_in(config.nu_dtype, adam)
     return optax.chain(
-        _with_second_moment_in(config.nu_dtype, adam),
+        cautious(adam, stacked) if config.cautious else adam,
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -94,13 +112,125 @@ def _with_second_moment_in(dtype: str, adam: GradientTransformation) -> Gradient
 
 
 @build_optimizer.register
+def _lion(
+    config: LionConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+) -> GradientTransformation:
+    lion = optax.scale_by_lion(config.beta1, config.beta2)
+    return optax.chain(
+        cautious(lion, stacked) if config.cautious else lion,
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+@build_optimizer.register
+def _mars(config: MarsConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    return optax.chain(
+        corrected_by_the_last(config.gamma * config.beta1 / (1 - config.beta1)),
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+@build_optimizer.register
+def _adafactor(config: AdafactorConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    return optax.chain(
+        optax.scale_by_factored_rms(
+            decay_rate=config.decay_exponent, min_dim_size_to_factor=config.smallest_factored
+        ),
+        optax.clip_by_block_rms(config.clipping_threshold),
+        optax.scale_by_param_block_rms() if config.scales_by_parameter else optax.identity(),
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+# --- optimizers of matrices, with AdamW for all else ---
+
+
+@build_optimizer.register
+def _muon(
+    config: MuonConfig,
+    schedule: Schedule,
+    *,
+    stacked: tuple[str, ...],
+    fused: tuple[tuple[str, int], ...] = (),
+) -> GradientTransformation:
+    hidden = HiddenMatrices(stacked, fused)
+
+    def numbers(axes: MatrixAxes | None, _: Any) -> Any:
+        assert axes is not None  # noqa: S101  masked otherwise
+        return optax.contrib.MuonDimensionNumbers(axes.rows, axes.columns)
+
+    def scaled(axes: MatrixAxes | None, update: jax.Array) -> jax.Array:
+        assert axes is not None  # noqa: S101  likewise
+        rows, columns = axes.sides(update.shape)
+        is_rms = config.scale == "rms"
+        return update * (
+            0.2 * max(rows, columns) ** 0.5 if is_rms else max(1.0, columns / rows) ** 0.5
+        )
+
+    orthogonal = optax.contrib.scale_by_muon(
+        ns_steps=config.newton_schulz_steps,
+        beta=config.momentum,
+        nesterov=config.nesterov,
+        weight_dimension_numbers=lambda updates: hidden.mapped(numbers, updates),
+    )
+    sized = optax.stateless(lambda updates, _: hidden.mapped(scaled, updates))
+    return _with_adamw(config, hidden, optax.chain(orthogonal, sized), schedule)
+
+
+@build_optimizer.register
+def _soap(
+    config: SoapConfig,
+    schedule: Schedule,
+    *,
+    stacked: tuple[str, ...],
+    fused: tuple[tuple[str, int], ...] = (),
+) -> GradientTransformation:
+    hidden = HiddenMatrices(stacked, fused)
+    return _with_adamw(config, hidden, scale_by_soap(config, hidden), schedule)
+
+
+@build_optimizer.register
+def _shampoo(
+    config: ShampooConfig,
+    schedule: Schedule,
+    *,
+    stacked: tuple[str, ...],
+    fused: tuple[tuple[str, int], ...] = (),
+) -> GradientTransformation:
+    hidden = HiddenMatrices(stacked, fused)
+    return _with_adamw(config, hidden, scale_by_shampoo(config, hidden), schedule)
+
+
+def _with_adamw(
+    config: MatrixOptimizerConfig,
+    hidden: HiddenMatrices,
+    of_matrices: GradientTransformation,
+    schedule: Schedule,
+) -> GradientTransformation:
+    """`of_matrices` for hidden matrices, and AdamW for all other parameters."""
+    decayed = optax.add_decayed_weights(config.weight_decay, _mask(config))
+    adam = optax.scale_by_adam(config.adamw_beta1, config.adamw_beta2, config.epsilon)
+    others = optax.chain(adam, decayed, optax.scale(config.adamw_rate_factor))
+    return optax.chain(
+        optax.masked(optax.chain(of_matrices, decayed), hidden.is_matrix),
+        optax.masked(others, hidden.is_other),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+@build_optimizer.register
 def _adagrad(config: AdagradConfig, schedule: Schedule, **_: object) -> GradientTransformation:
     return optax.adagrad(schedule, config.initial_accumulator, config.epsilon)
 
 
 @build_optimizer.register
 def _lars(
-    config: LarsConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+    config: LarsConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
 ) -> GradientTransformation:
     mask = _mask(config)
     decayed = optax.add_decayed_weights(config.weight_decay, mask)
@@ -116,7 +246,7 @@ def _lars(
 
 @build_optimizer.register
 def _lamb(
-    config: LambConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+    config: LambConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
 ) -> GradientTransformation:
     is_nvidias, mask = config.variant == "nvlamb", _mask(config)
     bound = config.weight_norm_bound if config.variant == "paper" else None

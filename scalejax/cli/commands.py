@@ -4,9 +4,15 @@
 commands that need it import when they run.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional
+
 from scalejax.cli.bench import Bench, DataBench
-from scalejax.cli.command import Command
+from scalejax.cli.command import Command, PlainCommand, flag
 from scalejax.cli.compare import Compare
+from scalejax.cli.completion import Shell, script
 from scalejax.cli.data import DataConvert, DataInspect
 from scalejax.cli.doctor import Doctor
 from scalejax.cli.emulate import Emulate
@@ -24,6 +30,23 @@ from scalejax.cli.train import (
     SchedulePlot,
     Train,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(PlainCommand):
+    """Print a script with which a shell completes scalejax.
+
+    bash, and zsh after compinit: add `eval "$(scalejax completion bash)"`, or zsh, to ~/.bashrc or
+    ~/.zshrc. fish: scalejax completion fish > ~/.config/fish/completions/scalejax.fish
+    """
+
+    shell: Annotated[Positional[Shell], flag("{bash,zsh,fish}")]
+    """The shell."""
+
+    def execute(self) -> None:
+        """Print the script."""
+        print(script(self.shell, COMMANDS))
+
 
 COMMANDS: dict[str, type[Command]] = {
     "quickstart": Quickstart,
@@ -48,6 +71,7 @@ COMMANDS: dict[str, type[Command]] = {
     "hardware": Hardware,
     "calibrate": Calibrate,
     "doctor": Doctor,
+    "completion": Completion,
     "validate": Validate,
 }
 """The commands by name, as typed after `scalejax`."""

@@ -137,13 +137,17 @@ class ConfigFields(PlainCommand):
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
     """A table or field by its dotted name, such as layout or batch.microbatches. By default all."""
+    grep: Annotated[str | None, flag("TEXT")] = None
+    """Only fields in whose name, values or meaning TEXT is, whatever its case."""
 
     def execute(self) -> None:
         """Print the reference of these fields."""
         from scalejax.config.presets import PRESETS
-        from scalejax.config.reference import named_reference, run_reference
+        from scalejax.config.reference import containing, named_reference, run_reference
 
         sections = run_reference() if self.name is None else named_reference(self.name)
+        if self.grep is not None:
+            sections = containing(sections, self.grep)
         tables.show(tables.reference(sections, PRESETS))
 
 

@@ -72,6 +72,29 @@ def named_reference(name: str) -> list[TableReference]:
     return found
 
 
+def containing(tables: list[TableReference], text: str) -> list[TableReference]:
+    """The fields of `tables` in whose name, values or meaning `text` is, whatever its case.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    wanted = text.casefold()
+    found = [
+        dataclasses.replace(
+            table,
+            fields=tuple(
+                each
+                for each in table.fields
+                if wanted in f"{each.name} {each.accepted} {each.meaning}".casefold()
+            ),
+        )
+        for table in tables
+    ]
+    if not any(table.fields for table in found):
+        raise ConfigError(f"--grep: no field has {text!r} in its name, values or meaning.")
+    return [table for table in found if table.fields]
+
+
 def _of_name(table: TableReference, name: str) -> tuple[FieldReference, ...]:
     """The field of this name, or those of the table of this name."""
     fields = (each for each in table.fields if each.accepted)
@@ -88,13 +111,13 @@ def _tables_of(hint: object, name: str) -> list[TableReference]:
 
 
 def _table(kind: type, name: str) -> TableReference:
-    hints, meanings = _hints(kind), _meanings(kind)
+    hints, texts = _hints(kind), meanings(kind)
     fields = tuple(
         FieldReference(
             name=f"{name}.{field.name}".lstrip("."),
             accepted=_accepted_here(hints[field.name]),
             default=_default(field),
-            meaning=meanings.get(field.name, ""),
+            meaning=texts.get(field.name, ""),
         )
         for field in dataclasses.fields(kind)
     )
@@ -144,10 +167,10 @@ def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
     return "none" if field.default_factory is not dataclasses.MISSING else "required"
 
 
-def _meanings(kind: type) -> dict[str, str]:
+def meanings(kind: type) -> dict[str, str]:
     """The docstring beneath each field; Python does not keep it, so the source is parsed."""
     bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
-    inherited = {name: doc for base in bases for name, doc in _meanings(base).items()}
+    inherited = {name: doc for base in bases for name, doc in meanings(base).items()}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     return inherited | {

@@ -4,7 +4,7 @@ import pytest
 
 from scalejax.cli.main import main
 from scalejax.config.presets import PRESETS
-from scalejax.config.reference import named_reference, run_reference
+from scalejax.config.reference import containing, named_reference, run_reference
 from scalejax.core.errors import ConfigError
 
 
@@ -63,3 +63,12 @@ def test_fields_are_shown_by_the_name_of_their_table_or_their_own():
         named_reference("layot")
     with pytest.raises(ConfigError, match=r"did you mean 'layout\.pipeline'"):
         named_reference("layout.pipelin")
+
+
+def test_fields_that_contain_a_text():
+    """In name, values or meaning, whatever its case; refused where no field has it."""
+    found = {each.name for table in containing(run_reference(), "ADAM") for each in table.fields}
+    assert {"optimizer.epsilon", "schedule.scaling"} <= found
+    assert "data.name" not in found
+    with pytest.raises(ConfigError, match="no field has 'zzz'"):
+        containing(run_reference(), "zzz")

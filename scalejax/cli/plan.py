@@ -1,15 +1,20 @@
 """The command `plan`: the cluster, number of devices and batch with the least time to target.
 
+To a test metric from measured convergence points, or to a final loss of a language model.
+
 Imported without JAX, which is imported when it runs.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from tyro.conf import Positional
+
 from scalejax.cli.command import CostCommand, Overrides, flag
 from scalejax.cli.predict import take_conditions
-from scalejax.config.run import load_config
+from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.units import parse_seconds
@@ -18,7 +23,10 @@ from scalejax.simulator.frameworks import framework_named
 from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
+    from scalejax.planning.time_to_target.plan import Plan
     from scalejax.planning.time_to_target.run import ClusterOption
+
+_LOSS = "loss="
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +34,22 @@ class PlanRun(CostCommand):
     """Find the devices and batch that reach a target soonest.
 
     Time to target is the number of steps that the batch needs, from measured convergence points,
-    times the predicted step time. A flag with a dot replaces a field of the file, or of
+    times the predicted step time. --target loss=L is the final loss of a decoder, whose tokens,
+    batch and rate follow from published runs. A flag with a dot replaces a field of the file, or of
     --conditions.
     """
 
+    run_file: Annotated[Positional[Path | None], flag("RUN.toml")] = None  # type: ignore[assignment]  or --model
+    """The config of the run, unless --model names a decoder."""
+    model: Annotated[str | None, flag("NAME")] = None
+    """In place of RUN.toml, for a loss: llama-like:N=1b, or a published decoder (llama3-8b)."""
     clusters: Annotated[str, flag("A,B,...")]
     """Clusters to choose from: names in the catalogue, or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
     target: Annotated[str | None, flag("VALUE")] = None
-    """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points."""
+    """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points. Or
+    loss=2.6, nats per token."""
     convergence: Annotated[str | None, flag("FILE|DIR")] = None
     """Steps to target by batch: CSV or Parquet of runs, TOML or JSON of points and optionally a
     noise scale, the folder of a run or sweep with its noise scale, or the name of published points.
@@ -53,6 +67,15 @@ class PlanRun(CostCommand):
     --price."""
     price: Annotated[str | None, flag("PRICE")] = None
     """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each."""
+    watts: Annotated[float | None, flag("W")] = None
+    """Power of a device with its share of host, network and cooling, for the energy to a loss."""
+    anchor: Annotated[str | None, flag("RUN")] = None
+    """Run of another corpus that losses are moved to: loss=3.1,tokens=2e10,parameters=1e9
+    (batch_tokens, learning_rate, sparsity if not the best; more runs after semicolons), or its
+    folder."""
+    from_sweep: Annotated[Path | None, flag("DIR")] = None
+    """Folder of a sweep of small decoders, three sizes or more, whose losses say what the large one
+    needs, in place of published runs."""
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write the plan here, for scalejax report."""
     output: Annotated[Path | None, flag("DIR")] = None
@@ -60,14 +83,41 @@ class PlanRun(CostCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Plan, print the table, write the plan; refuse if no option meets the limits."""
-        from scalejax.planning.convergence import parse_target
         from scalejax.planning.time_to_target import notes
-        from scalejax.planning.time_to_target.run import find_convergence, plan_run
         from scalejax.report.html.plan import save_plan
         from scalejax.report.terminal import plan as plan_tables
 
         serialization.require_writable("json", self.json)
         serialization.require_writable_folder("output", self.output)
+        if self.target is not None and self.target.strip().startswith(_LOSS):
+            plan = self._to_loss(overrides)
+        else:
+            plan = self._to_metric(overrides)
+        if not plan.points:
+            raise DoesNotFit(notes.nothing(plan))
+        tables.show(plan_tables.planned(plan))
+        for path in (self.json, self.output and self.output / "plan.json"):
+            if path is not None:
+                serialization.save(plan, path)
+                print(f"wrote {path}; scalejax report {path} draws it")
+        if self.output is not None:
+            save_plan(plan, path=self.output / "plan.png")
+            print(f"wrote {self.output / 'plan.png'}")
+        if plan.nearest is not None:
+            raise DoesNotFit(notes.missed(plan))
+
+    def _to_metric(self, overrides: Overrides) -> "Plan":
+        """Plan to a test metric, from convergence points."""
+        from scalejax.planning.convergence import parse_target
+        from scalejax.planning.time_to_target.run import find_convergence, plan_run
+
+        if self.run_file is None or self.model is not None:
+            raise ConfigError(
+                "a plan to a test metric needs RUN.toml; --model is for --target loss=L."
+            )
+        for name in ("watts", "anchor", "from_sweep"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(refusal(name, value, "it is for --target loss=L"))
         counts = parse_range("devices", self.devices)
         batches = parse_range("global_batch", self.global_batch) if self.global_batch else []
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
@@ -80,7 +130,7 @@ class PlanRun(CostCommand):
             config, self.convergence, target=target, recipe=self.recipe, facts=facts
         )
         with progress.compiling_programs() as on_progress:
-            plan = plan_run(
+            return plan_run(
                 config,
                 options,
                 counts,
@@ -94,18 +144,59 @@ class PlanRun(CostCommand):
                 facts=facts,
                 on_progress=on_progress,
             )
-        if not plan.points:
-            raise DoesNotFit(notes.nothing(plan))
-        tables.show(plan_tables.planned(plan))
-        for path in (self.json, self.output and self.output / "plan.json"):
-            if path is not None:
-                serialization.save(plan, path)
-                print(f"wrote {path}; scalejax report {path} draws it")
-        if self.output is not None:
-            save_plan(plan, path=self.output / "plan.png")
-            print(f"wrote {self.output / 'plan.png'}")
-        if plan.nearest is not None:
-            raise DoesNotFit(notes.missed(plan))
+
+    def _to_loss(self, overrides: Overrides) -> "Plan":
+        """Plan to a final loss of a decoder."""
+        from scalejax.planning.convergence.loss_surface import anchored, published_surface
+        from scalejax.planning.time_to_target.language import anchors_of, ladder_of, plan_loss
+
+        for name in ("convergence", "recipe", "global_batch"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(refusal(name, value, "it is for a test metric, not for a loss"))
+        loss = _number("target", (self.target or "").strip().removeprefix(_LOSS))
+        counts = parse_range("devices", self.devices)
+        deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
+        framework = framework_named(self.framework)
+        options, rest = self._options(overrides)
+        config, name = self._decoder(rest)
+        facts = facts_of(config, self.run_file or Path(), rest, self.facts)
+        if self.from_sweep is not None and self.anchor is not None:
+            accepted = "a ladder is of its own corpus; leave one of the two out"
+            raise ConfigError(refusal("anchor", self.anchor, accepted))
+        surface = published_surface() if self.from_sweep is None else ladder_of(self.from_sweep)
+        if self.anchor is not None:
+            surface = anchored(surface, anchors_of(self.anchor, surface))
+        with progress.planning() as on_progress:
+            return plan_loss(
+                config,
+                options,
+                counts,
+                surface,
+                loss,
+                name=name,
+                deadline_seconds=deadline,
+                budget=self.budget,
+                watts_per_device=self.watts,
+                framework=framework,
+                facts=facts,
+                on_progress=on_progress,
+            )
+
+    def _decoder(self, overrides: Overrides) -> tuple[RunConfig, str]:
+        """The run whose loss is planned for, and what its network is called."""
+        from scalejax.planning.search.run import SEARCHED_FIELDS
+        from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
+
+        if (self.run_file is None) == (self.model is None):
+            raise ConfigError("plan needs either RUN.toml or --model NAME, and not both.")
+        if self.model is None:
+            run_file: Path = self.run_file  # type: ignore[assignment]  one of the two is given
+            config = load_config(run_file, {**overrides, **SEARCHED_FIELDS})
+            return config, config.model.name
+        if self.model.startswith(LIKE_LLAMA):
+            return like_llama(self.model, overrides), self.model
+        batch: Overrides = {"batch.global_batch": 1024}
+        return published_run(self.model, {**SEARCHED_FIELDS, **batch, **overrides}), self.model
 
     def _options(self, overrides: Overrides) -> tuple[list["ClusterOption"], Overrides]:
         """The cluster options with their prices, and the overrides of the run."""
@@ -148,6 +239,16 @@ def parse_range(field: str, text: str) -> list[int]:
             found.append(low)
             low *= 2
     return sorted(set(found))
+
+
+def _number(field: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ConfigError(refusal(field, text, "it must be a number, as in loss=2.6")) from error
+    if not math.isfinite(value):
+        raise ConfigError(refusal(field, text, "it must be finite"))
+    return value
 
 
 def _numbers(field: str, text: str) -> list[float]:

@@ -143,6 +143,16 @@ def searching() -> AbstractContextManager[OnProgress]:
     )
 
 
+def planning() -> AbstractContextManager[OnProgress]:
+    """A display of the clusters' device counts that are planned, and how many there are."""
+    return _display(
+        "planning",
+        (MofNCompleteColumn(), TimeElapsedColumn()),
+        lambda each: None if each.done else f"planning {each.total:.0f} numbers of devices ...",
+        lambda each: {"completed": each.done, "total": each.total},
+    )
+
+
 def measuring(stages: int) -> AbstractContextManager[OnProgress]:
     """A display of the current one of the `stages` of a measurement, each of which is a part."""
     names: set[str] = set()

@@ -15,7 +15,7 @@ Arithmetic alone: what the constants are, `experiments/loss_model` finds.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -48,6 +48,12 @@ _START = np.array(
 _START_BASE = np.array([1.3, -0.3, 0.25, 0.05])  # E, ln A, a, s
 _PRIOR = 0.05
 """Weight of the start in a fit: a constant that the runs say nothing of stays there."""
+_EXPONENT_DEVIATION, _COEFFICIENT_DEVIATION = 0.05, 1.0
+"""How far exponents, and logarithms of coefficients, of another corpus are taken to be from those
+of a known one: assumed."""
+_TOLERANCE = 0.02
+"""Mean error of the largest runs up to which a ladder is said to have foretold them."""
+_LEAST_RUNGS = 3
 _SCATTER = 0.004
 """Scale of a run's ln loss about its surface in a fit, beyond which the loss function is linear."""
 DIVERGED = 1.2
@@ -216,6 +222,9 @@ class LossModel:
     """Standard deviation of ln scale."""
     context: tuple[str, ...] = ()
     """What holds of all its runs: corpus, optimizer, schedule."""
+    shown: dict[str, float] = field(default_factory=dict)
+    """How many times as many parameters and tokens as the smaller runs had it was shown to hold, by
+    name, and so how far beyond its runs it is used; empty where there is no such limit."""
 
     def loss(self, run: LanguageRun) -> Estimate:
         """Final loss of `run`, if it does not diverge."""
@@ -302,6 +311,24 @@ class LossModel:
             return 0.0
         return float(expit(_with_constant(_logarithms([run])) @ np.array(self.divergence))[0])
 
+    def require_shown(self, parameters: float, tokens: float) -> None:
+        """Refuse to go beyond the runs by more than was `shown`.
+
+        Raises:
+            ConfigError: if it would.
+        """
+        for name, value in (("parameters", parameters), ("tokens", tokens)):
+            if (factor := self.shown.get(name)) is None:
+                continue
+            most = self.ranges[name][1]
+            if value > most * factor * _ROUNDING:
+                accepted = (
+                    f"the ladder goes to {most:.3g}, and of its own largest runs it foretold those "
+                    f"up to {factor:.3g} times as large as what it was fitted to within "
+                    f"{_TOLERANCE:.0%}: it holds to {most * factor:.3g}; train a larger rung"
+                )
+                raise ConfigError(refusal(name, f"{value:.3g}", accepted))
+
     def beyond(self, parameters: float, tokens: float, sparsity: float = 1.0) -> tuple[str, ...]:
         """Where such a run lies beyond those that the surface was fitted to, in words."""
         found = []
@@ -377,17 +404,24 @@ def relative_loss(runs: Sequence[LanguageRun]) -> Floats:
     return np.array([(run.loss or math.nan) / best[run.cell] for run in runs])
 
 
-def fit_surface(runs: Sequence[LanguageRun]) -> Surface:
+def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Surface:
     """The surface of least misfit in ln loss, by Huber-like least squares.
 
     Args:
         runs: runs with losses that did not diverge, such as those up to `FITTED`.
+        near: surface of another corpus, whose exponents are taken to be about those of `runs`, and
+            its coefficients to be anything; None for runs that say all by themselves.
 
     Raises:
-        ConfigError: if there are fewer runs than constants.
+        ConfigError: if there are fewer runs than constants, and no other surface.
     """
     start = np.concatenate([_START_BASE, _START.ravel()])
-    if len(runs) < start.size:
+    prior = np.full(start.size, _PRIOR)
+    if near is not None:
+        start = _vector(near)
+        prior = np.full(start.size, 1 / _EXPONENT_DEVIATION)
+        prior[[0, 1, *range(4, start.size, _START.shape[1])]] = 1 / _COEFFICIENT_DEVIATION
+    elif len(runs) < start.size:
         accepted = f"a surface of {start.size} constants needs as many runs"
         raise ConfigError(refusal("runs", len(runs), accepted))
     logs = _logarithms(runs)
@@ -395,18 +429,83 @@ def fit_surface(runs: Sequence[LanguageRun]) -> Surface:
 
     def misfits(vector: Floats) -> Floats:
         off = np.log(np.maximum(_losses(vector, logs), 0.1)) - measured
-        return np.concatenate([off / _SCATTER, _PRIOR * (vector - start)])
+        return np.concatenate([off / _SCATTER, prior * (vector - start)])
 
     def slopes(vector: Floats) -> Floats:
         losses = np.maximum(_losses(vector, logs), 0.1)
         slope = _gradients(vector, logs) / losses[:, None] / _SCATTER
-        return np.concatenate([slope, _PRIOR * np.eye(start.size)])
+        return np.concatenate([slope, np.diag(prior)])
 
     found = least_squares(misfits, start, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
     terms = found[4:].reshape(_START.shape)
     return Surface(
         base=tuple(map(float, found[:4])), terms=tuple(tuple(map(float, each)) for each in terms)
     )
+
+
+def fit_ladder(
+    runs: Sequence[LanguageRun], near: Surface | None = None, *, name: str = "the ladder"
+) -> LossModel:
+    """Model of a ladder of small runs, which says how far beyond them it may be used.
+
+    Args:
+        runs: runs of three sizes or more, with losses.
+        near: see `fit_surface`.
+        name: what the runs are.
+
+    Raises:
+        ConfigError: if there are fewer sizes, or runs than constants without another surface.
+    """
+    usable = [run for run, off in zip(runs, relative_loss(runs), strict=True) if off < FITTED]
+    sizes = {run.parameters for run in usable}
+    if len(sizes) < _LEAST_RUNGS:
+        accepted = "a ladder needs runs of three sizes, so that two can foretell the third"
+        raise ConfigError(refusal("sizes", f"{len(sizes)} of them", accepted))
+    cells = sorted({run.cell for run in usable})
+    parts = [[run for run in usable if run.cell == cell] for cell in cells]
+    left_out = [fit_surface([r for r in usable if r.cell != cell], near) for cell in cells]
+    errors = [_error(surface, part) for surface, part in zip(left_out, parts, strict=True)]
+    shown, slopes = {}, []
+    for what in ("parameters", "tokens"):
+        shown[what], found = _shown(usable, what, near)
+        slopes += found
+    return LossModel(
+        name=name,
+        surface=fit_surface(usable, near),
+        cells=tuple(cells),
+        left_out=tuple(left_out),
+        divergence=fit_divergence(runs),
+        deviation=math.sqrt(float(np.mean(np.square(errors)))),
+        deviation_beyond=math.sqrt(float(np.mean(np.square(slopes)))) if slopes else 0.0,
+        shown=shown,
+    )
+
+
+def _error(surface: Surface, runs: Sequence[LanguageRun]) -> float:
+    """Mean of |ln predicted - ln measured|."""
+    off = [math.log(surface.loss(run) / run.loss) for run in runs if run.loss]
+    return float(np.mean(np.abs(off)))
+
+
+def _shown(
+    runs: Sequence[LanguageRun], what: str, near: Surface | None
+) -> tuple[float, list[float]]:
+    """The largest factor by which runs with the most of `what` were beyond those that foretold them
+    within `_TOLERANCE`, smaller factors too; and the error for each factor e, of each that was
+    tried. 1 where none was foretold."""
+    values = sorted({getattr(run, what) for run in runs})
+    largest = [run for run in runs if getattr(run, what) == values[-1]]
+    factor, slopes = 1.0, []
+    for most in reversed(values[1:-1]):
+        rest = [run for run in runs if getattr(run, what) <= most]
+        if near is None and len(rest) < _START.size + len(_START_BASE):
+            break
+        error, beyond = _error(fit_surface(rest, near), largest), values[-1] / most
+        slopes.append(error / math.log(beyond))
+        if error > _TOLERANCE:
+            break
+        factor = beyond
+    return factor, slopes
 
 
 def fit_divergence(runs: Sequence[LanguageRun]) -> tuple[float, ...]:

@@ -393,31 +393,9 @@ def _ranked(
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
     """Yield the table's rows, with predictions of the whole closed-form programs."""
-    shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
-    workspace = workspace_bytes(cluster.chip)
     for place, each in enumerate(best, start=1):
-        shapes = (
-            replace(shape, vocabulary=shape.vocabulary * times)
-            for times in (1, *framework.vocabulary_factors)
-        )
-        program, *larger = (
-            transformer_program(one, each.strategy, workspace_bytes=workspace) for one in shapes
-        )
-        note = None
-        if framework.kernels is not None:
-            try:
-                run = run_of(config, each.strategy, facts)
-                program = program_in_closed_form(
-                    ProfileJob(run=run, cluster=cluster, framework=framework)
-                )
-            except ConfigError as error:  # scalejax trains no such run
-                note = f"as XLA runs it: {' '.join(str(error).split())}"
-        elif framework != XLA:
-            try:
-                program = framework.applied(program, run_of(config, each.strategy, facts), larger)
-            except ConfigError as error:  # scalejax trains no such run
-                note = f"as XLA runs it: {' '.join(str(error).split())}"
-        prediction, price = predict(program, cluster, site=site), None
+        prediction, note = prediction_of(config, facts, cluster, site, each.strategy, framework)
+        price = None
         if price_per_device_hour is not None:
             candidate = replace(each, step_seconds=prediction.step_seconds)
             price = 1e6 * candidate.device_hours_per_sample * price_per_device_hour
@@ -430,6 +408,39 @@ def _ranked(
             confirmed=None,
             note=note,
         )
+
+
+def prediction_of(
+    config: RunConfig,
+    facts: DatasetFacts | None,
+    cluster: Cluster,
+    site: Site,
+    strategy: Strategy,
+    framework: Framework = XLA,
+) -> tuple[Prediction, str | None]:
+    """Prediction of a strategy's whole program in closed form, and why it is not its framework's
+    own, if it is not."""
+    shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
+    shapes = (
+        replace(shape, vocabulary=shape.vocabulary * times)
+        for times in (1, *framework.vocabulary_factors)
+    )
+    workspace = workspace_bytes(cluster.chip)
+    program, *larger = (
+        transformer_program(one, strategy, workspace_bytes=workspace) for one in shapes
+    )
+    note = None
+    try:
+        if framework.kernels is not None:
+            run = run_of(config, strategy, facts)
+            program = program_in_closed_form(
+                ProfileJob(run=run, cluster=cluster, framework=framework)
+            )
+        elif framework != XLA:
+            program = framework.applied(program, run_of(config, strategy, facts), larger)
+    except ConfigError as error:  # scalejax trains no such run
+        note = f"as XLA runs it: {' '.join(str(error).split())}"
+    return predict(program, cluster, site=site), note
 
 
 def in_words(strategy: Strategy) -> str:

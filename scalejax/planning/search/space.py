@@ -87,6 +87,48 @@ def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Ite
                         yield Group(split, recompute, parallel, context, stages, chunks)
 
 
+def common_groups(
+    shape: TransformerShape, device_count: int, global_batch: int, devices_per_node: int
+) -> Iterator[tuple[int, list[Group]]]:
+    """Yield the groups that most runs are made of, by rising size of the tensor axis.
+
+    Data and fsdp, fsdp over the devices of a node, of some nodes or over all; tensor within a node;
+    experts over as many devices as divide them; one to eight samples of a device at once; no
+    pipeline and no context. Some hundreds, of the tens of thousands of `groups`.
+    """
+    divided = (*_divided(shape), shape.vocabulary)
+    for tensor in _divisors(math.gcd(device_count, *divided)):
+        shards = device_count // tensor
+        if tensor > devices_per_node or global_batch % shards:
+            continue
+        widths = [n for n in _divisors(math.gcd(shards, shape.hidden // tensor)) if n * tensor > 1]
+        near = [n for n in widths if n * tensor in (devices_per_node, 8 * devices_per_node)]
+        found: list[Group] = []
+        for fsdp in sorted({1, *near, *widths[-1:]}):
+            experts = _divisors(math.gcd(shards // fsdp, shape.expert_count))
+            for expert in sorted({experts[0], experts[-1]}):
+                layout = Layout(
+                    data=shards // fsdp // expert, fsdp=fsdp, expert=expert, tensor=tensor,
+                    context=1, pipeline=1,
+                )  # fmt: skip
+                samples = global_batch // layout.batch_shards
+                for microbatch in (1, 2, 4, 8):
+                    if samples % microbatch:
+                        continue
+                    split = BatchSplit(
+                        global_batch=global_batch,
+                        layout=layout,
+                        microbatches=samples // microbatch,
+                    )
+                    found += [
+                        Group(split, recompute, tensor > 1, "all_gather", stages, (1,))
+                        for recompute in _RECOMPUTES
+                        for stages in (_zero_stages(shape, layout),)
+                        if tensor == 1 or True in _sequence_parallel(shape, layout)
+                    ]
+        yield tensor, found
+
+
 def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int, ...]:
     """Sizes of the tensor axis that divide devices and blocks, but not the vocabulary."""
     sizes = {

@@ -121,6 +121,7 @@ def notes_of(
 
 # Descriptions of a plan: its answers, its limits, and the lack of an answer.
 
+_JOULES_PER_KWH = 3.6e6
 _SURE = 0.98
 """Probability beyond which a range of p10 to p90 is not informative."""
 
@@ -157,6 +158,12 @@ def described(plan: Plan, point: PlanPoint) -> str:
         f"{counted(point.device_count, 'device')} of {point.cluster}, batch {point.global_batch}: "
         f"{format_seconds(point.run_seconds)}{span}, {_cost_in_words(plan, point.cost)}"
     )
+    if point.energy_joules is not None:
+        words += f", {format_cost(point.energy_joules / _JOULES_PER_KWH)} kWh"
+    if point.tokens is not None and point.learning_rate is not None:
+        words += f", {format_count(point.tokens)} tokens at peak rate {point.learning_rate:.2g}"
+    if point.strategy is not None:
+        words += f" ({point.strategy})"
     if plan.deadline_seconds is not None:
         chance = deadline_probability(point, plan.deadline_seconds)
         words += f", in time with probability {_probability(chance)}"

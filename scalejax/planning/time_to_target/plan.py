@@ -50,6 +50,14 @@ class PlanPoint:
     """Device-hours times the price of one, or device-hours where no price is given."""
     is_extrapolated: bool = False
     """Whether the batch is larger than any measured to reach the target."""
+    tokens: float | None = None
+    """Tokens trained on until the target is reached, the median; None for other networks."""
+    learning_rate: float | None = None
+    """Best peak learning rate at the batch; None where no surface of losses says it."""
+    strategy: str | None = None
+    """Layout, microbatch, recompute and ZeRO stage; None where the run's file gives them."""
+    energy_joules: float | None = None
+    """Energy of the run at the given power of a device; None without it."""
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "run_seconds", "p10_run_seconds", "p90_run_seconds", "cost"):

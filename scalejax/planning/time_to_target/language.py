@@ -1,0 +1,451 @@
+"""Plan of the time until a language model reaches a loss: tokens from the surface of losses, step
+times in closed form.
+
+For each cluster and device count: the batches around the best one, the tokens that each needs, the
+fastest of the common layouts, and of these the soonest and the cheapest.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.run import RunConfig, load_config, published_run
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.progress import OnProgress, Progress, no_display
+from scalejax.core.serialization import JsonValue
+from scalejax.core.units import counted, format_count
+from scalejax.hardware import load_chip
+from scalejax.planning.convergence.hyperbola import Estimate
+from scalejax.planning.convergence.loss_surface import (
+    DIVERGES_ABOVE,
+    LanguageRun,
+    LossModel,
+    fit_ladder,
+    published_surface,
+)
+from scalejax.planning.search.costs import Candidate
+from scalejax.planning.search.parallel import SearchSpec, candidates
+from scalejax.planning.search.run import SEARCHED_FIELDS, in_words, prediction_of
+from scalejax.planning.search.space import common_groups
+from scalejax.planning.time_to_target.plan import Plan, PlanPoint, answered, plan_point
+from scalejax.planning.time_to_target.run import ClusterOption
+from scalejax.simulator.frameworks import XLA, Framework
+from scalejax.simulator.transformer import TransformerShape
+from scalejax.training.record import RunRecord, facts_of
+from scalejax.xla.closed_form import installed_compiler, shape_of
+
+_VOCABULARY, _TOKENS = 65_536, 2048
+"""Of the runs that the published surface is of, and of a network that is like Llama."""
+_HEAD, _FFN_MULTIPLE = 128, 256
+_SHARDED = 512
+_SIZES = {"": 1.0, "m": 1e6, "b": 1e9, "t": 1e12}
+_BATCHES = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Batches that are planned with, over the best one."""
+_WIDEST_BATCH = 2048 * 2048
+"""Tokens of the largest batch of the published runs."""
+_TOO_MANY = "more devices than the cluster has"
+_NO_LAYOUT = "no common layout fits or divides; scalejax search tries all, with pipelines"
+_NOT_REACHED = "the batch is so large that no number of tokens reaches the loss"
+
+
+LIKE_LLAMA = "llama-like"
+"""What names of networks begin with that are made by their number of parameters."""
+
+
+def like_llama(text: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
+    """Run of a decoder of Llama's blocks with about as many parameters as `text` says, such as
+    "llama-like:N=1b", without embeddings: width 128 times the layers, as of Llama 7B and 13B
+    (Touvron et al. 2023, arXiv 2302.13971, table 2), heads of 128, SwiGLU of 8/3 the width.
+
+    Raises:
+        ConfigError: if it says something else.
+    """
+    accepted = "it must be llama-like:N=SIZE, such as llama-like:N=1b, or a published decoder"
+    match = re.fullmatch(r"llama-like:n=([0-9.]+)([mbt]?)", text.strip().lower())
+    if match is None:
+        raise ConfigError(refusal("model", text, accepted))
+    try:
+        parameters = float(match[1]) * _SIZES[match[2]]
+    except ValueError as error:
+        raise ConfigError(refusal("model", text, accepted)) from error
+    if not 1e6 <= parameters <= 1e13:
+        raise ConfigError(refusal("model", text, "N must be from 1m to 10t"))
+    # A block has 4 h^2 of attention and 8 h^2 of SwiGLU; h / 128 of them.
+    ideal = (parameters * _HEAD / 12) ** (1 / 3)
+    multiple = _SHARDED if ideal > 4 * _SHARDED else _HEAD
+    hidden = max(_HEAD, round(ideal / multiple) * multiple)
+    layers = max(1, round(parameters / (12 * hidden**2)))
+    ffn = max(_FFN_MULTIPLE, round(8 / 3 * hidden / _FFN_MULTIPLE) * _FFN_MULTIPLE)
+    sizes: dict[str, JsonValue] = {
+        "model.layers": layers,
+        "model.hidden": hidden,
+        "model.heads": hidden // _HEAD,
+        "model.kv_heads": hidden // _HEAD,
+        "model.ffn_hidden": ffn,
+        "data.vocabulary": _VOCABULARY,
+        "data.tokens": _TOKENS,
+        "batch.global_batch": 1024,
+    }
+    return published_run("llama3-8b", {**SEARCHED_FIELDS, **sizes, **(overrides or {})})
+
+
+def parameters_of(shape: TransformerShape) -> float:
+    """Parameters without embeddings and output layer, all experts included."""
+    tables = shape.vocabulary * shape.hidden * (1 if shape.has_tied_embeddings else 2)
+    return float(shape.parameters - tables)
+
+
+def sparsity_of(shape: TransformerShape) -> float:
+    """Experts over experts of a token, shared ones in both; 1 where dense."""
+    moe = shape.experts
+    if moe is None:
+        return 1.0
+    shared = moe.shared_experts or 0
+    return (moe.experts + shared) / (moe.experts_per_token + shared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A batch with the tokens that it needs."""
+
+    samples: int
+    tokens: Estimate
+    learning_rate: float
+
+
+def plan_loss(
+    config: RunConfig,
+    options: Sequence[ClusterOption],
+    device_counts: Sequence[int],
+    model: LossModel,
+    loss: float,
+    *,
+    name: str | None = None,
+    deadline_seconds: float | None = None,
+    budget: float | None = None,
+    watts_per_device: float | None = None,
+    framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
+    notes: Sequence[str] = (),
+    on_progress: OnProgress = no_display,
+) -> Plan:
+    """Plan of `config` until `loss`: all clusters and device counts, and the best of them.
+
+    Args:
+        config: the network, its tokens and precision; batch, layout, microbatches and remat are
+            chosen.
+        options: clusters to choose from, all with a price or none.
+        device_counts: device counts to choose from.
+        model: what losses follow from.
+        loss: final loss, nats per token.
+        name: what the network is called; by default as in `config`.
+        deadline_seconds: time within which it must be reached.
+        budget: maximum cost: in the currency of the prices, or in device-hours.
+        watts_per_device: power of a device with its share of host, network and cooling.
+        framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
+        notes: further notes.
+        on_progress: called with the device counts that were planned, and of all.
+
+    Raises:
+        ConfigError: if no number of tokens reaches the loss, or there is nothing to choose from.
+    """
+    require_above("target loss", loss, 0)
+    require_above("watts", watts_per_device, 0)
+    for field, limit in (("deadline", deadline_seconds), ("budget", budget)):
+        require_above(field, limit, 0)
+    if len({option.price_per_device_hour is None for option in options}) != 1:
+        raise ConfigError(refusal("price", "", "each cluster needs one, or none has one"))
+    counts = sorted(set(device_counts))
+    require_at_least("devices", min(counts, default=0), 1)
+    shape = shape_of(config, options[0].cluster.chip, facts, compiler=installed_compiler())
+    parameters, sparsity = parameters_of(shape), sparsity_of(shape)
+    model.require_shown(parameters, 0.0)
+    best = model.tokens_to(loss, parameters, sparsity)
+    model.require_shown(parameters, best.p50)
+    optimum = model.best(parameters, best.p50, sparsity)
+
+    @cache
+    def batch_of(samples: int) -> _Batch | None:
+        size = samples * shape.tokens
+        try:
+            tokens = model.tokens_to(loss, parameters, sparsity, batch_tokens=size)
+        except ConfigError:
+            return None
+        found = model.best(parameters, tokens.p50, sparsity, batch_tokens=size)
+        return _Batch(samples=samples, tokens=tokens, learning_rate=found.learning_rate)
+
+    left_out: Counter[str] = Counter()
+    points: list[PlanPoint] = []
+    predicted_notes: dict[str, None] = {}
+    for done, (option, count) in enumerate((o, c) for o in options for c in counts):
+        on_progress(Progress(done=done, total=len(options) * len(counts)))
+        if count > option.cluster.most_devices:
+            left_out[_TOO_MANY] += 1
+            continue
+        spec = SearchSpec(
+            shape=shape_of(config, option.cluster.chip, facts, compiler=installed_compiler()),
+            cluster=option.cluster,
+            site=option.site,
+            moments=config.optimizer.moments,
+        )
+        timed: list[tuple[float, _Batch, Candidate]] = []
+        for samples in _samples(optimum.batch_tokens / shape.tokens, count):
+            if (batch := batch_of(samples)) is None:
+                left_out[_NOT_REACHED] += 1
+            elif (fastest := _fastest(spec, count, samples)) is not None:
+                steps = batch.tokens.p50 / (samples * shape.tokens)
+                timed.append((steps * fastest.step_seconds, batch, fastest))
+        if not timed:
+            left_out[_NO_LAYOUT] += 1
+        # Device-hours are those seconds times the same count, so that soonest is cheapest too.
+        for _, batch, candidate in sorted(timed, key=lambda each: each[0])[:1]:
+            prediction, note = prediction_of(
+                config, facts, option.cluster, option.site, candidate.strategy, framework
+            )
+            predicted_notes |= dict.fromkeys(
+                each for each in (*prediction.notes, note) if each and not each.startswith("MFU ")
+            )
+            point = plan_point(
+                prediction,
+                batch.tokens.divided_by(batch.samples * shape.tokens),
+                price_per_device_hour=option.price_per_device_hour,
+                is_extrapolated=bool(model.beyond(parameters, batch.tokens.p50, sparsity))
+                or batch.samples * shape.tokens > _WIDEST_BATCH,
+            )
+            watts = watts_per_device
+            points.append(
+                replace(
+                    point,
+                    # The surface may say that the p90 of tokens is never reached.
+                    p90_run_seconds=_finite(point.p90_run_seconds),
+                    tokens=batch.tokens.p50,
+                    learning_rate=batch.learning_rate,
+                    strategy=in_words(candidate.strategy),
+                    energy_joules=watts and watts * point.device_hours * 3600.0,
+                )
+            )
+    clusters = ", ".join(option.cluster.name for option in options)
+    run = LanguageRun(
+        parameters=parameters,
+        tokens=best.p50,
+        batch_tokens=optimum.batch_tokens,
+        learning_rate=optimum.learning_rate,
+        sparsity=sparsity,
+    )
+    plan = Plan(
+        points=tuple(points),
+        title=framework.title_of(f"{name or config.model.name} on {clusters}"),
+        target=f"loss {loss:g}",
+        steps_source=_source(model, run, best, shape),
+        has_convergence=True,
+        is_priced=options[0].price_per_device_hour is not None,
+        deadline_seconds=deadline_seconds,
+        budget=budget,
+        left_out=tuple(left_out.items()),
+        notes=(*_notes(model, run, shape, options, watts_per_device), *notes, *predicted_notes),
+    )
+    return answered(plan)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _samples(best: float, count: int) -> list[int]:
+    """Batches around the best one that devices divide: powers of two times the odd part of their
+    number."""
+    odd = count
+    while odd % 2 == 0:
+        odd //= 2
+    found = {odd * 2 ** max(0, round(math.log2(best * each / odd))) for each in _BATCHES}
+    return sorted(found)
+
+
+def _fastest(spec: SearchSpec, count: int, samples: int) -> Candidate | None:
+    """The fastest of the common layouts; larger tensor axes are tried until one size fits, or two
+    where devices have a sample or less, so that no more of them are of use along data."""
+    best: Candidate | None = None
+    fitting, wanted = 0, 1 if samples > count else 2
+    for _, found in common_groups(spec.shape, count, samples, spec.cluster.devices_per_node):
+        (fits,) = candidates(spec, [found], 1)
+        fitting += bool(fits)
+        for each in fits:
+            if best is None or each.step_seconds < best.step_seconds:
+                best = each
+        if fitting == wanted:
+            break
+    return best
+
+
+def _source(model: LossModel, run: LanguageRun, tokens: Estimate, shape: TransformerShape) -> str:
+    late = format_count(tokens.p90) if math.isfinite(tokens.p90) else "never"
+    return (
+        f"{model.name}: {format_count(run.parameters)} parameters without embeddings need "
+        f"{format_count(tokens.p50)} tokens ({format_count(tokens.p10)} to {late}) at the best "
+        f"batch, {format_count(run.batch_tokens)} tokens "
+        f"({run.batch_tokens / shape.tokens:,.0f} sequences), and peak rate "
+        f"{run.learning_rate:.2g}"
+    )
+
+
+def _notes(
+    model: LossModel,
+    run: LanguageRun,
+    shape: TransformerShape,
+    options: Sequence[ClusterOption],
+    watts: float | None,
+) -> list[str]:
+    """What is not known, the most important first."""
+    found = []
+    if beyond := model.beyond(run.parameters, run.tokens, run.sparsity):
+        found.append(
+            f"EXTRAPOLATED: {'; '.join(beyond)}: the band is wider for that, and nobody here has "
+            "seen such a run"
+        )
+    if model.shown:
+        found.append(
+            "its own largest runs were foretold by the smaller ones at "
+            + " and ".join(f"{factor:.3g} times the {what}" for what, factor in model.shown.items())
+            + ", and it is used no farther beyond them"
+        )
+    elif model.scale == 1.0:
+        found.append(
+            f"the loss is of the corpus and vocabulary of {model.name}, and another's may be "
+            "anything: --anchor loss=L,tokens=D,parameters=N, or a run's folder, moves it there"
+        )
+    else:
+        found.append(
+            f"losses are {model.scale:.3f} times those of {model.name}, by the anchor; that they "
+            "fall with tokens and parameters as there is assumed"
+        )
+    found += model.context
+    if shape.tokens != _TOKENS and model.context:
+        found.append(f"samples have {shape.tokens} tokens, and those of its runs {_TOKENS}")
+    if (chance := model.divergence_probability(run)) > DIVERGES_ABOVE:
+        found.append(f"a run at that rate diverges with probability {chance:.0%}")
+    found.append(
+        "~ marks batches, sizes or tokens beyond any run; layouts are data, fsdp, expert, and "
+        "tensor within a node: scalejax search tries all"
+    )
+    if options[0].price_per_device_hour is None:
+        found.append("no price: --price P,P,... of a device-hour gives costs")
+    if watts is None:
+        found.append("no energy: --watts W of a device, host and cooling included, gives it")
+    found.append("start-up, evaluations and checkpoints are not counted")
+    return found
+
+
+def anchors_of(text: str, model: LossModel) -> list[LanguageRun]:
+    """The runs of a folder, or those that `parse_anchor` reads.
+
+    Raises:
+        ConfigError: see `parse_anchor` and `runs_in`.
+    """
+    return runs_in(Path(text)) if Path(text).is_dir() else parse_anchor(text, model)
+
+
+def runs_in(folder: Path) -> list[LanguageRun]:
+    """The decoders that were trained in the folder of a run or of a sweep, with their final losses.
+
+    A loss is that of the last evaluation, or the mean over the last tenth of the updates that were
+    recorded; runs that did not complete or had growing batches are left out.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    runs = sorted((folder / "runs").glob("*")) if (folder / "runs").is_dir() else [folder]
+    found = [run for each in runs if (run := _run_in(each)) is not None]
+    if not found:
+        accepted = "it must hold a decoder that was trained to its end, at one batch"
+        raise ConfigError(refusal("folder", str(folder), accepted))
+    return found
+
+
+def _run_in(folder: Path) -> LanguageRun | None:
+    record = RunRecord.load(folder)
+    config = load_config(folder / "run.toml")
+    batches = {line.global_batch for line in record.training}
+    if record.status != "completed" or len(batches) != 1 or None in batches:
+        return None
+    facts = facts_of(config, folder / "run.toml", {}, None)
+    shape = shape_of(config, load_chip("h100"), facts, compiler=installed_compiler())
+    evaluated = [each.test_loss for each in record.evaluations]
+    last = [line.loss for line in record.training][-max(1, len(record.training) // 10) :]
+    losses = evaluated[-1:] or last
+    if any(loss is None for loss in losses):
+        return None
+    samples = batches.pop() or 0
+    return LanguageRun(
+        parameters=parameters_of(shape),
+        tokens=float(record.training[-1].step * samples * shape.tokens),
+        batch_tokens=float(samples * shape.tokens),
+        learning_rate=max(line.learning_rate for line in record.training),
+        sparsity=sparsity_of(shape),
+        loss=fmean(loss for loss in losses if loss is not None),
+    )
+
+
+def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
+    """The runs in "loss=3.1,tokens=2e10,parameters=1e9", several with semicolons between; batch and
+    rate are the best ones unless given as batch_tokens and learning_rate.
+
+    Raises:
+        ConfigError: if there is anything else in it.
+    """
+    accepted = (
+        "it must be loss=L,tokens=D,parameters=N and may have batch_tokens=B, learning_rate=R and "
+        "sparsity=S, or be the folder of a run"
+    )
+    found = []
+    for part in text.split(";"):
+        values: dict[str, float] = {}
+        for pair in part.split(","):
+            key, _, value = pair.partition("=")
+            try:
+                values[key.strip()] = _number(value)
+            except ValueError as error:
+                raise ConfigError(refusal("anchor", text, accepted)) from error
+        allowed = {"loss", "tokens", "parameters", "batch_tokens", "learning_rate", "sparsity"}
+        if not {"loss", "tokens", "parameters"} <= values.keys() <= allowed:
+            raise ConfigError(refusal("anchor", text, accepted))
+        for field, value in values.items():
+            require_above(field, value, 0)
+        best = model.best(
+            values["parameters"],
+            values["tokens"],
+            values.get("sparsity", 1.0),
+            batch_tokens=values.get("batch_tokens"),
+        )
+        values.setdefault("batch_tokens", best.batch_tokens)
+        values.setdefault("learning_rate", best.learning_rate)
+        found.append(LanguageRun(**values))
+    return found
+
+
+def _number(text: str) -> float:
+    """A number that may end in m, b or t, for millions and so on."""
+    text = text.strip().lower()
+    unit = text[-1:] if text[-1:] in ("m", "b", "t") else ""
+    value = float(text.removesuffix(unit)) * _SIZES[unit]
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def ladder_of(folder: Path) -> LossModel:
+    """The model of a sweep of small decoders that were trained here.
+
+    Raises:
+        ConfigError: see `runs_in` and `fit_ladder`.
+    """
+    runs = runs_in(folder)
+    sizes = {run.parameters for run in runs}
+    words = f"{counted(len(runs), 'run')} of {counted(len(sizes), 'size')} in {folder}"
+    return fit_ladder(runs, published_surface().surface, name=words)

@@ -1,4 +1,4 @@
-"""Commands of the README and the guide exist, and figures are those that commands print."""
+"""Commands of the README, the guide and AGENTS.md exist, and figures are those that commands print."""
 
 import os
 import re
@@ -18,17 +18,18 @@ from scalejax.training.record import EvaluationMeasurement, RunRecord
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
 CHEAP = ("config show", "config fields", "schedule plot", "hardware")
 """Commands that are run as they stand; the others are only parsed here."""
 
 
 def blocks(language: str) -> list[str]:
     """The fenced blocks of one language, those of the README first."""
-    return re.findall(rf"```{language}\n(.*?)```", README + GUIDE, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", README + GUIDE + AGENTS, re.DOTALL)
 
 
 def command_lines() -> list[str]:
-    """Every line that the README or the guide asks to be typed."""
+    """Every line that one of them asks to be typed."""
     return [line for block in blocks("bash") for line in block.splitlines()]
 
 

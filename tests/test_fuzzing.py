@@ -46,33 +46,26 @@ PROGRAM = Program(
 SCHEDULE = "schedule.base_learning_rate = 0.01\n"
 
 
-def fuzzed(*words: str) -> str:
-    """What the fuzzer prints, if it found nothing."""
-    done = subprocess.run(
-        [sys.executable, str(FUZZ), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_configs_are_accepted_or_refused_by_name():
-    """Another seed than that of the campaign. Forty configs take 5 s, half of which are starts."""
-    out = fuzzed("--seed", "1", "--configs", "40", "--apart", "1", "--files", "0")
+def test_inputs_are_accepted_or_refused_by_name():
+    """Forty configs and a few files of each kind, by another seed than those of the campaign.
 
-    assert re.search(r"config +40 ", out)
-    assert "0 deviations" in out
-
-
-@pytest.mark.slow
-def test_files_are_accepted_or_refused_by_name():
-    """Ledgers, hardware, checkpoints, records, sweeps, predictions, data, rates, points, caches.
-
-    Slow as what is damaged is made first: a run, a sweep, a prediction.
+    Slow as a run is trained first, whose checkpoints, record and trace are damaged, and goes on;
+    sweeps, benches and event logs, each of which would be made too, are left to the campaign.
     """
-    assert "0 deviations" in fuzzed(
-        "--seed", "1", "--configs", "0", "--apart", "0", "--files", "20"
+    kinds = (
+        "record,prediction,hardware,ledger,data,convergence,rates,cache,checkpoint,manifest,trace,"
+        "program,facts,accuracy,grammar,launch"
     )
+    words = ["--seed", "1", "--configs", "40", "--apart", "1", "--files", "34", "--kinds"]
+    done = subprocess.run(
+        [sys.executable, str(FUZZ), *words, kinds], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert re.search(r"config +40 ", done.stdout)
+    assert all(kind in done.stdout for kind in kinds.split(","))
+    assert "0 deviations" in done.stdout
 
 
 def run_toml(folder: Path, text: str = RUN + SCHEDULE) -> str:

@@ -1,9 +1,10 @@
 """Fuzzes every command that reads files: no traceback, no hang, exit code 2, the field by name.
 
-    python experiments/fuzzing/fuzz.py
+    python experiments/fuzzing/fuzz.py --json /tmp/outcomes.jsonl
 
 runs 10,000 configs and 1,000 files, some of them as processes of their own, and prints how many
-were refused, by what name, and every deviation. `--only KIND:NUMBER` runs one case again.
+were refused, by what name, and every deviation. Stopped, the same command goes on. `--only
+KIND:NUMBER` runs one case again.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import random
 import resource
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--only", metavar="KIND:NUMBER")
+    parser.add_argument("--results", type=Path, help="file of the counts by kind")
     parser.add_argument("--material", type=Path, help="folder of what is damaged, kept; else made")
     parser.add_argument("--json", type=Path, help="file of outcomes, with which it goes on")
     asked = parser.parse_args()
@@ -68,24 +69,23 @@ def main() -> int:
         make = maker(asked.seed, material_folder.absolute())
         if asked.only:
             if not asked.only.startswith("config:"):
-                prepare(material_folder)
+                prepare(material_folder, [asked.only.split(":")[0]])
             kind, number = asked.only.split(":")
             outcome = campaign.run_case(make, kind, int(number))
             print(outcome.verdict, f"{outcome.seconds:.1f} s", outcome.argv, outcome.said, sep="\n")
             return 0
         if asked.files:
-            prepare(material_folder)
+            prepare(material_folder, asked.kinds.split(",") if asked.kinds else list(SHARES))
         first = asked.start
         here = [("config", k) for k in range(first, first + asked.configs - asked.apart)]
         apart = [("config", first + asked.configs - 1 - k) for k in range(asked.apart)]
         parts = shares(asked.files, asked.kinds)
         mixed = sorted(((k + 0.5) / n, kind, k) for kind, n in parts for k in range(n))
         files = [(kind, asked.start + k) for _, kind, k in mixed]
-        start = time.monotonic()
         kept = Kept(asked.json, asked.seed)
         outcomes = [*run(make, files, kept), *run(make, here, kept)]
         outcomes += run(make, apart, kept, apart=True)
-        return report(outcomes, time.monotonic() - start)
+        return report(outcomes, asked.seed, asked.results)
 
 
 def maker(seed: int, folder: Path) -> campaign.Make:
@@ -112,11 +112,15 @@ def shares(count: int, kinds: str | None = None) -> list[tuple[str, int]]:
     return list(parts.items())
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, kinds: list[str]) -> None:
     """Make what is damaged, in a process of its own: this one must not start JAX."""
-    if (folder / "went_on.json").exists():  # which is made last
+    needed = [
+        "went_on.json",
+        *(material.FOLDERS[kind] for kind in kinds if kind in material.FOLDERS),
+    ]
+    if all((folder / name).exists() for name in needed):  # the first is made last
         return
-    material.write_all(folder)
+    material.write_all(folder, kinds)
     process = os.fork()
     if process == 0:
         written.make_in_this_process(folder)
@@ -173,22 +177,30 @@ def run(
     return before + campaign.run_cases(make, cases, apart=apart, on_done=tell)
 
 
-def report(outcomes: list[campaign.Outcome], seconds: float) -> int:
-    """Print the figures; 1 if there was a deviation."""
+def report(outcomes: list[campaign.Outcome], seed: int, path: Path | None) -> int:
+    """Print the figures, and write them to `path`; 1 if there was a deviation."""
+    names = ("accepted", "refused by field", "refused by file")
+    kinds = {}
+    for kind in sorted({each.kind for each in outcomes}):
+        of_kind = [each for each in outcomes if each.kind == kind]
+        verdicts = Counter(each.verdict for each in of_kind)
+        counts = {name: verdicts[name] for name in names}
+        kinds[kind] = {"cases": len(of_kind), **counts}
+        kinds[kind]["deviations"] = len(of_kind) - sum(counts.values())
     print(
         f"{'kind':12}{'cases':>7}{'accepted':>10}{'by field':>10}{'by file':>9}{'deviations':>12}"
     )
-    for kind in dict.fromkeys(each.kind for each in outcomes):
-        of_kind = [each for each in outcomes if each.kind == kind]
-        verdicts = Counter(each.verdict for each in of_kind)
-        known = [verdicts[v] for v in ("accepted", "refused by field", "refused by file")]
-        rest = len(of_kind) - sum(known)
-        print(f"{kind:12}{len(of_kind):7,}{known[0]:10,}{known[1]:10,}{known[2]:9,}{rest:12,}")
+    for kind, counts in kinds.items():
+        known = [counts[name] for name in names]
+        print(
+            f"{kind:12}{counts['cases']:7,}{known[0]:10,}{known[1]:10,}{known[2]:9,}"
+            f"{counts['deviations']:12,}"
+        )
     slow = max(outcomes, key=lambda each: each.seconds)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     print(
-        f"{len(outcomes):,} cases in {seconds:.0f} s; slowest {slow.kind}:{slow.number}, "
-        f"{slow.seconds:.1f} s; largest process {peak:.2f} GiB"
+        f"{len(outcomes):,} cases, {sum(each.seconds for each in outcomes):,.0f} s together; "
+        f"slowest {slow.kind}:{slow.number}, {slow.seconds:.1f} s; largest process {peak:.2f} GiB"
     )
     wrong = [each for each in outcomes if each.is_deviation]
     shown: Counter[tuple[str, str]] = Counter()
@@ -200,6 +212,9 @@ def report(outcomes: list[campaign.Outcome], seconds: float) -> int:
             print(f"  {each.kind}:{each.number} {each.verdict}: {' '.join(each.argv)[:160]}")
             print(f"      {last}")
     print(f"{len(wrong)} deviations, {len(shown)} sorts")
+    if path is not None:
+        whole = {"seed": seed, "cases": len(outcomes), "deviations": len(wrong), "kinds": kinds}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
     return int(bool(wrong))
 
 

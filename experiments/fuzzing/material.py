@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ algorithm.name = "downpour"
 timing = { gradient_seconds = 0.1, update_seconds = 0.01 }
 """
 """What follows `RUN` in the file of an emulation."""
+FOLDERS = {"sweep": "sweep", "bench": "bench", "events": "emulated"}
+"""What some kinds of cases need besides a run, and takes as long to make."""
 BENCH = ("--devices", "1,2", "--steps", "4", "--warmup-steps", "1", "--repeats", "1")
 """Flags of a bench."""
 PARQUET = """
@@ -52,20 +55,23 @@ DATA = {
 """The [data] table of each format, its files as `write_data` names them."""
 
 
-def write_all(folder: Path) -> None:
-    """Make everything in `folder`."""
+def write_all(folder: Path, kinds: Collection[str]) -> None:
+    """Make in `folder` what cases of these kinds damage."""
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
     (folder / "run.toml").write_text(RUN)
-    _scalejax(folder, "train", "run.toml", "--folder", "run", "--cpu-devices", "8",
-              "--train.checkpoint_every_steps=3")  # fmt: skip
-    _scalejax(folder, "sweep", "run.toml", "--folder", "sweep", "--cpu-devices", "2",
-              "-V", "seed=[0,1]", "--target", "test_accuracy=0.1")  # fmt: skip
-    _scalejax(folder, "train", "run.toml", "--folder", "profiled", "--cpu-devices", "2",
-              "--profile", "--profile-schedule", "1,1,2,1")  # fmt: skip
-    _scalejax(folder, "bench", "run.toml", *BENCH, "--folder", "bench")
     (folder / "emulated.toml").write_text(RUN + EMULATION)
-    _scalejax(folder, "emulate", "emulated.toml", "--folder", "emulated", "--events")
+    commands = {
+        "run": ("train", "run.toml", "--cpu-devices", "8", "--train.checkpoint_every_steps=3",
+                "--profile", "--profile-schedule", "1,1,2,1"),
+        "sweep": ("sweep", "run.toml", "--cpu-devices", "2", "-V", "seed=[0,1]",
+                  "--target", "test_accuracy=0.1"),
+        "bench": ("bench", "run.toml", *BENCH),
+        "emulated": ("emulate", "emulated.toml", "--events"),
+    }  # fmt: skip
+    needed = {"run", *(FOLDERS[kind] for kind in kinds if kind in FOLDERS)}
+    for name in (name for name in commands if name in needed):
+        _scalejax(folder, *commands[name], "--folder", name)
 
 
 def write_data(folder: Path) -> None:

@@ -155,11 +155,11 @@ def _program(draw: random.Random, into: Path, kept: Path) -> Case:
 
 
 def _trace(draw: random.Random, into: Path, kept: Path) -> Case:
-    """A profile of two devices, in the folder of its run or alone."""
-    material.copied(kept / "profiled", into)
+    """A profile, in the folder of its run or alone."""
+    material.copied(kept / "run", into)
     (into / "run.toml").write_text(material.RUN)
     (into / "cluster.toml").write_text(_cluster_of_cpus())
-    path = next((into / "profiled" / "traces").rglob("*.xplane.pb"))
+    path = next((into / "run" / "traces").rglob("*.xplane.pb"))
     data = path.read_bytes()
     sort = draw.randrange(10)
     if sort <= 6:
@@ -170,9 +170,9 @@ def _trace(draw: random.Random, into: Path, kept: Path) -> Case:
         path.write_bytes(mutations.damaged_bytes(draw, data))
     else:
         path.write_bytes(draw.choice([b"", b"\n" * 9, b"{}", json.dumps([1] * 99).encode()]))
-    where = draw.choice(["profiled", "profiled/traces", str(path.relative_to(into))])
-    words = ["explain", "run.toml", "--cluster", "cluster.toml", "--devices", "2", "--json", TOLD]
-    return Case([*words, "--trace", where], ("trace", path.name), ("devices", "profiled"))
+    where = draw.choice(["run", "run/traces", str(path.relative_to(into))])
+    words = ["explain", "run.toml", "--cluster", "cluster.toml", "--devices", "8", "--json", TOLD]
+    return Case([*words, "--trace", where], ("trace", path.name), ("devices", "run"))
 
 
 def _cluster_of_cpus() -> str:

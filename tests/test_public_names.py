@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hardware_cases import CHIP
 
 import scalejax
 
@@ -49,8 +50,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this machine takes minutes: a megabyte, and no processes besides this one."""
+    """All of this machine takes minutes: a megabyte, and no processes besides this one. Its
+    products are measured by `measure/test_calibrate.py`, on the same grid."""
     home = "scalejax.measure.devices"
+    monkeypatch.setattr(f"{home}.machine.measure_chip", lambda *_: CHIP)
     monkeypatch.setattr(f"{home}._process_counts", list)
     monkeypatch.setattr(f"{home}.collectives.SIZES", (64, 2**20))
     monkeypatch.setattr(f"{home}._STORED_BYTES", 2**20)

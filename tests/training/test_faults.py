@@ -18,16 +18,17 @@ pytestmark = [
 ]
 
 
-def test_runs_outlive_a_full_disk_and_a_torn_checkpoint(tmp_path):
-    """And a launcher that hangs, by which nothing comes to pass. Each is noticed in the stated
-    time, leaves nothing behind, and changes no bit.
+def test_runs_outlive_a_full_disk_and_a_launcher_that_hangs(tmp_path):
+    """By the second nothing comes to pass. Each is noticed in the stated time, leaves nothing
+    behind, and changes no bit.
 
-    `test_launch` kills a process and the launcher, stops one, and asks all to stop; the campaign
-    (`experiments/faults`) has all kinds at all moments, clocks that jump among them.
+    `test_launch` kills a process and the launcher, stops one, and asks all to stop;
+    `test_checkpoint` has torn checkpoints, `test_power_cuts` real ones, `test_watchdog` what
+    follows them; the campaign (`experiments/faults`) has all kinds at all moments.
     """
-    kinds = ("hang launcher", "full disk", "torn")
+    kinds = ("hang launcher", "full disk")
     results = tmp_path / "results.json"
-    flags = ("--faults", "3", "--epochs", "8", "--together", "1", "--results", results)
+    flags = ("--faults", "2", "--epochs", "8", "--together", "1", "--results", results)
     done = subprocess.run(
         [sys.executable, CAMPAIGN, *flags, "--kinds", *kinds],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
@@ -39,4 +40,4 @@ def test_runs_outlive_a_full_disk_and_a_torn_checkpoint(tmp_path):
 
     assert done.returncode == 0, done.stdout
     found = {fault["kind"] for fault in json.loads(results.read_text())["faults"]}
-    assert found >= {"hang launcher", "torn"}, done.stdout  # a disk may lack
+    assert "hang launcher" in found, done.stdout  # a disk may lack

@@ -286,3 +286,9 @@ def test_programs_that_no_device_could_run_are_refused(tmp_path, what):
 
     with pytest.raises(ConfigError, match=f"program.json: {said}|program.json: .*{said}"):
         load_program(path)
+
+
+def test_a_network_that_an_axis_does_not_split_is_refused_by_its_field(tmp_path):
+    """Which of the two was changed is not known: both are named."""
+    with pytest.raises(ConfigError, match=r"layout\.pipeline=2 .* not model\.name='mlp'"):
+        load_config(Path(run_toml(tmp_path, RUN + SCHEDULE + "layout.pipeline = 2\n")))

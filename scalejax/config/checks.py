@@ -135,7 +135,8 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         used += ["sequence_parallel"] if layout.sequence_parallel else []
         for name in used:
             accepted = (
-                f"it splits transformers with stacked blocks (gpt, llama), not {model.name!r}"
+                "it splits transformers with stacked blocks (gpt, llama), not "
+                f"model.name={model.name!r}"
             )
             raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
         return
@@ -204,12 +205,17 @@ def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: La
         require_multiple("model.moe.experts", model.expert_count, spread, named)
     for name in ("expert_tensor", "overlap_expert_exchange"):
         if (value := getattr(layout, name)) and not model.expert_count:
-            accepted = f"it is of experts, and {model.name!r} has none here; leave it out"
+            accepted = (
+                f"it is of experts, and model.name={model.name!r} has none here; leave it out"
+            )
             raise ConfigError(refusal(f"layout.{name}", value, accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:
-        accepted = f"it splits the experts of a network, and {model.name!r} has none here; use 1"
+        accepted = (
+            "it splits the experts of a network, and "
+            f"model.name={model.name!r} has none here; use 1"
+        )
         raise ConfigError(refusal("layout.expert", layout.expert, accepted))
     require_multiple("model.moe.experts", model.expert_count, layout.expert, "layout.expert")
 
@@ -382,7 +388,7 @@ def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelCo
         return
     targets = fine_tuning.lora.targets
     if not isinstance(model, DecoderConfig):
-        accepted = f"adapters are of decoders (gpt, llama), not of {model.name!r}"
+        accepted = f"adapters are of decoders (gpt, llama), not of model.name={model.name!r}"
         raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
     if model.expert_count:
         accepted = "experts have no adapters; leave model.moe or fine_tuning.lora out"

@@ -67,8 +67,9 @@ class PlanRun(CostCommand):
     --price."""
     price: Annotated[str | None, flag("PRICE")] = None
     """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each."""
-    watts: Annotated[float | None, flag("W")] = None
-    """Power of a device with its share of host, network and cooling, for the energy to a loss."""
+    watts: Annotated[str | None, flag("W")] = None
+    """Power of a device with its share of host, network and cooling, for the energy to a loss; one
+    for all clusters, or W,W,... for each."""
     anchor: Annotated[str | None, flag("RUN")] = None
     """Run of another corpus that losses are moved to: loss=3.1,tokens=2e10,parameters=1e9
     (batch_tokens, learning_rate, sparsity if not the best; more runs after semicolons), or its
@@ -176,7 +177,6 @@ class PlanRun(CostCommand):
                 name=name,
                 deadline_seconds=deadline,
                 budget=self.budget,
-                watts_per_device=self.watts,
                 framework=framework,
                 facts=facts,
                 on_progress=on_progress,
@@ -203,20 +203,27 @@ class PlanRun(CostCommand):
         from scalejax.planning.time_to_target.run import ClusterOption
 
         names = list(dict.fromkeys(self.clusters.split(",")))
-        prices: list[float | None] = [None] * len(names)
-        if self.price is not None:
-            prices = [*_numbers("price", self.price)]
-            if len(prices) == 1:
-                prices *= len(names)
-            if len(prices) != len(names):
-                accepted = f"it must be one number, or one for each of {len(names)} clusters"
-                raise ConfigError(refusal("price", self.price, accepted))
+        prices = _for_each("price", self.price, len(names))
+        watts = _for_each("watts", self.watts, len(names))
         options, rest = [], overrides
-        for name, price in zip(names, prices, strict=True):
+        for name, price, power in zip(names, prices, watts, strict=True):
             cluster, site, rest = take_conditions(name, overrides)
-            option = ClusterOption(cluster=cluster, site=site, price_per_device_hour=price)
+            option = ClusterOption(
+                cluster=cluster, site=site, price_per_device_hour=price, watts_per_device=power
+            )
             options.append(option)
         return options, rest
+
+
+def _for_each(field: str, text: str | None, count: int) -> list[float | None]:
+    """A number for each of so many clusters, of one for all, of one each, or of none."""
+    if text is None:
+        return [None] * count
+    found = _numbers(field, text)
+    if len(found) not in (1, count):
+        accepted = f"it must be one number, or one for each of {count} clusters"
+        raise ConfigError(refusal(field, text, accepted))
+    return [*found] * (count if len(found) == 1 else 1)
 
 
 def parse_range(field: str, text: str) -> list[int]:

@@ -9,8 +9,8 @@ runs of the row's size and number of tokens; a run is skipped if it diverged.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from scalejax.planning.convergence import Hyperbola, Point, fit
@@ -23,6 +23,9 @@ from scalejax.planning.convergence.loss_surface import (
 from scalejax.validation.summary import Quantity, RowResult
 from scalejax.validation.table import MAY_BE_ZERO
 
+ONE_TARGET = ("bert", "resnet")
+"""Benchmarks of the same network, data set and target in every round: BERT-large to a masked
+accuracy of 0.72, ResNet-50 on ImageNet to 0.759 (`planning/convergence/published/mlperf.csv`)."""
 _DIVERGED = "skipped: the run diverged, so that its loss is none of a trained network"
 _SEQUENCE_TOKENS = 2048
 """Tokens of a sequence in all of its runs."""
@@ -64,9 +67,20 @@ class SamplesRow(ABC):
         """Rule that the hyperparameters follow, as far as it is known."""
 
     @property
-    def points_of(self) -> tuple[str, str]:
-        """Rows that share a target and a unit."""
-        return self.round, self.benchmark
+    def warmup(self) -> str:
+        """Warmup, as published; empty if it is not known."""
+        return ""
+
+    @property
+    def points_of(self) -> tuple[str, ...]:
+        """Rows that share a network, a data set and a target: those of a round, or of all."""
+        one = self.benchmark in ONE_TARGET
+        return (self.benchmark,) if one else (self.round, self.benchmark)
+
+    @property
+    def counted_in(self) -> str:
+        """What the work is counted in: epochs, tokens, or else samples."""
+        return self.unit if self.unit in ("epochs", "tokens") else "samples"
 
     @property
     def point(self) -> Point:
@@ -102,9 +116,14 @@ class ReferenceRow(SamplesRow):
 
     @property
     def recipe(self) -> str:
-        """The optimizer: warmup is tuned anew for nearly every batch, so that rows of one rule
-        differ in it."""
+        """The optimizer: where warmup is tuned anew for each batch, rows of one rule differ in
+        it."""
         return self.optimizer or ""
+
+    @property
+    def warmup(self) -> str:
+        """Warmup, as published; empty if it is not known."""
+        return self.warmup_epochs or ""
 
     def is_apart_from(self, other: SamplesRow) -> bool:
         """Whether `other` has another batch."""
@@ -220,20 +239,25 @@ def _samples_result(
     ledger: str,
     curves: dict[tuple[object, ...], Hyperbola],
 ) -> RowResult:
-    others = [
-        other.point
+    same = [
+        other
         for other in rows
-        if other.points_of == row.points_of and other.unit == row.unit and row.is_apart_from(other)
+        if other.points_of == row.points_of and other.counted_in == row.counted_in
     ]
+    apart = [other for other in same if row.is_apart_from(other)]
+    recipe_of = _recipes(same)
+    others = [replace(other.point, recipe=recipe_of(other)) for other in apart]
     found, status = None, "ok"
     if not others:
         status = f"skipped: of its benchmark and round there is no {row.others}"
     else:
-        key = (row.points_of, row.unit, tuple(others))
+        key = (row.points_of, row.counted_in, tuple(others))
         if key not in curves:
             curves[key] = fit(others)
-        found = curves[key].samples(row.global_batch, recipe=row.recipe, run_count=max(row.runs, 1))
-    unit = row.unit if row.unit in ("epochs", "tokens") else "samples"
+        found = curves[key].samples(
+            row.global_batch, recipe=recipe_of(row), run_count=max(row.runs, 1)
+        )
+    unit = row.counted_in
     return RowResult(
         case_id=" ".join((row.round, row.benchmark, str(row.global_batch), row.author)),
         series=" ".join(row.points_of),
@@ -255,6 +279,19 @@ def _samples_result(
         p90_samples=found and found.p90,
         samples_unit=unit,
     )
+
+
+def _recipes(rows: Sequence[SamplesRow]) -> Callable[[SamplesRow], str]:
+    """The recipe of a row among those of its curve.
+
+    A warmup that several batches share, as every one of the curve does, is a rule of its own; one
+    that each batch has for itself is tuned for it.
+    """
+    batches: dict[str, set[int]] = {}
+    for row in rows:
+        batches.setdefault(row.warmup, set()).add(row.global_batch)
+    is_rule = "" not in batches and all(len(each) > 1 for each in batches.values())
+    return lambda row: f"{row.recipe} {row.warmup}".strip() if is_rule else row.recipe
 
 
 def loss_results(rows: Sequence[LossRow], ledger: str) -> list[RowResult]:

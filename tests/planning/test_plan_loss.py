@@ -54,11 +54,14 @@ def test_a_row_of_a_plan_is_arithmetic_that_can_be_done_by_hand():
     1 % of the loss: of 1.1, 0.1 is of tokens, so that they move by 22 % for each per cent."""
     plan = plan_loss(
         like_llama("llama-like:N=1b"),
-        [ClusterOption(cluster=load_cluster("dgx-h100"), price_per_device_hour=3.0)],
+        [
+            ClusterOption(
+                cluster=load_cluster("dgx-h100"), price_per_device_hour=3.0, watts_per_device=1000.0
+            )
+        ],
         [64],
         BY_HAND,
         1.1,
-        watts_per_device=1000.0,
     )
 
     (point,) = plan.points
@@ -112,6 +115,7 @@ def test_the_command_prints_a_plan_of_80_columns_in_seconds(
         (["--target", "loss=two"], "it must be a number"),
         (["--target", "loss=2.3", "--anchor", "loss=2"], "tokens=D"),
         (["--target", "loss=2.3", "--recipe", "a"], "it is for a test metric"),
+        (["--target", "loss=2.3", "--watts", "5,6"], "one for each of 1 clusters"),
         (["--target", "2.3"], "--model is for --target loss=L"),
         (["--target", "loss=2.3", "--model", "llama-like:N=big"], "llama-like:N=1b"),
         (["--target", "loss=2.3", "--model", "llama3-9b"], "did you mean"),

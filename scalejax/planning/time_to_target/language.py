@@ -129,7 +129,6 @@ def plan_loss(
     name: str | None = None,
     deadline_seconds: float | None = None,
     budget: float | None = None,
-    watts_per_device: float | None = None,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     notes: Sequence[str] = (),
@@ -147,7 +146,6 @@ def plan_loss(
         name: what the network is called; by default as in `config`.
         deadline_seconds: time within which it must be reached.
         budget: maximum cost: in the currency of the prices, or in device-hours.
-        watts_per_device: power of a device with its share of host, network and cooling.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         notes: further notes.
@@ -157,7 +155,6 @@ def plan_loss(
         ConfigError: if no number of tokens reaches the loss, or there is nothing to choose from.
     """
     require_above("target loss", loss, 0)
-    require_above("watts", watts_per_device, 0)
     for field, limit in (("deadline", deadline_seconds), ("budget", budget)):
         require_above(field, limit, 0)
     if len({option.price_per_device_hour is None for option in options}) != 1:
@@ -219,7 +216,7 @@ def plan_loss(
                 is_extrapolated=bool(model.beyond(parameters, batch.tokens.p50, sparsity))
                 or batch.samples * shape.tokens > _WIDEST_BATCH,
             )
-            watts = watts_per_device
+            watts = option.watts_per_device
             points.append(
                 replace(
                     point,
@@ -249,7 +246,7 @@ def plan_loss(
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=(*_notes(model, run, shape, options, watts_per_device), *notes, *predicted_notes),
+        notes=(*_notes(model, run, shape, options), *notes, *predicted_notes),
     )
     return answered(plan)
 
@@ -300,7 +297,6 @@ def _notes(
     run: LanguageRun,
     shape: TransformerShape,
     options: Sequence[ClusterOption],
-    watts: float | None,
 ) -> list[str]:
     """What is not known, the most important first."""
     found = []
@@ -336,8 +332,8 @@ def _notes(
     )
     if options[0].price_per_device_hour is None:
         found.append("no price: --price P,P,... of a device-hour gives costs")
-    if watts is None:
-        found.append("no energy: --watts W of a device, host and cooling included, gives it")
+    if any(option.watts_per_device is None for option in options):
+        found.append("no energy: --watts W,W,... of a device, host and cooling included, gives it")
     found.append("start-up, evaluations and checkpoints are not counted")
     return found
 

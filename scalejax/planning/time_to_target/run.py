@@ -57,8 +57,11 @@ class ClusterOption:
     """Conditions and input of its hosts."""
     price_per_device_hour: float | None = None
     """Price of a device-hour, in any currency; None if unknown."""
+    watts_per_device: float | None = None
+    """Power of a device with its share of host, network and cooling; None if unknown."""
 
     def __post_init__(self) -> None:
+        require_above("watts", self.watts_per_device, 0)
         require_at_least("price", self.price_per_device_hour, 0)
 
 

@@ -146,8 +146,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/training/gradients.py",
-        old="return (1 - smoothing) * of_target + smoothing * of_all",
-        new="return of_target + smoothing * of_all",
+        old="smoothed = (1 - smoothing) * of_target + smoothing * of_all",
+        new="smoothed = of_target + smoothing * of_all",
         mistake="label smoothing leaves the whole weight on the target",
         first_tests=(
             "tests/training/test_mixup.py",

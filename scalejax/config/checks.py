@@ -10,13 +10,14 @@ from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
-from scalejax.config.model import DecoderConfig, ModelConfig
+from scalejax.config.model import DecoderConfig, ModelConfig, VitConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.schedule import LearningRateConfig
 from scalejax.config.training import (
     AveragingConfig,
     BatchConfig,
+    DropoutConfig,
     FineTuningConfig,
     LayoutConfig,
     TrainConfig,
@@ -446,6 +447,20 @@ def require_offloadable_state(
         accepted = "with local SGD each device has optimizer state of its own"
     if accepted is not None:
         raise ConfigError(refusal("layout.optimizer_memory_host_offload", True, accepted))
+
+
+def require_droppable(
+    dropout: DropoutConfig | None, model: ModelConfig, layout: LayoutConfig
+) -> None:
+    """Refuse dropout in networks without pre-norm blocks, and over stages, which have no rows."""
+    if dropout is None:
+        return
+    if not isinstance(model, DecoderConfig | VitConfig):
+        accepted = "[dropout] is of the residual stream of gpt, llama and vit; leave it out"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    if layout.pipeline > 1:
+        accepted = "with [dropout] it must be 1: stages are not told which rows they compute"
+        raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
 
 
 def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:

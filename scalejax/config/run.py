@@ -21,6 +21,7 @@ from scalejax.config.checks import (
     require_divisible_experts,
     require_divisible_heads,
     require_divisible_tokens,
+    require_droppable,
     require_evaluated_devices,
     require_finite_epochs,
     require_int32_steps,
@@ -67,6 +68,7 @@ from scalejax.config.schedule import (
 from scalejax.config.training import (
     AveragingConfig,
     BatchConfig,
+    DropoutConfig,
     FineTuningConfig,
     LayoutConfig,
     LossConfig,
@@ -114,6 +116,8 @@ class RunConfig:
     """The learning rate, step by step."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The training loss."""
+    dropout: DropoutConfig | None = None
+    """Dropout and stochastic depth; if absent, none."""
     clipping: ClippingConfig | None = None
     """Clipping of the gradient by its norm; if absent, none."""
     averaging: AveragingConfig | None = None
@@ -155,6 +159,7 @@ class RunConfig:
         require_offloadable_state(self.layout, self.optimizer, self.gradient_sync)
         require_cacheable_features(self.fine_tuning, self.input)
         require_adaptable_model(self.fine_tuning, model)
+        require_droppable(self.dropout, model, layout)
         if self.averaging is not None:
             self.averaging.require_within(train.epochs)
         require_unmasked_rows(self.input, train)

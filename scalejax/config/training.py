@@ -38,6 +38,10 @@ class BatchConfig:
     not grown."""
     ramp_factor: int = 2
     """Factor by which the batch grows at each of `ramp_epochs`."""
+    ramp_scaling: Literal["none", "linear", "root"] = "none"
+    """How the learning rate grows with the batch at `ramp_epochs`: not at all, by as much (Goyal et
+    al. 2017), or by its root (Krizhevsky 2014, arXiv 1404.5997, section 5); besides what `schedule`
+    makes of it."""
 
     def __post_init__(self) -> None:
         if (self.global_batch is None) == (self.per_device_batch is None):
@@ -50,6 +54,9 @@ class BatchConfig:
             require_at_least(f"batch.{name}", getattr(self, name), 1)
             require_at_most(f"batch.{name}", getattr(self, name), _LARGEST_BATCH)
         require_at_least("batch.ramp_factor", self.ramp_factor, 2)
+        if self.ramp_scaling != "none" and not self.ramp_epochs:
+            accepted = "the batch does not grow; give batch.ramp_epochs, or leave it out"
+            raise ConfigError(refusal("batch.ramp_scaling", self.ramp_scaling, accepted))
         if list(self.ramp_epochs) != sorted(set(self.ramp_epochs)) or any(
             epoch < 1 for epoch in self.ramp_epochs
         ):
@@ -203,11 +210,37 @@ class LossConfig:
     label_smoothing: float = 0.0
     """Share of a target that is spread evenly over all classes (Szegedy et al. 2015, section 7,
     arXiv 1512.00567); of the targets of multi-token prediction too."""
+    z_loss: float = 0.0
+    """Weight of the mean square of the logarithm of the sum of exponentials of a target's logits,
+    which keeps logits near 0 (Chowdhery et al. 2022, arXiv 2204.02311, section 5: 1e-4); in
+    training alone, of the targets of multi-token prediction too."""
 
     def __post_init__(self) -> None:
+        require_at_least("loss.z_loss", self.z_loss, 0)
         if not 0 <= self.label_smoothing < 1:
             accepted = "it must be from 0 to below 1"
             raise ConfigError(refusal("loss.label_smoothing", self.label_smoothing, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropoutConfig:
+    """Dropout and stochastic depth in the residual stream of a transformer, in training alone.
+    Masks follow from the seed, the update, the row of the global batch and the layer, not from the
+    layout, so that a run that is resumed elsewhere has the same ones."""
+
+    rate: float = 0.0
+    """Share of the entries that are left out, 0..1, of the embedding and of what attention and
+    feed-forward layers add (Srivastava et al. 2014, JMLR 15; the resid_pdrop and embd_pdrop of
+    GPT-2, 0.1 there). Not of attention's probabilities: fused kernels have them nowhere."""
+    depth_rate: float = 0.0
+    """Share of the samples, 0..1, for which attention or feed-forward of the last layer are left
+    out; of layer l of L it is l / L of that (Huang et al. 2016, arXiv 1603.09382, equation 4)."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "depth_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                accepted = "it must be from 0 to below 1"
+                raise ConfigError(refusal(f"dropout.{name}", getattr(self, name), accepted))
 
 
 _EVERY_LINEAR = "all-linear"

@@ -104,6 +104,8 @@ def _require_plain(config: RunConfig) -> None:
             "it is of devices that train here; an emulation has --algorithm, and its compression"
         )
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
+    if config.dropout is not None:
+        raise ConfigError("[dropout] is refused: emulate numbers no rows; leave it out.")
     for name in ("averaging", "fine_tuning"):
         if getattr(config, name) is not None:
             raise ConfigError(

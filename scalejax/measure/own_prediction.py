@@ -17,6 +17,7 @@ from scalejax.core.units import format_seconds
 from scalejax.hardware import NO_SITE, Cluster, HostInput, Site, load_cluster_and_site
 from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
+from scalejax.planning.scaling_study import phase_alone
 from scalejax.simulator.predict import predict
 from scalejax.training.compile import RunPrograms
 from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
@@ -28,11 +29,12 @@ from scalejax.xla import read_step
 def predict_run(
     files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
 ) -> None:
-    """Write the program of the compiled step and its prediction, unless they are there already."""
+    """Write the program of the compiled step and its prediction, unless they are there already.
+
+    Of a batch that grows, the steps of every phase are predicted and told, and nothing is written:
+    what is beside the measurement is of one step.
+    """
     if broadcast_from_first(files.prediction.exists()):
-        return
-    if programs.later:
-        reporter.say("no prediction: it would be of one batch, and that of this run grows")
         return
     calibrated = calibrated_cluster(mesh)
     # Measured by every process or by none, since measuring uses all devices at once and each
@@ -45,24 +47,35 @@ def predict_run(
         how = "with devices measured for a second; scalejax calibrate does better"
     if not is_first():
         return
-    try:
-        program = read_step(programs.update, mesh, run)
-    except ProfileError as error:
-        reporter.say(f"no prediction: {error}")
-        return
-    prediction = predict(
-        program,
-        cluster,
-        site=replace(site, input=measured_input(run.config)),
-        train_examples=run.samples_per_epoch,
-        epochs=run.config.train.epochs,
-    )
-    serialization.save(program, files.program)
-    serialization.save(prediction, files.prediction)
-    reporter.say(
-        f"predicted: {format_seconds(prediction.step_seconds)} a step, "
-        f"{format_seconds(prediction.run_seconds)} for the training steps alone,"
-    )
+    phases, total, of_step = run.phases, 0.0, ""
+    updates = (programs.update, *(update for _, update in programs.later))
+    ends = (*(phase.first_epoch for phase in phases[1:]), run.config.train.epochs)
+    for phase, update, end in zip(phases, updates, ends, strict=True):
+        of_phase = run if len(phases) == 1 else phase_alone(run, phase)
+        try:
+            program = read_step(update, mesh, of_phase)
+        except ProfileError as error:
+            reporter.say(f"no prediction: {error}")
+            return
+        prediction = predict(
+            program,
+            cluster,
+            site=replace(site, input=measured_input(run.config)),
+            train_examples=of_phase.samples_per_epoch,
+            epochs=end - phase.first_epoch,
+        )
+        total += prediction.run_seconds or 0.0
+        if len(phases) == 1:
+            serialization.save(program, files.program)
+            serialization.save(prediction, files.prediction)
+            of_step = f"{format_seconds(prediction.step_seconds)} a step, "
+        else:
+            reporter.say(
+                f"predicted from epoch {phase.first_epoch + 1}, {phase.split.global_batch:,} "
+                f"samples: {format_seconds(prediction.step_seconds)} a step, "
+                f"{format_seconds(prediction.run_seconds)} for its training steps"
+            )
+    reporter.say(f"predicted: {of_step}{format_seconds(total)} for the training steps alone,")
     reporter.say(how)
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax.config.model import DecoderRemat
 from scalejax.config.parallelism import PIPELINE, TENSOR
+from scalejax.models.dropout import dropped, in_layer, numbered
 from scalejax.models.lora import ADAPTERS
 from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
@@ -56,6 +57,7 @@ def with_added(x_BSD: jax.Array, added_BSD: jax.Array, post_norm: nnx.Module | N
     [B, S, D]."""
     if post_norm is not None:
         added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
+    added_BSD = dropped(added_BSD)
     x_BSD = constrained_residual(x_BSD + added_BSD)
     # Else the all-reduce over tensor would be repeated in the backward pass.
     return kept(x_BSD) if axis_size(TENSOR) > 1 else x_BSD
@@ -135,8 +137,9 @@ def _scanned(
     # are then stacked in the compute type too, half the memory of float32.
     stacked = jax.tree_util.tree_map_with_path(partial(cast_kernel, dtype), stacked)
 
-    def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, Any]:
-        made = nnx.merge(structure, layer)(x_BSD)
+    def block(x_BSD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+        with in_layer(layer) as params:
+            made = nnx.merge(structure, params)(x_BSD)
         return made if isinstance(made, tuple) else (made, None)
 
     block = recomputed(block, remat)
@@ -144,6 +147,7 @@ def _scanned(
     def scanned(layers: nnx.State, x_BSD: jax.Array) -> tuple[jax.Array, Any]:
         return jax.lax.scan(block, x_BSD, layers)
 
+    stacked = numbered(stacked)
     return scanned if period == 1 else _in_periods(structure, remat, period), stacked
 
 
@@ -154,8 +158,9 @@ def _in_periods(
     of which is at its place in the period, and then passes the layers that are left."""
 
     def at(place: int) -> Callable[..., tuple[jax.Array, Any]]:
-        def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, Any]:
-            made = nnx.merge(structure, layer).at_place(place)(x_BSD)
+        def block(x_BSD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            with in_layer(layer) as params:
+                made = nnx.merge(structure, params).at_place(place)(x_BSD)
             return made if isinstance(made, tuple) else (made, None)
 
         return recomputed(block, remat)

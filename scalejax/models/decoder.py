@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.model import DecoderRemat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.blocks import through_blocks
+from scalejax.models.dropout import dropped
 from scalejax.models.fsdp import gathered, linear, looked_up
 from scalejax.models.network import Network
 from scalejax.models.normalization import normalised
@@ -132,7 +133,7 @@ class CausalNetwork(Network):
 
     def _embedded(self, tokens_VD: jax.Array, inputs: jax.Array) -> jax.Array:
         x_BSD = constrained_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
-        return constrained_residual(self._positioned(x_BSD))
+        return dropped(constrained_residual(self._positioned(x_BSD)))
 
     def _logits(
         self,

@@ -16,6 +16,7 @@ from scalejax.config.model import Remat, VitConfig
 from scalejax.config.parallelism import FSDP
 from scalejax.models.attention import full_attention
 from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.dropout import dropped
 from scalejax.models.fsdp import gathered, linear
 from scalejax.models.gpt import DOWN, PLACES, PROJECTION, QKV, UP, block_rules, gelu
 from scalejax.models.network import Network, PartitionRules
@@ -85,7 +86,7 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
         x_BSD = x_BSD + self.attention(normalised(self.attention_norm, x_BSD))
-        x_BSD = constrained_by_row(x_BSD)
+        x_BSD = dropped(constrained_by_row(x_BSD))
         normalised_BSD = normalised(self.feed_forward_norm, x_BSD)
         return constrained_by_row(x_BSD + self.feed_forward(normalised_BSD))
 

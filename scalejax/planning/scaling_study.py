@@ -210,6 +210,6 @@ def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
     optimizer = config.schedule.scaled_optimizer(config.optimizer, run.split.global_batch)
     # A rule would scale by the batch of the phase again.
     schedule = config.schedule.at_batch(phase.split.global_batch)
-    batch = replace(config.batch, ramp_epochs=())
+    batch = replace(config.batch, ramp_epochs=(), ramp_scaling="none")
     config = replace(config, batch=batch, optimizer=optimizer, schedule=schedule)
     return replace(in_phase(run, phase), config=config)

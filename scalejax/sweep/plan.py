@@ -423,6 +423,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and config.layout.mode == "jit"
         and config.train.early_stopping is None
         and config.emulation is None
+        and config.dropout is None  # whose masks are of one seed
         and config.model.shares_programs
     )
 

@@ -18,9 +18,11 @@ from scalejax.config.dataset_facts import IGNORED_TARGET, SEGMENT_IDS, DatasetFa
 from scalejax.config.model import LlamaConfig, activation_type
 from scalejax.config.parallelism import DATA, stage_layers
 from scalejax.config.pipeline_schedule import PipelineTicks, timetable
+from scalejax.config.training import LossConfig
 from scalejax.models import BatchNormScope
 from scalejax.models.blocks import cast_kernel
 from scalejax.models.decoder import CausalNetwork
+from scalejax.models.dropout import dropping
 from scalejax.models.float8 import scales_of, with_amaxes
 from scalejax.models.moe import (
     RouterReport,
@@ -54,6 +56,19 @@ language modelling, the "places" of masked tokens; of packed documents, "segment
 1 for a row that counts and 0 for one that does not; for mixup "mix", each sample's own share, its
 partner being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample
 and 0 for padding."""
+
+
+ROW_NUMBERS = "row_numbers"
+"""Of which masks of dropout are drawn, uint32 [rows]: of the batch inside of a step."""
+
+
+def with_row_numbers(setup: TrainSetup, batch: Batch, step: jax.Array) -> Batch:
+    """`batch` with a random number for each of its rows and this update, if the run has dropout."""
+    if setup.run.config.dropout is None:
+        return batch
+    key = jax.random.fold_in(jax.random.key(setup.run.config.seed), step)
+    numbers = jax.random.bits(key, (setup.run.split.global_batch,), jnp.uint32)
+    return {**batch, ROW_NUMBERS: numbers}
 
 
 def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
@@ -96,9 +111,9 @@ def _metrics_of_two(
     others (DeepSeek-V3, arXiv 2412.19437, equation 24).
     """
     targets, (logits, second) = batch["targets"], both
-    smoothing, tokens = setup.run.config.loss.label_smoothing, sample_tokens(targets.shape[1])
+    tokens = sample_tokens(targets.shape[1])
     later = of_own_tokens(jnp.roll(of_all_tokens(targets), -1, axis=1), axis=1)
-    losses = _cross_entropy(second, later, smoothing)
+    losses = _cross_entropy(second, later, setup.run.config.loss)
     is_counted = of_own_tokens(jnp.arange(tokens) < tokens - 1, axis=0)
     mean_count = max(tokens - 1, 1) / (tokens // targets.shape[1])  # of the shards of a sample
     seconds = jnp.where(is_counted[None], losses, 0).sum(axis=1) / mean_count
@@ -123,11 +138,11 @@ def loss_and_accuracy(
 ) -> tuple[jax.Array, jax.Array]:
     """Loss and accuracy of each sample of these logits, float32 of shape (samples,); of packed
     documents over its targets that have a loss."""
-    smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
+    how = setup.run.config.loss if is_training else LossConfig()
 
     def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
-        return _cross_entropy(logits, targets, smoothing), hits
+        return _cross_entropy(logits, targets, how), hits
 
     targets = batch["targets"]
     if targets.ndim > 1:
@@ -159,8 +174,8 @@ def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
     return share * own + (1 - share) * others
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
-    """Softmax cross-entropy with label smoothing, float32 of the shape of `targets`.
+def _cross_entropy(logits: jax.Array, targets: jax.Array, how: LossConfig) -> jax.Array:
+    """Softmax cross-entropy with label smoothing and z-loss, float32 of the shape of `targets`.
 
     Where the data axis is manual (`shard_map`), the logit of the target is picked by a sum over
     all: a gather along sharded classes makes XLA's partitioner abort
@@ -172,10 +187,13 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> j
         is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
         picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
         of_target = jax.nn.logsumexp(logits, axis=-1) - picked
-    if smoothing == 0:
+    smoothing = how.label_smoothing
+    if smoothing == 0 and how.z_loss == 0:
         return of_target
-    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
-    return (1 - smoothing) * of_target + smoothing * of_all
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    of_all = log_sum - logits.mean(axis=-1)
+    smoothed = (1 - smoothing) * of_target + smoothing * of_all
+    return smoothed + how.z_loss * log_sum**2 if how.z_loss else smoothed
 
 
 def mean_loss(
@@ -201,11 +219,12 @@ def mean_loss(
         weigh_rows(network, batch["weights"])
     model, seconds = setup.run.config.model, None
     mtp = model.mtp if isinstance(model, LlamaConfig) else None
-    if mtp is None:
-        losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
-    else:
-        both = cast(CausalNetwork, network).logits_of_two(batch["inputs"], batch["targets"])
-        losses, hits, seconds = _metrics_of_two(setup, both, batch)
+    with dropping(setup.run.config.dropout, batch.get(ROW_NUMBERS)):
+        if mtp is None:
+            losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
+        else:
+            both = cast(CausalNetwork, network).logits_of_two(batch["inputs"], batch["targets"])
+            losses, hits, seconds = _metrics_of_two(setup, both, batch)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     if "weights" in batch:
         losses, hits = losses * batch["weights"], hits * batch["weights"]

@@ -104,14 +104,18 @@ def schedule_of(run: ResolvedRun) -> Schedule:
     phases = run.phases
     if len(phases) == 1:
         return schedule
+    exponent = {"none": 0.0, "linear": 1.0, "root": 0.5}[run.config.batch.ramp_scaling]
 
     def by_samples(step: ArrayLike) -> jax.Array:
         step = jnp.asarray(step)
-        epoch = jnp.zeros(step.shape, jnp.float32)
+        epoch, factor = jnp.zeros(step.shape, jnp.float32), jnp.ones(step.shape, jnp.float32)
         for phase in phases:
             within = (step - phase.first_step) / phase.steps_per_epoch
-            epoch = jnp.where(step >= phase.first_step, phase.first_epoch + within, epoch)
-        return schedule(epoch * run.steps_per_epoch)  # exact where an epoch begins
+            is_later = step >= phase.first_step
+            epoch = jnp.where(is_later, phase.first_epoch + within, epoch)
+            growth = phase.split.global_batch / run.split.global_batch
+            factor = jnp.where(is_later, growth**exponent, factor)
+        return factor * schedule(epoch * run.steps_per_epoch)  # exact where an epoch begins
 
     return by_samples
 

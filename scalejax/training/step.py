@@ -24,7 +24,13 @@ from scalejax.models.moe import with_counted_loads
 from scalejax.models.pretrained import pretrained_weights
 from scalejax.training.data_parallel import combined_gradients, require_stages_in_shards
 from scalejax.training.gradient_sync.local_sgd import local_update
-from scalejax.training.gradients import Batch, gradients, mean_loss, with_target_weights
+from scalejax.training.gradients import (
+    Batch,
+    gradients,
+    mean_loss,
+    with_row_numbers,
+    with_target_weights,
+)
 from scalejax.training.mesh import batch_sharding, replicated
 from scalejax.training.noise_scale import NoiseAverages, estimates
 from scalejax.training.optimizers.averaging import averaged
@@ -260,7 +266,7 @@ def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
 def _update(
     setup: TrainSetup, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    batch = with_target_weights(batch)
+    batch = with_row_numbers(setup, with_target_weights(batch), state.step)
     if (local_sgd := setup.run.config.local_sgd) is not None:
         return local_update(setup, local_sgd, mesh, state, batch)
     before = state.opt_state

@@ -86,7 +86,7 @@ def case_key(job: RunJob) -> str:
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
-    for name in ("loss", "clipping", "averaging", "fine_tuning", "gradient_sync"):
+    for name in ("loss", "dropout", "clipping", "averaging", "fine_tuning", "gradient_sync"):
         if (part := getattr(config, name)) not in (None, LossConfig()):
             material[_IN_ARCHIVES.get(name, name)] = _named(part)
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
@@ -140,7 +140,7 @@ def _path(folder: Path, job: RunJob) -> Path:
 
 _PARTS = (
     *("model", "optimizer", "schedule", "loss"),
-    *("clipping", "averaging", "fine_tuning", "gradient_sync"),
+    *("dropout", "clipping", "averaging", "fine_tuning", "gradient_sync"),
 )
 """Parts of a config that shape its compiled step, and may be members of families."""
 

@@ -84,6 +84,8 @@ def shape_of(
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
+    if config.dropout is not None:
+        raise ConfigError("[dropout] is refused: the closed form has no masks; use predict.")
     if not config.optimizer.is_in_closed_form:
         accepted = "the closed form counts moments and no matrices of an optimizer; use predict"
         raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))

@@ -10,10 +10,12 @@ from scalejax.config.run import RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
-from scalejax.hardware import load_cluster
+from scalejax.hardware import NO_SITE, load_cluster
+from scalejax.measure import own_prediction
+from scalejax.training.compile import compile_run
 from scalejax.training.evaluation import trained_weights
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunRecord
+from scalejax.training.record import RunFolder, RunRecord
 from scalejax.training.reporter import Silent
 from scalejax.training.setup import schedule_of
 from scalejax.training.step import build_step, init_state
@@ -61,6 +63,17 @@ def test_rates_count_samples():
     found = schedule_of(run)(np.arange(run.total_steps))
 
     np.testing.assert_allclose(found, 0.05 * (1 + np.cos(np.pi * epochs / 6)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("scaling", "grown"), [("linear", [2, 4]), ("root", [2**0.5, 2])])
+def test_rates_grow_with_the_batch(scaling, grown):
+    """From 8 to 16 and 32 samples at updates 5 and 9, where the schedule keeps its rate."""
+    run = resolve(with_fields(CONFIG, {"batch.ramp_scaling": scaling}), 1)
+
+    found = schedule_of(run)(np.arange(11))
+
+    expected = [0.1] * 5 + [0.1 * grown[0]] * 4 + [0.1 * grown[1]] * 2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_rates_change_at_the_update_that_begins_an_epoch():
@@ -114,6 +127,37 @@ def test_a_ramp_trains_what_runs_of_each_batch_would(whole):
         np.testing.assert_allclose(found, np.asarray(array), rtol=1e-3, atol=1e-5)
 
 
+class Told(Silent):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+
+    def say(self, text):
+        """Keep it."""
+        self.lines.append(text)
+
+
+def test_each_batch_of_a_ramp_is_predicted(tmp_path, monkeypatch):
+    """From the step that is compiled for it; nothing is written that would stand beside a measured
+    step of another batch."""
+    run, told, files = resolve(CONFIG, 2), Told(), RunFolder(path=tmp_path / "run")
+    files.path.mkdir()
+    mesh = build_mesh(run.layout)
+    here = load_cluster("dgx-h100"), NO_SITE
+    monkeypatch.setattr(own_prediction, "calibrated_cluster", lambda _: here)
+
+    own_prediction.predict_run(files, run, mesh, compile_run(run, mesh), told)
+
+    of_phases = [line.split(":")[0] for line in told.lines[:3]]
+    assert of_phases == [
+        f"predicted from epoch {epoch}, {batch} samples"
+        for epoch, batch in ((1, 8), (2, 16), (4, 32))
+    ]
+    assert "for the training steps alone" in told.lines[3]
+    assert not files.prediction.exists()
+
+
 class Killed(Exception):
     """What happened to the run."""
 
@@ -160,6 +204,10 @@ def test_a_program_of_a_growing_batch_is_refused():
         ({"batch.ramp_epochs": [3, 1]}, "epochs must be at least 1 and rise"),
         ({"batch.ramp_epochs": [0]}, "epochs must be at least 1 and rise"),
         ({"batch.ramp_epochs": [5]}, r"must be below train\.epochs=5"),
+        (
+            {"batch.ramp_epochs": [], "batch.ramp_scaling": "root"},
+            r"batch\.ramp_scaling='root' is refused: the batch does not grow",
+        ),
         ({"batch.ramp_factor": 1}, r"batch\.ramp_factor=1 is refused: it must be at least 2"),
         ({"batch.ramp_factor": 3}, r"batch\.global_batch=72 is refused: .* 40 training examples"),
         ({"averaging": {"name": "swa", "start_epoch": 1}}, "its steps are those of one batch"),

@@ -30,9 +30,10 @@ import pytest
 from flax import nnx
 
 from scalejax.config.model import Remat
-from scalejax.config.optimizer import OptimizerConfig, SgdConfig
+from scalejax.config.optimizer import ClippingConfig, OptimizerConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.config.schedule import ScheduleConfig
+from scalejax.config.training import DropoutConfig
 from scalejax.core import environment
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -543,6 +544,37 @@ def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, mode
 def test_clipping_and_matrices_are_of_whole_arrays(optimizer, model, layout):
     """Norms, products and preconditioners are those of one device, however matrices are split."""
     assert_trains_as_on_one_device(model, optimizer, LAYOUTS[layout])
+
+
+DROPPING: dict[str, tuple[dict[str, Any], int]] = {
+    "data=8": ({"data": 8}, 1),
+    "fsdp=8": ({"data": 1, "fsdp": 8}, 1),
+    "tokens split over tensor": ({"data": 1, "tensor": 4, "sequence_parallel": True}, 1),
+    "ring": ({"data": 1, "context": 2, "context_strategy": "ring", "tensor": 2}, 1),
+    "data=2 x tensor=4": ({"data": 2, "tensor": 4}, 4),
+}
+"""Layouts of dropout, with their microbatches."""
+
+
+@pytest.mark.slow_except("data=2 x tensor=4")
+@pytest.mark.parametrize("layout", DROPPING)
+def test_masks_of_dropout_are_those_of_one_device(layout):
+    """They follow from seed, update, row and layer; with clipping, whose norm they change. That
+    they are masks is tested with the networks."""
+    reference = _with_dropout_on_one_device()
+
+    assert_same(trained(_dropping(*DROPPING[layout]), LONG), reference, LONG_RTOL)
+
+
+def _dropping(layout: dict[str, Any], microbatches: int) -> ResolvedRun:
+    config = run_of("gpt", "adamw", layout, microbatches, LONG).config
+    dropout, clipping = DropoutConfig(rate=0.25, depth_rate=0.25), ClippingConfig(max_norm=0.1)
+    return resolve(replace(config, dropout=dropout, clipping=clipping))
+
+
+@functools.cache
+def _with_dropout_on_one_device() -> Any:
+    return trained(_dropping({"data": 1}, 1), LONG)
 
 
 @pytest.mark.slow_except("gpt-data=2 x tensor=2 x pipeline=2", "gpt-context=4")

@@ -94,7 +94,7 @@ def test_the_schedule_of_8192_images(warmup):
     )
 
 
-def in_numpy(params, batch, smoothing: float) -> tuple[float, Any]:
+def in_numpy(params, batch, smoothing: float, z_loss: float = 0.0) -> tuple[float, Any]:
     """Loss and parameters after an update of a network of one hidden layer."""
     about = read_facts(SyntheticImagesConfig(**{k: v for k, v in DATA.items() if k != "name"}))  # type: ignore[arg-type]
     x = ((batch["inputs"] / 255.0 - about.pixel_mean) / about.pixel_std).reshape(-1, 64)
@@ -105,7 +105,10 @@ def in_numpy(params, batch, smoothing: float) -> tuple[float, Any]:
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     wanted = np.eye(4)[batch["targets"]] * (1 - smoothing) + smoothing / 4
     loss = float(-(wanted * np.log(shares)).sum(1).mean())
-    slope = (shares - wanted) / len(x)  # of the mean over the whole minibatch of kn
+    log_sum = np.log(np.exp(logits).sum(1, keepdims=True))
+    loss += z_loss * float((log_sum**2).mean())
+    slope = shares - wanted + 2 * z_loss * log_sum * shares
+    slope = slope / len(x)  # of the mean over the whole minibatch of kn
     inner = (slope @ last["kernel"].T) * (before > 0)
     changed = {
         0: (x.T @ inner, inner.sum(0)),
@@ -123,20 +126,21 @@ def in_numpy(params, batch, smoothing: float) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "microbatches", "smoothing"),
-    [("jit", 1, 0.0), ("jit", 2, 0.1), ("shard_map", 1, 0.1)],
+    ("mode", "microbatches", "smoothing", "z_loss"),
+    [("jit", 1, 0.0, 0.0), ("jit", 2, 0.1, 0.0), ("shard_map", 1, 0.1, 0.2)],
 )
-def test_the_loss_is_normalised_by_the_whole_minibatch(mode, microbatches, smoothing):
-    """Remark 3, on 8 devices; remark 1's decay of weights, and of no bias; smoothed targets."""
+def test_the_loss_is_normalised_by_the_whole_minibatch(mode, microbatches, smoothing, z_loss):
+    """Remark 3, on 8 devices; remark 1's decay of weights, and of no bias; smoothed targets, and
+    the z-loss of PaLM."""
     run = run_of(
         {"name": "mlp", "hidden": [16]},
         layout={"mode": mode},
-        loss={"label_smoothing": smoothing},
+        loss={"label_smoothing": smoothing, "z_loss": z_loss},
         microbatches=microbatches,
     )
     batch = batch_of(32)
     loss, before, after = one_update(run, batch)
-    expected_loss, expected = in_numpy(before, batch, smoothing)
+    expected_loss, expected = in_numpy(before, batch, smoothing, z_loss)
 
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for index, layer in expected.items():

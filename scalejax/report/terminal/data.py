@@ -30,6 +30,8 @@ def update(
     config, split = run.config, run.split
     table = facts()
     table.add_row("optimizer", config.optimizer.name, _fields(config.optimizer))
+    if config.dropout is not None:
+        table.add_row("dropout", "", _fields(config.dropout))
     if config.clipping is not None:
         table.add_row("clipping", config.clipping.scope, _fields(config.clipping))
     if config.averaging is not None:

@@ -1,0 +1,94 @@
+"""Promises of dropout and stochastic depth, of masks alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalejax.config.run import RunConfig
+from scalejax.config.training import DropoutConfig
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build
+from scalejax.models.dropout import dropped, dropping, in_layer, numbered
+
+NUMBERS = jnp.arange(64, dtype=jnp.uint32)
+ONES = jnp.ones((64, 16, 32))
+LAYERS = 4
+
+
+IMAGES = {
+    "model": {"name": "mlp"},
+    "data": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8},
+}
+
+
+def after_each_layer(config: DropoutConfig, numbers: jax.Array = NUMBERS) -> np.ndarray:
+    """What two places of each layer leave of ones, [layers, places, B, S, D]."""
+
+    def block(carry: None, layer: jax.Array) -> tuple[None, jax.Array]:
+        with in_layer(layer):
+            ones = jnp.ones((len(numbers), *ONES.shape[1:]))
+            return carry, jnp.stack([dropped(ones), dropped(ones)])
+
+    with dropping(config, numbers):
+        _, left = jax.lax.scan(block, None, numbered(jnp.zeros(LAYERS)))
+    return np.asarray(left)
+
+
+def test_a_share_is_left_out_and_the_rest_is_larger():
+    """Of 262,144 entries a quarter, to five standard deviations; others are 4 / 3."""
+    left = after_each_layer(DropoutConfig(rate=0.25))
+
+    assert set(np.unique(left)) == {0.0, np.float32(1 / 0.75)}
+    assert (left == 0).mean() == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / left.size) ** 0.5)
+
+
+def test_every_sample_layer_and_place_has_a_mask_of_its_own():
+    """And the same again for the same number, wherever it is in a batch."""
+    left = after_each_layer(DropoutConfig(rate=0.25))
+    masks = {mask.tobytes() for mask in left.reshape(-1, 16 * 32)}
+    other = after_each_layer(DropoutConfig(rate=0.25), NUMBERS[32:])
+
+    assert len(masks) == left.size // (16 * 32)
+    np.testing.assert_array_equal(other, left[:, :, 32:])
+
+
+def test_deeper_layers_are_left_out_more_often():
+    """Huang et al. 2016, equation 4: of layer l of 4, l / 4 of the rate, whole samples; what stays
+    is larger by as much, so that the mean is 1."""
+    left = after_each_layer(DropoutConfig(depth_rate=0.8), jnp.arange(2000, dtype=jnp.uint32))
+    samples = left.reshape(LAYERS, -1, 16 * 32)
+
+    assert (samples == samples[:, :, :1]).all()
+    shares = (samples[:, :, 0] == 0).mean(axis=1)
+    np.testing.assert_allclose(shares, [0.2, 0.4, 0.6, 0.8], atol=0.05)
+    np.testing.assert_allclose(samples.mean(axis=(1, 2)), 1, atol=0.2)
+
+
+def test_nothing_is_left_out_without_numbers():
+    """As in evaluation."""
+    with dropping(DropoutConfig(rate=0.5), None):
+        np.testing.assert_array_equal(dropped(ONES), ONES)
+    np.testing.assert_array_equal(dropped(ONES), ONES)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"dropout": {"rate": 1.0}}, r"dropout\.rate=1\.0 is refused"),
+        (IMAGES, r"model\.name='mlp' is refused: \[dropout\] is of"),
+        ({"layout": {"pipeline": 2}}, r"layout\.pipeline=2 is refused: with \[dropout\]"),
+    ],
+)
+def test_impossible_dropout_is_refused(tables, said):
+    """One sentence, which names the field."""
+    run = {
+        "model": {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
+        "batch": {"global_batch": 8, "microbatches": 2},
+        "optimizer": {"name": "sgd"},
+        "schedule": {"base_learning_rate": 0.1},
+        "dropout": {"rate": 0.1},
+    }
+    with pytest.raises(ConfigError, match=said):
+        build(RunConfig, run | tables)

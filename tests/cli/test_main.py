@@ -74,7 +74,7 @@ def test_seed_is_a_field_without_a_dot():
 
 
 def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
-    """Which it would replace: `search` has the one there is, and fields of the table beside it."""
+    """Which it would replace: `plan` and `search` have the one there is, and fields of the table."""
     tables = {field.name for field in dataclasses.fields(RunConfig)}
     shared = {
         (name, field.name)
@@ -85,7 +85,7 @@ def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
     typed = "search --model olmoe-7b-1b --model.layers 3 --cluster dgx-h100 --devices 8"
     command, overrides = parse([*typed.split()])
 
-    assert shared == {("search", "model")}
+    assert shared == {("plan", "model"), ("search", "model")}
     assert isinstance(command, Search)
     assert command.model == "olmoe-7b-1b"
     assert overrides == {"model.layers": 3}

@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scalejax.cli.main import main
+from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.hardware import load_cluster
 from scalejax.planning.convergence.loss_surface import (
@@ -19,12 +21,22 @@ from scalejax.planning.convergence.loss_surface import (
     relative_loss,
 )
 from scalejax.planning.time_to_target.language import (
+    anchors_of,
+    ladder_of,
     like_llama,
     parameters_of,
     parse_anchor,
     plan_loss,
+    runs_in,
 )
 from scalejax.planning.time_to_target.run import ClusterOption
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    StatusChange,
+    TrainMeasurement,
+)
 from scalejax.validation.convergence import LossRow
 from scalejax.validation.kinds import find_ledger, read_any
 from scalejax.xla.closed_form import shape_of
@@ -200,3 +212,93 @@ def test_a_ladder_of_few_runs_leans_on_the_exponents_of_another_corpus():
     assert ladder.surface.loss(goal) == pytest.approx(1.3 * model.surface.loss(goal), rel=0.02)
     with pytest.raises(ConfigError, match="three sizes"):
         fit_ladder(runs[:16], model.surface)
+
+
+RUN = """
+[model]
+name = "llama"
+layers = {layers}
+hidden = {hidden}
+heads = {heads}
+[data]
+name = "synthetic_tokens"
+tokens = 512
+vocabulary = 512
+train_examples = 4096
+[batch]
+global_batch = {batch}
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = {rate}
+"""
+
+
+def sweep_of_decoders(folder: Path) -> list[LanguageRun]:
+    """A sweep's folder as `scalejax sweep` leaves it, of twelve decoders of three sizes, whose
+    losses are 30 % above the published surface; and one that was stopped."""
+    model, runs = published_surface(), []
+    sizes = [(2, 128), (3, 256), (4, 384)]
+    rows = [(size, batch, rate) for size in sizes for batch in (64, 128) for rate in (1e-3, 4e-3)]
+    for index, ((layers, hidden), batch, rate) in enumerate([*rows, (sizes[0], 64, 2e-3)]):
+        path = RunFolder(path=folder / "runs" / f"{index:04d}")
+        path.path.mkdir(parents=True)
+        text = RUN.format(layers=layers, hidden=hidden, heads=hidden // 64, batch=batch, rate=rate)
+        (path.path / "run.toml").write_text(text)
+        config = load_config(path.path / "run.toml")
+        run = LanguageRun(
+            parameters=parameters_of(shape_of(config, load_cluster("dgx-h100").chip, None)),
+            tokens=5e8 * layers,
+            batch_tokens=batch * 512,
+            learning_rate=rate,
+        )
+        loss = 1.3 * model.surface.loss(run)
+        log = MeasurementLog(path.measurements)
+        steps = round(run.tokens / run.batch_tokens)
+        for step in (steps // 2, steps):
+            log.append(
+                TrainMeasurement(
+                    step=step, epoch=1.0, loss=loss + 1, accuracy=0.5, learning_rate=rate,
+                    global_batch=batch, step_seconds=1.0, samples_per_second=1.0,
+                    elapsed_seconds=float(step),
+                )
+            )  # fmt: skip
+        log.append(
+            EvaluationMeasurement(
+                step=steps, epoch=1.0, test_loss=loss, test_accuracy=0.5, examples=9, seconds=1.0,
+                elapsed_seconds=float(steps),
+            )
+        )  # fmt: skip
+        is_last = index == len(rows)
+        status = "interrupted" if is_last else "completed"
+        log.append(StatusChange(status=status, message="", step=steps, elapsed_seconds=9.0))
+        log.close()
+        if not is_last:
+            runs.append(replace(run, loss=loss))
+    return runs
+
+
+def test_a_sweep_made_here_says_what_a_larger_decoder_needs_and_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Sizes, tokens and last evaluations are read from its folder, without the run that did not
+    complete; twice the largest is foretold, and a thousand times as large is refused."""
+    runs = sweep_of_decoders(tmp_path)
+
+    found = runs_in(tmp_path)
+    assert [run.parameters for run in found] == [run.parameters for run in runs]
+    assert [run.loss for run in found] == pytest.approx([run.loss for run in runs])
+    assert [run.tokens for run in found] == pytest.approx([run.tokens for run in runs], rel=1e-3)
+    ladder = ladder_of(tmp_path)
+    assert "12 runs of 3 sizes" in ladder.name
+    larger = replace(runs[-1], parameters=2 * runs[-1].parameters, loss=None)
+    wanted = 1.3 * published_surface().surface.loss(larger)
+    assert ladder.surface.loss(larger) == pytest.approx(wanted, rel=0.02)
+
+    command = ["plan", "--target", "loss=3", "--model", "llama-like:N=1b", "--clusters", "dgx-h100"]
+    assert main([*command, "--devices", "8", "--from-sweep", str(tmp_path)]) == 2
+    assert "train a larger rung" in " ".join(capsys.readouterr().err.split())
+    (alone,) = anchors_of(str(tmp_path / "runs" / "0003"), published_surface())
+    assert alone.loss == pytest.approx(runs[3].loss)
+    with pytest.raises(ConfigError, match="a decoder that was trained to its end"):
+        runs_in(tmp_path / "runs" / "0012")

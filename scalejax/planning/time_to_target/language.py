@@ -220,8 +220,6 @@ def plan_loss(
             points.append(
                 replace(
                     point,
-                    # The surface may say that the p90 of tokens is never reached.
-                    p90_run_seconds=_finite(point.p90_run_seconds),
                     tokens=batch.tokens.p50,
                     learning_rate=batch.learning_rate,
                     strategy=in_words(candidate.strategy),
@@ -246,13 +244,9 @@ def plan_loss(
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=(*_notes(model, run, shape, options), *notes, *predicted_notes),
+        notes=(*_notes(model, run, best, shape, options), *notes, *predicted_notes),
     )
     return answered(plan)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _samples(best: float, count: int) -> list[int]:
@@ -295,11 +289,14 @@ def _source(model: LossModel, run: LanguageRun, tokens: Estimate, shape: Transfo
 def _notes(
     model: LossModel,
     run: LanguageRun,
+    tokens: Estimate,
     shape: TransformerShape,
     options: Sequence[ClusterOption],
 ) -> list[str]:
     """What is not known, the most important first."""
     found = []
+    if not math.isfinite(tokens.p90):
+        found.append("one run in ten, or more, would not reach the loss with any number of tokens")
     if beyond := model.beyond(run.parameters, run.tokens, run.sparsity):
         found.append(
             f"EXTRAPOLATED: {'; '.join(beyond)}: the band is wider for that, and nobody here has "

@@ -43,7 +43,8 @@ class PlanPoint:
     p10_run_seconds: float | None
     """10th percentile of the time to target; None if its uncertainty is unknown."""
     p90_run_seconds: float | None
-    """90th percentile of the time to target; None if its uncertainty is unknown."""
+    """90th percentile of the time to target; None if its uncertainty is unknown, or one run in ten
+    does not reach the target."""
     device_hours: float
     """Hours of one device that the run takes."""
     cost: float
@@ -174,7 +175,8 @@ def plan_point(
         goodput=prediction.goodput,
         run_seconds=run_seconds,
         p10_run_seconds=low and run_seconds * low,
-        p90_run_seconds=high and run_seconds * high,
+        # Infinite where one run in ten never gets there.
+        p90_run_seconds=run_seconds * high if high is not None and math.isfinite(high) else None,
         device_hours=device_hours,
         cost=device_hours * (1.0 if price_per_device_hour is None else price_per_device_hour),
         is_extrapolated=is_extrapolated,

@@ -151,12 +151,17 @@ def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
 
 
 def _accuracy(group: Sequence[RunRecord]) -> str:
-    """Mean accuracy on the test data at the end, and its range where there are several seeds."""
-    reached = [record.evaluations[-1].test_accuracy for record in group]
-    if len(reached) == 1:
-        return format_fraction(reached[0])
-    low, high = format_fraction(min(reached)), format_fraction(max(reached))
-    return f"{format_fraction(mean(reached))} ({low} to {high})"
+    """Mean accuracy on the test data at the end, and its range where there are several seeds; how
+    many diverged, which are in no mean."""
+    tested = [record.tested for record in group if record.status != "diverged"]
+    reached = [each.accuracy for each in tested if each is not None]
+    lost = len(group) - len(reached)
+    if not reached:
+        return "diverged"
+    said = format_fraction(mean(reached))
+    if len(reached) > 1:
+        said += f" ({format_fraction(min(reached))} to {format_fraction(max(reached))})"
+    return f"{said}, {lost} diverged" if lost else said
 
 
 def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:

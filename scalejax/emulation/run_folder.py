@@ -36,6 +36,7 @@ from scalejax.training.record import (
 )
 from scalejax.training.reporter import Reporter
 from scalejax.training.run_folder import RunLock, resolved_config, versions
+from scalejax.training.stopping import divergence_at_end
 
 _README = """\
 A run that scalejax emulated: real gradients, virtual time.
@@ -104,7 +105,7 @@ def emulate(
             events as kept,
             _noting_interrupts() as interrupts,
         ):
-            record = _Record(log, reporter, interrupts)
+            record = _Record(log, reporter, interrupts, classes=run.dataset.classes)
             record.change_status("started", f"{in_words(emulation)}, in virtual time; {versions()}")
             reporter.begin(0, run.total_steps)
             try:
@@ -191,9 +192,15 @@ class _Record:
     """Writer of the record of the run."""
 
     def __init__(
-        self, log: MeasurementLog, reporter: Reporter, interrupts: Sequence[int] = ()
+        self,
+        log: MeasurementLog,
+        reporter: Reporter,
+        interrupts: Sequence[int] = (),
+        *,
+        classes: int,
     ) -> None:
         self._log, self._reporter, self._interrupts = log, reporter, interrupts
+        self._classes, self._logged = classes, list[float | None]()
         self._step, self._seconds = 0, 0.0
         self._losses: dict[str, float | None] = {}
 
@@ -208,15 +215,18 @@ class _Record:
         self._step, self._seconds = measurement.step, measurement.elapsed_seconds
         if isinstance(measurement, TrainMeasurement):
             self._losses["train"] = measurement.loss
+            self._logged.append(measurement.loss)
         if isinstance(measurement, EvaluationMeasurement | ValidationMeasurement):
             self._losses["evaluation"] = measurement.loss
         self._log.append(measurement)
         self._reporter.measured(measurement)
 
     def end(self, message: str) -> None:
-        """Write the final run status: diverged if the last losses are not finite."""
-        if None in self._losses.values():
-            self.change_status("diverged", f"{message}; the loss is not finite", "not_finite")
+        """Write the final run status: diverged by the rule of runs that are trained."""
+        lost = divergence_at_end(self._losses.values(), self._logged, self._classes)
+        if lost is not None:
+            cause, said = lost
+            self.change_status("diverged", f"{message}; {said}", cause)
         else:
             self.change_status("completed", message)
 

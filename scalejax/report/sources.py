@@ -171,6 +171,11 @@ class RunSource:
         return wait_share(self.record.training)
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether the run diverged, and so has no result."""
+        return self.record.status == "diverged"
+
+    @property
     def measures_noise_scale(self) -> bool:
         """Whether the record has a gradient noise scale."""
         return any(m.noise_scale is not None for m in self.record.training)

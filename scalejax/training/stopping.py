@@ -5,8 +5,8 @@ lines of the record and the rules that end a run; neither devices nor files.
 """
 
 import math
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -41,6 +41,34 @@ def is_skipped(value: float | None, loss_scale: float | None) -> bool:
     """Whether dynamic loss scaling skipped the update: its `value` (loss or gradient norm) is not
     finite (None) only because float16 overflowed."""
     return value is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
+
+
+_FAR_ABOVE_A_GUESS = 2.0
+"""Over the loss of a guess, ln(classes), at which a network begins: far beyond what noise and small
+rates make of it, and far below the losses of runs that diverge without overflow (1e2 to 1e35)."""
+_LAST_SHARE = 0.1
+
+
+def divergence_at_end(
+    last_losses: Collection[float | None], logged: Sequence[float | None], classes: int
+) -> tuple[DivergenceCause, str] | None:
+    """Why a run that came to its end diverged, and that in words; None if it did not.
+
+    Args:
+        last_losses: the last training loss, and that of the last evaluation; None if not finite.
+        logged: training losses of the record, in order; the mean of their last tenth is looked at.
+        classes: classes, or size of the vocabulary, of a cross-entropy.
+    """
+    if None in last_losses:
+        return "not_finite", "the loss is not finite"
+    tail = [
+        each for each in logged[-max(1, round(_LAST_SHARE * len(logged))) :] if each is not None
+    ]
+    guess = math.log(classes)
+    if tail and classes > 1 and (loss := fmean(tail)) > _FAR_ABOVE_A_GUESS * guess:
+        said = f"its training loss is {loss:.3g} at the end, and that of a guess {guess:.3g}"
+        return "worse_than_guessing", said
+    return None
 
 
 def is_monitored(measurement: Measurement) -> TypeGuard[Evaluated]:
@@ -195,9 +223,13 @@ class RunStatus:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run, ended here, is one that diverged: by a rule, or because the last of its
-        losses are not finite."""
-        return self.has_diverged or None in self._last_losses.values()
+        """Whether the run, ended here, is one that diverged: by a rule, or by its last losses."""
+        return self.has_diverged or self._lost_at_end is not None
+
+    @property
+    def _lost_at_end(self) -> tuple[DivergenceCause, str] | None:
+        logged = [each.loss for each in self.updates]
+        return divergence_at_end(self._last_losses.values(), logged, self._run.dataset.classes)
 
     @property
     def has_stopped_early(self) -> bool:
@@ -260,8 +292,9 @@ class RunStatus:
         took += wait_with_advice(self.updates, how, machine_cores(), is_tuned=is_tuned)
         if self.has_diverged:
             return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
-        if None in self._last_losses.values():
-            return "diverged", f"{took}; the loss is not finite", "not_finite"
+        if (lost := self._lost_at_end) is not None:
+            cause, said = lost
+            return "diverged", f"{took}; {said}", cause
         if self.has_stopped_early and step < self._run.total_steps:
             return "stopped_early", took, None
         return "completed", took, None

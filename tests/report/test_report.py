@@ -24,6 +24,7 @@ from scalejax.sweep.plan import begin_sweep
 from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
+    Status,
     StatusChange,
     TrainMeasurement,
 )
@@ -75,6 +76,7 @@ def write_run(
     accuracies: list[float],
     *,
     diverged: bool = False,
+    status: Status | None = None,
     loss: float = 2.0,
     noise_scale: float | None = None,
     data_wait_seconds: float | None = None,
@@ -115,7 +117,7 @@ def write_run(
                     elapsed_seconds=seconds,
                 )
             )
-        status = "diverged" if diverged else "completed"
+        status = status or ("diverged" if diverged else "completed")
         log.append(
             StatusChange(
                 step=0,
@@ -292,6 +294,26 @@ def test_curves_that_lie_on_another_are_dashed(tmp_path: Path):
     assert {row["label"]: row["covers"] for row in rows} == {"a": 0, "b": 1, "c": 0}
 
 
+def test_a_run_that_diverged_is_a_cross_and_leaves_the_axis_to_the_others(tmp_path: Path):
+    """It has no accuracy, though it was evaluated; its losses of 1e35 are beyond the axis, which
+    ends at twice the largest of the other."""
+    good = write_run(tmp_path / "good", [0.6, 0.8])
+    bad = write_run(tmp_path / "bad", [0.3, 0.1], loss=1e35, status="diverged")
+    runs = read_sources([good, bad]).runs
+
+    curves, crosses = report_charts.accuracy(runs, "test")["layer"]
+    losses, above = report_charts.training_loss(runs)["layer"]
+    page = Page(render(read_sources([good, bad]), ""))
+
+    assert {row["run"] for row in curves["data"]["values"]} == {"good"}
+    assert [(row["run"], row["epoch"]) for row in crosses["data"]["values"]] == [("bad", 2)]
+    assert crosses["mark"]["shape"] == "cross"
+    assert losses["encoding"]["y"]["scale"]["domainMax"] == 4.0
+    assert len(losses["data"]["values"]) == 4
+    assert above["encoding"]["y"] == {"value": 8}
+    assert page.cells[page.cells.index("bad") :][5:8] == ["n/a"] * 3
+
+
 def test_long_cells_may_break_into_lines():
     """So that a table fits the page."""
     page = ReportPage()
@@ -371,9 +393,10 @@ def test_a_sweep_is_reported_as_means_over_seeds_with_the_curves_of_its_runs(
     cells = [cell for cell in page.cells if cell.strip()]
     assert len(cells) == 16 * 5
     assert cells[-1] == "1"
-    curves = page.charts["chart0"]
+    curves, crosses = page.charts["chart0"]["layer"]
     values = curves["data"]["values"]
-    assert len({row["label"] for row in values}) == 48
+    assert len({row["label"] for row in values}) == 47
+    assert len(crosses["data"]["values"]) == 1  # the one that diverged
     assert len({row["run"] for row in values}) == 16
 
     (sweep,) = read_sources([folder]).sweeps

@@ -14,7 +14,7 @@ from scalejax.models import Network
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.record import EvaluationMeasurement, RunRecord, TrainMeasurement
 from scalejax.training.reporter import Silent
-from scalejax.training.stopping import Divergence
+from scalejax.training.stopping import Divergence, divergence_at_end
 from scalejax.training.train import train
 
 STEPS_PER_EPOCH = 8
@@ -241,3 +241,47 @@ def test_a_test_loss_that_is_not_finite_ends_nothing():
     )
 
     assert cause_of([line(8), evaluation]) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "evaluation", "cause"),
+    [
+        ([2.3, 1.0, 0.5], 3.0, None),  # it has learned its training data by heart
+        ([2.3, 2.4, 2.35], 2.3, None),  # it has learned nothing
+        ([2.3, 1e35, 2.0], 2.0, None),  # it came back
+        ([2.3, 1e3, 1e35], 1e30, "worse_than_guessing"),
+        ([2.3, 4.61], 4.0, "worse_than_guessing"),  # 2 ln(10) = 4.605
+        ([2.3, 4.60], 4.0, None),
+        ([*[2.3] * 18, 9.0, 0.3], 2.3, "worse_than_guessing"),  # the mean of the last tenth
+        ([2.3, 2.0], None, "not_finite"),
+        ([2.3, None], 2.0, "not_finite"),
+        ([], 2.0, None),
+    ],
+)
+def test_one_rule_says_at_the_end_of_a_run_that_it_diverged(losses, evaluation, cause):
+    """A loss that is a number can be as far from learning as one that is none; of ten classes a
+    guess has ln(10) = 2.303."""
+    last = [*losses[-1:], evaluation]
+
+    found = divergence_at_end(last, losses, classes=10)
+
+    assert (found and found[0]) == cause
+
+
+def test_a_run_whose_loss_stays_far_above_a_guess_is_no_result(tmp_path):
+    """It came to its end, with losses that are numbers; it keeps no weights, and says why."""
+    config = with_fields(
+        CONFIG,
+        {
+            "model": {"name": "mlp", "hidden": [8]},
+            "schedule.base_learning_rate": 3.0,
+            "train.divergence.stops_dead": False,
+        },
+    )
+
+    record = train(config, tmp_path / "run", device_count=1, reporter=Silent())
+
+    last = record.statuses[-1]
+    assert (last.status, last.cause) == ("diverged", "worse_than_guessing")
+    assert "its training loss is" in last.message
+    assert not record.folder.weights.exists()

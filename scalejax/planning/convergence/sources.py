@@ -319,6 +319,8 @@ def read_run(path: Path, *, target: float | None) -> ConvergenceData:
             grew, so that it is no point of one batch.
     """
     record = RunRecord.load(path)
+    if record.status == "diverged":
+        raise ConfigError(f"{path} is refused: it diverged, and reached no target.")
     evaluations = record.monitored
     metric = "validation accuracy" if record.validations else "test accuracy"
     best = max((each.accuracy for each in evaluations), default=None)

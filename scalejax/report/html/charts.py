@@ -160,21 +160,54 @@ def monitored_part(run: RunSource) -> Literal["validation", "test"]:
 
 
 def accuracy(runs: Sequence[RunSource], part: str) -> Spec:
-    """Chart of the accuracy of `part` at each evaluation in the course of the runs."""
+    """Chart of the accuracy of `part` at each evaluation in the course of the runs; one that
+    diverged has none, and a cross where it ended."""
     rows: list[Row] = [
         {"run": run.family, "label": run.label, "epoch": m.epoch, "accuracy": m.accuracy}
         for run in runs
+        if not run.has_diverged
         for m in run.record.monitored
     ]
     y = alt.Y("accuracy:Q", title=f"{part} accuracy", axis=alt.Axis(format=".0%"))
-    return _curves(rows, y, alt.Tooltip("accuracy:Q", format=".2%"), has_points=True)
+    tooltip = alt.Tooltip("accuracy:Q", format=".2%")
+    return _curves(rows, y, tooltip, has_points=True, lost=_lost(runs), lost_at=_HEIGHT - 8)
 
 
 def training_loss(runs: Sequence[RunSource]) -> Spec:
-    """Chart of the loss of each logged minibatch."""
+    """Chart of the loss of each logged minibatch. The axis ends above the losses of runs that did
+    not diverge, else one that did leaves nothing to see of the others; a cross at the top is where
+    one ended."""
     rows = _logged(runs, "loss", lambda m: m.loss or None)  # 0 has no logarithm
-    y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(type="log"))
-    return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"))
+    kept = {run.label for run in runs if not run.has_diverged}
+    losses = [float(row["loss"]) for row in rows if row["loss"] and row["label"] in kept]
+    if not losses:  # all diverged: what they began with
+        losses = [float(each) for run in runs for each in _first_loss(run)]
+    most = _ABOVE_LOSSES * max(losses, default=math.inf)
+    is_cut = any(float(row["loss"] or 0) > most for row in rows)
+    scale = alt.Scale(type="log", domainMax=most) if is_cut else alt.Scale(type="log")
+    y = alt.Y("loss:Q", title="training loss", scale=scale)
+    return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"), lost=_lost(runs), lost_at=8)
+
+
+_ABOVE_LOSSES = 2.0
+"""Top of the axis of losses over the largest of a run that did not diverge."""
+
+
+def _first_loss(run: RunSource) -> list[float]:
+    return [each.loss for each in run.record.training[:1] if each.loss is not None]
+
+
+def _lost(runs: Sequence[RunSource]) -> list[Row]:
+    """Where runs that diverged ended."""
+    return [
+        {
+            "run": run.family,
+            "label": run.label,
+            "epoch": max((m.epoch for m in run.record.training), default=0.0),
+        }
+        for run in runs
+        if run.has_diverged
+    ]
 
 
 def learning_rate(runs: Sequence[RunSource]) -> Spec:
@@ -370,13 +403,16 @@ def _curves(
     *,
     has_points: bool = False,
     interpolate: Literal["linear", "step-before"] = "linear",
+    lost: Sequence[Row] = (),
+    lost_at: int = 0,
 ) -> Spec:
     """Line chart over epochs, a colour for each family of runs; a click in the legend picks one.
 
-    Curves that coincide with an earlier one are dashed, so that both are visible.
+    Curves that coincide with an earlier one are dashed, so that both are visible. `lost` are
+    crosses, pixels `lost_at` below the top.
     """
     picked = alt.selection_point(fields=["run"], bind="legend")
-    families = list(dict.fromkeys(str(row["run"]) for row in rows))
+    families = list(dict.fromkeys(str(row["run"]) for row in [*rows, *lost]))
     value = str(y.shorthand).partition(":")[0]  # type: ignore[union-attr]
     covered = _covered(rows, value)
     rows = [{**row, "covers": covered[str(row["label"])] % len(_DASHES)} for row in rows]
@@ -408,7 +444,22 @@ def _curves(
         )
         .add_params(picked)
     )
-    return specified(chart.interactive())
+    if not lost:
+        return specified(chart.interactive())
+    crosses = (
+        alt.Chart(alt.Data(values=list(lost)))
+        .mark_point(shape="cross", angle=45, filled=True, size=80, opacity=1)
+        .encode(
+            x=alt.X("epoch:Q"),
+            y=alt.value(lost_at),
+            color=alt.Color("run:N", scale=alt.Scale(domain=families, range=PALETTE)),
+            tooltip=[
+                alt.Tooltip("label:N", title="diverged"),
+                alt.Tooltip("epoch:Q", format=".2f"),
+            ],
+        )
+    )
+    return specified(alt.layer(chart.interactive(), crosses))
 
 
 def _legend_columns(names: Sequence[str]) -> int:

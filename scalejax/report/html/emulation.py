@@ -46,8 +46,7 @@ def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
 
 def _row(run: RunSource, emulation: Emulation) -> list[str]:
     mean = emulation.mean_staleness
-    is_lost = run.record.status == "diverged"
-    tested = None if is_lost else run.record.tested
+    tested = None if run.has_diverged else run.record.tested
     return [
         run.label,
         in_words(emulation.config),
@@ -73,6 +72,7 @@ def _over_seconds(found: Sequence[tuple[RunSource, Emulation]], *, per_device: b
             "y": m.accuracy,
         }
         for (run, _), factor in zip(found, factors, strict=True)
+        if not run.has_diverged
         for m in run.record.monitored
     ]
     title = f"device time, {unit}" if per_device else f"virtual time, {unit}"

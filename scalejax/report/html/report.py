@@ -188,13 +188,13 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
         f"{part.capitalize()} accuracy",
         f"The share of {part} examples classified correctly, after each epoch. Click a name in the "
         "legend to pick a run; drag and scroll to move and zoom. A dashed curve lies on "
-        "top of another.",
+        "top of another. A cross is where a run diverged, which has no accuracy.",
         charts.accuracy(runs, part),
     )
     page.add_chart(
         "Training loss",
-        "Mean loss of single minibatches as they were trained, on a logarithmic axis. A line "
-        "that breaks off became inf or NaN: the run diverged.",
+        "Mean loss of single minibatches as they were trained, on a logarithmic axis up to twice "
+        "the largest of runs that did not diverge. A cross is where a run ended that did.",
         charts.training_loss(runs),
     )
     page.add_chart(
@@ -298,7 +298,7 @@ def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
 
 def _run_row(run: RunSource) -> list[str]:
     record, training = run.record, run.record.training
-    tested = None if record.status == "diverged" else record.tested
+    tested = None if run.has_diverged else record.tested
     chosen = None if tested is None else tested.chosen_step
     validated = [m for m in record.validations if tested and m.step == chosen]
     rates = [m.learning_rate for m in training]

@@ -169,10 +169,12 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
     if found.worker_failures or found.server_failures:
         words = f"of workers, {found.server_failures} of servers"
         table.add_row("failures", str(found.worker_failures), words)
-    if record.validations:
+    if record.status == "diverged":
+        table.add_row("accuracy", UNKNOWN, "it diverged")
+    elif record.validations:
         last = record.validations[-1]
         table.add_row("validation accuracy", format_fraction(last.accuracy), "at the end")
-    if record.tested is not None:
+    if record.tested is not None and record.status != "diverged":
         table.add_row("test accuracy", format_fraction(record.tested.accuracy), "at the end")
     yield Text(emulation_in_words(found.config), style="bold")
     yield table

@@ -65,6 +65,13 @@ class Sweep(RunFileCommand):
     target: Annotated[str | None, flag("METRIC=VALUE")] = None
     """Target of the runs, such as test_accuracy=0.88; adds steps and samples to target to the
     results."""
+    figure: Annotated[Path | None, flag("FILE")] = None
+    """Draw the results for print too: FILE.pdf with its fonts, FILE.svg or FILE.png. With --resume
+    of a finished sweep nothing else is done."""
+    figure_of: Literal["final", "curves"] = "final"
+    """What it shows: accuracies at the end over the field with the most numbers, or over epochs."""
+    figure_width: Literal["column", "page"] = "column"
+    """How wide it is: 3.25 inches, a column, or 6.75, the text of a page."""
     processes: Annotated[int | None, flag("N")] = None
     """Processes in parallel. By default as many as there are cores and memory for."""
     cpu_devices: Annotated[int | None, flag("N")] = None
@@ -91,6 +98,8 @@ class Sweep(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Plan, train the runs that are not finished, write and print the results."""
         require_at_least("processes", self.processes, 1)
+        if self.figure is not None:
+            self._require_figure(self.figure)
         for name in ("gpus_per_node", "partition", "time", "slurm"):
             if self.through != "slurm" and (value := getattr(self, name)):
                 raise ConfigError(refusal(name, value, "it is for --through slurm"))
@@ -109,6 +118,14 @@ class Sweep(RunFileCommand):
         files = SweepFolder(path=folder)
         begin_sweep(sweep, files, resume=self.resume)
         self._report(sweep, files, self._train(sweep, files))
+
+    def _require_figure(self, path: Path) -> None:
+        """Refuse a figure that cannot be drawn before anything is trained."""
+        from scalejax.report.html.charts import require_picture
+
+        require_picture("figure", path)
+        if self.optuna is not None:
+            raise ConfigError(refusal("figure", str(path), "it is of a sweep without --optuna"))
 
     @property
     def _slurm(self) -> SlurmResources:
@@ -152,8 +169,8 @@ class Sweep(RunFileCommand):
 
     def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
         """Print and plot the results."""
-        from scalejax.report.figures import accuracy_curves, final_accuracies
-        from scalejax.report.html.charts import save_picture
+        from scalejax.report.figures import accuracy_curves, final_accuracies, for_print
+        from scalejax.report.html.charts import save_picture, save_print
 
         rows = read_rows(sweep, files)
         print()
@@ -163,6 +180,10 @@ class Sweep(RunFileCommand):
             save_picture(final_accuracies(rows), files.path / "final.png")
             save_picture(accuracy_curves(rows), files.path / "curves.png")
             print(f"wrote {files.path / 'final.png'} and curves.png")
+            if self.figure is not None:
+                drawn = (final_accuracies if self.figure_of == "final" else accuracy_curves)(rows)
+                save_print(for_print(drawn, self.figure_width), self.figure)
+                print(f"wrote {self.figure}")
         _raise_if_any(problems)
 
     def _search(self, grammar: Grammar, folder: Path) -> None:

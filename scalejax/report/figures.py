@@ -4,16 +4,17 @@ Of plans and benches the charts of their pages are drawn: `report.html.plan`, `r
 Knows results; nothing of files, which `save_picture` writes.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
 from scalejax.core.units import GIB, counted
 from scalejax.planning.search import Candidate, pareto
-from scalejax.report.html.charts import PALETTE, Row, Spec, colored, line_chart
+from scalejax.report.html.charts import DASHES, PALETTE, Row, Spec, colored, line_chart
 from scalejax.sweep.intervals import t_interval
 from scalejax.sweep.plan import in_words
 from scalejax.sweep.results import Arm, RunRow, arms
@@ -29,6 +30,8 @@ _FAR = 5
 """Ratio of largest to smallest time above which the axis is logarithmic."""
 _WIDTH, _HEIGHT = 640, 380
 """Pixels."""
+_ENDS = ("y", "low", "high")
+"""Of a point its mean, and the ends of its interval."""
 _LOGARITHMIC, _NEAR = alt.Scale(type="log", nice=False), alt.Scale(zero=False)
 
 
@@ -168,9 +171,18 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
         axis = alt.Axis(values=places, format="~g") if is_positive else alt.Axis()
     x = alt.X("x:Q", title=x_name or "arms of the sweep", scale=scale, axis=axis)
     y = f"{_part(found)} accuracy at the end"
-    base = line_chart(means, x, y).encode(y=_accuracy("y", y))
-    bars = base.mark_rule(strokeDash=[1, 0]).encode(_accuracy("low", y), alt.Y2("high:Q"))
-    runs = base.mark_circle(size=20, opacity=0.5).properties(data=_data(single))
+    near = _within_shares([*means, *single], has_crosses=bool(lost))
+    base = line_chart(means, x, y).encode(y=_accuracy("y", y, near))
+    bars = base.mark_rule(strokeDash=[1, 0], clip=True)
+    bars = bars.encode(_accuracy("low", y, near), alt.Y2("high:Q"))
+    runs = base.mark_point(size=20, opacity=0.5, filled=True).properties(data=_data(single))
+    names = list(series)
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
+    legend = base.encoding.color["legend"]
+    shape = alt.Shape(
+        "label:N", title=None, legend=legend, scale=alt.Scale(domain=names, range=shapes)
+    )
+    runs = runs.encode(shape=shape)
     return _picture(alt.layer(bars, base, runs, _crosses(base, lost), title=_diverged(found)))
 
 
@@ -203,11 +215,12 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
             rest.append({**point, "part": f"{label} {left}", "words": words})
         lost += [{"label": label, "x": row.planned.run.epoch_of(row.steps)} for row in arm.diverged]
     title = f"{_part(found)} accuracy"
-    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", title)
+    near = _within_shares([*whole, *rest], has_crosses=bool(lost))
+    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", title, near)
     names = [in_words(arm.varied) or "all runs" for arm in found]
     base = line_chart(whole, x, title, names=names).encode(y=y)
-    band = base.mark_area(opacity=0.15, strokeWidth=0)
-    band = band.encode(_accuracy("low", title), alt.Y2("high:Q"))
+    band = base.mark_area(opacity=0.15, strokeWidth=0, clip=True)
+    band = band.encode(_accuracy("low", title, near), alt.Y2("high:Q"))
     ends = base.mark_line(point=True, opacity=0.6).properties(data=_data(rest))
     ends = ends.encode(strokeDash=alt.value([2, 3]), detail="part:N")
     words = ends.mark_text(align="left", dx=4, dy=-6).encode(text="words:N")
@@ -253,14 +266,27 @@ def _spread(values: Sequence[float]) -> Row:
     return {"y": found.mean, "low": found.low, "high": found.high}
 
 
-def _accuracy(field: str, title: str) -> alt.Y:
-    return alt.Y(f"{field}:Q", title=title, scale=_NEAR)
+def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
+    return alt.Y(f"{field}:Q", title=title, scale=scale)
+
+
+def _within_shares(points: Sequence[Row], *, has_crosses: bool) -> alt.Scale:
+    """The scale of accuracies: what is drawn, with intervals cut to 0..1 (two seeds that lie apart
+    have one that is wider than that, and would leave the means a line), and below it room for
+    crosses."""
+    values = [float(row[name]) for row in points for name in _ENDS if row.get(name) is not None]  # type: ignore[arg-type]
+    if not values:
+        return _NEAR
+    low, high = max(0.0, min(values)), min(1.0, max(values))
+    pad = 0.05 * (high - low) or 0.01
+    below = low - 3 * pad if has_crosses else max(0.0, low - pad)
+    return alt.Scale(zero=False, nice=False, domain=[below, min(1.0, high + pad)])
 
 
 def _crosses(base: alt.Chart, lost: Sequence[Row]) -> alt.Chart:
     """A cross for each diverged run at the bottom of the chart, whatever its scale."""
     crosses = base.mark_point(shape="cross", angle=45, filled=True, size=70)
-    return crosses.encode(y=alt.value(_HEIGHT - 8)).properties(data=_data(lost))
+    return crosses.encode(y=alt.value(alt.expr("height - 8"))).properties(data=_data(lost))
 
 
 def _diverged(found: Sequence[Arm], more: str = "") -> alt.TitleParams:
@@ -268,6 +294,97 @@ def _diverged(found: Sequence[Arm], more: str = "") -> alt.TitleParams:
     count = sum(len(arm.diverged) for arm in found)
     crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
     return alt.TitleParams([text for text in (more, crosses) if text], fontWeight="normal")
+
+
+# For print.
+
+PrintWidth = Literal["column", "page"]
+"""Width of a figure in print: of a column, or of the page."""
+_INCHES: dict[PrintWidth, float] = {"column": 3.25, "page": 6.75}
+"""Widths of a column and of the text by ICML's instructions to authors."""
+_PRINT_HEIGHT = 2.3
+"""Inches."""
+POINTS = 72
+"""Points of an inch, which are the pixels of a figure for print."""
+COLOR_BLIND_SAFE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Colours that every kind of colour-blind reader tells apart (Okabe & Ito 2008, as in Wong 2011,
+Nature Methods 8, 441)."""
+_FONT = "Liberation Sans"
+"""The font, which has the widths of Arial and Helvetica; PDF files hold what they use of it."""
+_SMALL, _USUAL, _LEAST = 7, 8, 5
+"""Points of letters: of labels, of titles of axes, and where names are long."""
+_BESIDE_LEGEND = 60
+"""Points beside the names of a legend: the axis on its left, and the symbols."""
+_LINE_WIDTH = 1.1
+"""Points."""
+_LETTER_WIDTH = 0.55
+"""Mean width of a letter over its height."""
+
+
+def for_print(figure: Spec, width: PrintWidth) -> Spec:
+    """A figure of a sweep as a paper prints it: as wide as a column or the page, of small letters,
+    in colours that colour-blind readers tell apart, its legend below the axes and never over data.
+    A pixel is a point."""
+    spec = copy.deepcopy(figure)
+    across = round(_INCHES[width] * POINTS)
+    names = _labels(spec)
+    room = across - _BESIDE_LEGEND
+    longest = max(map(len, names), default=1) * _LETTER_WIDTH
+    letters = max(_LEAST, min(_SMALL, room / longest))
+    columns = max(1, min(len(names), int(room // (longest * letters + 25))))
+    rows = -(-len(names) // columns) if len(names) > 1 else 0
+    _style(spec, names)
+    return spec | {
+        "width": across,
+        "height": round(_PRINT_HEIGHT * POINTS + rows * (letters + 5)),
+        "autosize": {"type": "fit", "contains": "padding"},
+        "padding": 2,
+        "background": "white",
+        "config": {
+            "font": _FONT,
+            "axis": {
+                **{"gridColor": "#e6e6e6", "gridWidth": 0.5, "domainWidth": 0.6, "tickWidth": 0.6},
+                **{"labelColor": "black", "titleColor": "black", "tickSize": 3},
+                **{"labelFontSize": _SMALL, "titleFontSize": _USUAL, "titleFontWeight": "normal"},
+            },
+            "legend": {
+                **{"orient": "bottom", "direction": "horizontal", "columns": columns, "offset": 4},
+                **{"labelFontSize": letters, "labelLimit": room, "symbolSize": 60},
+                **{"rowPadding": 1, "columnPadding": 8, "labelColor": "black"},
+            },
+            "title": {"fontSize": _SMALL, "fontWeight": "normal", "offset": 4},
+            "view": {"stroke": None},
+        },
+    }
+
+
+def _style(spec: Spec, names: Sequence[str]) -> None:
+    """Give the layers safe colours, dashes that tell lines of one colour apart, thin lines, and a
+    legend that the config places; none of a single line, which a caption names."""
+    safe = list(COLOR_BLIND_SAFE)
+    dashes = [DASHES[place // len(safe) % len(DASHES)] for place in range(len(names))]
+    layers = spec.get("layer", [spec])
+    is_of_lines = not any("shape" in layer.get("encoding", {}) for layer in layers)
+    for layer in layers:
+        encoding = layer.get("encoding", {})
+        for channel, values in (("color", safe), ("strokeDash", dashes), ("shape", None)):
+            each = encoding.get(channel)
+            if not isinstance(each, dict) or "scale" not in each:
+                continue
+            if values is not None:
+                each["scale"]["range"] = values
+            legend = {"symbolOpacity": 1}
+            if is_of_lines:
+                legend |= {"symbolType": "stroke", "symbolSize": 250}
+            each["legend"] = legend if len(names) > 1 else None
+        if "strokeWidth" in layer["mark"] and layer["mark"]["strokeWidth"]:
+            layer["mark"]["strokeWidth"] = _LINE_WIDTH
+
+
+def _labels(spec: Spec) -> list[str]:
+    """Names in the legend."""
+    colors = (layer["encoding"].get("color", {}) for layer in spec.get("layer", [spec]))
+    return next((each["scale"]["domain"] for each in colors if "scale" in each), [])
 
 
 def _data(rows: Sequence[Row]) -> alt.Data:

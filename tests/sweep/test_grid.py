@@ -4,13 +4,17 @@ import dataclasses
 import io
 import json
 import math
+import re
 import runpy
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from scalejax.cli.main import main
@@ -22,6 +26,7 @@ from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.units import UNKNOWN
 from scalejax.planning.convergence.sources import read_data
 from scalejax.report import figures
+from scalejax.report.html.charts import save_print
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.sweep import (
     SweepFolder,
@@ -859,8 +864,76 @@ def test_runs_that_diverged_are_crosses(run_file, tmp_path):
     for chart, places in zip(drawn, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
         crosses = chart["layer"][-1]
         assert sorted(row["x"] for row in crosses["data"]["values"]) == places
-        assert crosses["encoding"]["y"] == {"value": 372}
+        assert crosses["encoding"]["y"] == {"value": {"expr": "height - 8"}}
         assert chart["title"]["text"] == ["crosses: diverged (5 runs, in no mean)"]
+
+
+@pytest.mark.parametrize(("width", "points"), [("column", 234), ("page", 486)])
+def test_a_figure_for_print_has_the_width_of_its_place(run_file, tmp_path, width, points):
+    """3.25 or 6.75 inches of 72 points, whatever the format; a PDF holds its fonts; the legend is
+    below the axes, and in colours of its own."""
+    _, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
+    for drawn in (figures.final_accuracies(rows), figures.accuracy_curves(rows)):
+        spec = figures.for_print(drawn, width)
+        for suffix in ("pdf", "svg", "png"):
+            save_print(spec, tmp_path / f"figure.{suffix}")
+
+        pdf = (tmp_path / "figure.pdf").read_bytes()
+        assert re.search(rb"/MediaBox \[0 0 (\d+) ", pdf)[1] == str(points).encode()  # type: ignore[index]
+        assert b"/FontFile2" in pdf
+        assert f'width="{points}pt"' in (tmp_path / "figure.svg").read_text()[:300]
+        with Image.open(tmp_path / "figure.png") as image:
+            assert image.width == pytest.approx(points / 72 * 300, abs=2)
+        assert spec["config"]["legend"]["orient"] == "bottom"
+        assert '"orient": "top"' not in json.dumps(spec)
+        colours = spec["layer"][1]["encoding"]["color"]["scale"]["range"]
+        assert colours == list(figures.COLOR_BLIND_SAFE)
+
+
+SEEN_BY_THE_COLOR_BLIND = {
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""What linear RGB is seen as (Machado, Oliveira & Fernandes 2009, table 1, severity 1)."""
+
+
+@pytest.mark.parametrize("kind", SEEN_BY_THE_COLOR_BLIND)
+def test_colours_of_print_are_told_apart_by_the_colour_blind(kind):
+    """Any two are 15 apart in CIELAB, six times what can just be told apart; red and green of
+    matplotlib's usual colours are 7 to those who have no green."""
+    matrix = np.array(SEEN_BY_THE_COLOR_BLIND[kind])
+
+    def nearest(colours):
+        seen = [lab(matrix @ linear(each)) for each in colours]
+        return min(np.linalg.norm(a - b) for a, b in combinations(seen, 2))
+
+    assert nearest(figures.COLOR_BLIND_SAFE) > 15
+    if kind == "deuteranopia":
+        assert nearest(["#2ca02c", "#d62728"]) < 10
+
+
+def linear(colour):
+    """Linear RGB of a colour in hexadecimal digits, of sRGB."""
+    values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    """CIELAB of linear RGB, white being D65."""
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    x, y, z = np.cbrt(to_xyz @ np.clip(rgb, 0, 1) / to_xyz.sum(1))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_anything_trains(run_file, capsys):
+    """By the formats that there are."""
+    code = main(["sweep", str(run_file), "-V", "seed=[0,1]", "--figure", "figure.gif"])
+
+    assert code == 2
+    assert "its suffix must be one of .png, .svg, .pdf" in " ".join(capsys.readouterr().err.split())
 
 
 def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_path):

@@ -359,7 +359,7 @@ def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):
     fields = {
         "train.epochs": 30,
         "train.keep_checkpoints": 1,
-        "schedule.base_learning_rate": 0.5,
+        "schedule.base_learning_rate": 0.1,
         "data.validation_fraction": 0.2,
         "train.early_stopping": {"patience": 2},
     }

@@ -4,6 +4,7 @@ Knows runs and predictions; nothing of the page around the charts.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,23 @@ def save_picture(spec: Spec, path: Path) -> None:
     save_bytes(drawn.encode() if isinstance(drawn, str) else drawn, path)
 
 
+def save_print(spec: Spec, path: Path) -> None:
+    """Write a figure whose pixels are points, in the format of the suffix of `path`: PDF with its
+    fonts, SVG with its size in points, or PNG of 300 pixels an inch.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    if path.suffix == ".png":
+        save_bytes(vl_convert.vegalite_to_png(spec, scale=300 / 72), path)
+    elif path.suffix == ".svg":
+        drawn = vl_convert.vegalite_to_svg(spec)
+        sized = re.sub(r'(width|height)="([0-9.]+)"', r'\1="\2pt"', drawn, count=2)
+        save_bytes(sized.encode(), path)
+    else:
+        save_picture(spec, path)
+
+
 def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[int, int]) -> None:
     """Write charts as one PNG, one below the other, each of `size` (width, height) in pixels.
 
@@ -109,7 +127,7 @@ def line_chart(
     The legend has `names`, in their order, or those of `rows`.
     """
     names = list(names or dict.fromkeys(str(row["label"]) for row in rows))
-    dashes = [_DASHES[place // len(PALETTE) % len(_DASHES)] for place in range(len(names))]
+    dashes = [DASHES[place // len(PALETTE) % len(DASHES)] for place in range(len(names))]
     color = colored("label", names, columns=2)
     scale = alt.Scale(domain=names, range=dashes)
     dash = alt.StrokeDash("label:N", title=None, legend=color["legend"], scale=scale)
@@ -145,7 +163,7 @@ _PART_COLORS = {
 """Colour of each part of a step, the same in every chart."""
 _OTHER_COMMUNICATION = ("#a8324f", "#6f4a9e", "#f08a96")
 """Colours of communication over further axes, in order of appearance."""
-_DASHES = [[1, 0], [7, 5], [2, 5]]
+DASHES = [[1, 0], [7, 5], [2, 5]]
 """Dash patterns of curves that coincide: the first is solid and shows through the others' gaps."""
 _SAME = 0.005
 """Relative difference below which two curves look alike."""
@@ -415,7 +433,7 @@ def _curves(
     families = list(dict.fromkeys(str(row["run"]) for row in [*rows, *lost]))
     value = str(y.shorthand).partition(":")[0]  # type: ignore[union-attr]
     covered = _covered(rows, value)
-    rows = [{**row, "covers": covered[str(row["label"])] % len(_DASHES)} for row in rows]
+    rows = [{**row, "covers": covered[str(row["label"])] % len(DASHES)} for row in rows]
     is_long = any(float(row["epoch"] or 0) >= 2 for row in rows)
     chart = (
         alt.Chart(alt.Data(values=rows))
@@ -433,7 +451,7 @@ def _curves(
             strokeDash=alt.StrokeDash(
                 "covers:N",
                 legend=None,
-                scale=alt.Scale(domain=list(range(len(_DASHES))), range=_DASHES),
+                scale=alt.Scale(domain=list(range(len(DASHES))), range=DASHES),
             ),
             opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
             tooltip=[

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,14 +29,16 @@ from scalejax.launch import Launch, launch
 from scalejax.launch.gpus import visible_gpus
 from scalejax.launch.kubernetes import JobSetRun, manifest
 from scalejax.launch.peers import require_stuck_seconds
+from scalejax.launch.places import Elastic
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.launch.watchdog import STUCK_SECONDS
 from scalejax.training.record import RunFolder
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
 _RESUMING = ("resume", "start_over")
+_ELASTIC = ("elastic", "copy_seconds", "rejoin_seconds")
 _FLAGS_OF = {
-    "a run on this machine": (*_ALL, *_RESUMING, "min_np", "all_logs"),
+    "a run on this machine": (*_ALL, *_RESUMING, *_ELASTIC, "all_logs"),
     "a run through SLURM": (
         *_ALL,
         *_RESUMING,
@@ -77,11 +79,21 @@ class LaunchRun(RunFileCommand):
     in place of refusing; a restart does not so again."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
-    max_restarts: Annotated[int, flag("N")] = 0
-    """Number of restarts when a process is lost, or the time limit of the job is reached."""
-    min_np: Annotated[int | None, flag("N")] = None
-    """Here: restart without the processes that were lost, with the most of those left, at least N,
-    that divide the global batch, which stays. By default with as many as before."""
+    max_restarts: Annotated[int | None, flag("N")] = None
+    """Number of restarts when a process is lost, or the time limit of the job is reached. By
+    default 0; with --elastic 3, of those in a row that brought no new step."""
+    elastic: Annotated[str | None, flag("MIN:MAX")] = None
+    """Here: when processes are lost go on in those that are left, MIN at least, from a copy of the
+    state in memory, and when places are free again in MAX at most. The global batch and the
+    schedule stay: as many train as divide the batch, the others are spare."""
+    copy_seconds: Annotated[int, flag("N")] = 10
+    """With --elastic: least time between two copies of the state in /dev/shm, which takes three
+    times its size there; 50 times what the last one held training up, if that is more. By default
+    10; 0 for none, so that the run goes on from its checkpoints."""
+    rejoin_seconds: Annotated[int, flag("N")] = 60
+    """With --elastic: how long a place is out of use after its process was lost; twice as long each
+    further time, up to 32 times. Then the processes stop, after a copy, and go on with it. By
+    default 60."""
     stuck_seconds: Annotated[int, flag("N")] = 60
     """Least time without progress after which the processes hang: they then write their stacks,
     name the one that the others wait for, and exit with 5. Ten times the slowest so far of an
@@ -136,7 +148,7 @@ class LaunchRun(RunFileCommand):
             self._submit(self._command(changed))
         else:
             self._require_flags_of("a run on this machine")
-            self._start(self._command(changed), partial(self._can_train, config, facts))
+            self._start(self._command(changed), cache(partial(self._can_train, config, facts)))
 
     @property
     def _run_folder(self) -> Path:
@@ -166,19 +178,48 @@ class LaunchRun(RunFileCommand):
 
     def _can_train(self, config: RunConfig, facts: DatasetFacts, processes: int) -> bool:
         """Whether so many processes can train the run with its global batch."""
-        each = self.cpu_devices or max(1, len(visible_gpus(os.environ)) // -self.np)
+        places = int((self.elastic or "").rpartition(":")[2] or -self.np)
+        each = self.cpu_devices or max(1, len(visible_gpus(os.environ)) // places)
         try:
             resolve(config, processes * each, facts)
         except ScalejaxError:
             return False
         return True
 
+    def _bounds(self, can_train: Callable[[int], bool]) -> Elastic | None:
+        """The bounds of an elastic run; None if it is not one."""
+        if self.elastic is None:
+            for field in fields(self):
+                value = getattr(self, field.name)
+                if field.name in _ELASTIC and value != field.default:
+                    raise ConfigError(refusal(field.name, value, "it needs --elastic MIN:MAX"))
+            return None
+        found = re.fullmatch(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", self.elastic)
+        least, most = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= least <= -self.np <= most:
+            accepted = (
+                "it must be MIN:MAX, the fewest and the most processes, with those of --np between "
+                f"them, such as {max(1, -self.np // 2)}:{-self.np}"
+            )
+            raise ConfigError(refusal("elastic", self.elastic, accepted))
+        counts = [count for count in range(least, most + 1) if can_train(count)]
+        if len(counts) < 2:
+            accepted = (
+                "at least two numbers of processes from MIN to MAX must divide the global batch, "
+                f"and fit the layout; here {counts[0] if counts else 'none'} does"
+            )
+            raise ConfigError(refusal("elastic", self.elastic, accepted))
+        return Elastic(
+            least=least,
+            most=most,
+            rejoin_seconds=self.rejoin_seconds,
+            copy_seconds=self.copy_seconds,
+        )
+
     def _start(self, command: tuple[str, ...], can_train: Callable[[int], bool]) -> None:
         """Start the processes on this machine, and exit with their code."""
         folder = self._run_folder
-        if self.min_np is not None and self.min_np > -self.np:
-            accepted = f"it must be at most the {-self.np} processes of --np"
-            raise ConfigError(refusal("min_np", self.min_np, accepted))
+        bounds = self._bounds(can_train)
         self._require_own_folder()
         typed = [
             *(word for word in sys.argv[1:] if word not in self._once),
@@ -194,12 +235,12 @@ class LaunchRun(RunFileCommand):
             once=self._once,
             again=again,
             processes=-self.np,
-            least_processes=self.min_np,
+            elastic=bounds,
             can_train=can_train,
             folder=folder / "processes",
             environment={GO_ON: shlex.join(["scalejax", *typed])}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
-            most_restarts=self.max_restarts,
+            most_restarts=self._most_restarts(3 if bounds else 0),
             # The processes watch each other, and first write where they are.
             stuck_seconds=2 * self.stuck_seconds or math.inf,
             shows_all=self.all_logs,
@@ -209,6 +250,9 @@ class LaunchRun(RunFileCommand):
         if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
             print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
         raise SystemExit(code)
+
+    def _most_restarts(self, default: int) -> int:
+        return default if self.max_restarts is None else self.max_restarts
 
     def _require_own_folder(self) -> None:
         """Refuse a folder that the processes would refuse, before any of them has started."""
@@ -231,7 +275,7 @@ class LaunchRun(RunFileCommand):
             gpus_per_node=self.gpus_per_node,
             partition=self.partition,
             time=self.time,
-            most_restarts=self.max_restarts,
+            most_restarts=self._most_restarts(0),
             options=self.slurm,
             folder=folder / "slurm",
             name=folder.name,
@@ -266,7 +310,7 @@ class LaunchRun(RunFileCommand):
                 image=str(self.image),
                 volume=str(self.volume),
                 namespace=self.namespace,
-                most_restarts=self.max_restarts,
+                most_restarts=self._most_restarts(0),
             )
         )
         if self.output is None:

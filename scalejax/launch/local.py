@@ -2,7 +2,8 @@
 
 Each process has its own log file, and output is forwarded as it is written. When a process is lost
 the others are stopped, since they would wait for it forever, and all are restarted if asked for.
-Knows nothing of training but the flag that resumes it.
+An elastic run goes on with the processes that are left, and with those that come back. Knows
+nothing of training but the flag that resumes it.
 """
 
 import contextlib
@@ -15,15 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from scalejax.core import heartbeat, process_group
+from scalejax.core import elastic, heartbeat, process_group
+from scalejax.core.elastic import Change, SharedFolder, shared_folder
 from scalejax.core.environment import handling, process_fields
 from scalejax.core.errors import ConfigError, ExitCode, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
 from scalejax.launch.gpus import share
+from scalejax.launch.places import Elastic, Places
 from scalejax.launch.watchdog import STOPPED, STUCK_SECONDS, Loss, Watch, lost
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -35,6 +38,7 @@ _SECONDS_TO_FOLLOW = 5.0
 """Time in which the other processes may report why one has failed."""
 LINES_AT_END = 8
 """Last log lines of a failed process that are shown, unless all output is."""
+_PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 _GLOO_BEGINS, _GLOO_ENDS = b"[Gloo] Rank ", b"connected peer ranks"
 """Beginning and end of the line that gloo prints for every connection."""
 _GLOO_PIECES = re.compile(
@@ -55,8 +59,8 @@ class Launch:
     """Returns the arguments added to the command on a restart."""
     processes: int
     """Number of processes."""
-    least_processes: int | None = None
-    """Fewest processes to restart with after losses; None: always as many."""
+    elastic: Elastic | None = None
+    """How far their number may fall and rise; None: always as many."""
     can_train: Callable[[int], bool] = bool
     """Whether so many processes can train the run, such as share its global batch."""
     shows_all: bool = False
@@ -67,7 +71,7 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes besides those of this process."""
     most_restarts: int = 0
-    """Number of restarts."""
+    """Number of restarts; of an elastic run of those in a row that brought no new step."""
     stopped_seconds: float = 15.0
     """How long a process may be stopped before it counts as lost."""
     stuck_seconds: float = STUCK_SECONDS
@@ -76,7 +80,6 @@ class Launch:
     def __post_init__(self) -> None:
         require_at_least("processes", self.processes, 1)
         require_at_least("max_restarts", self.most_restarts, 0)
-        require_at_least("least_processes", self.least_processes, 1)
 
 
 def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = None) -> int:
@@ -96,35 +99,90 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     Raises:
         ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
     """
-    processes, restarts, was_damaged = job.processes, 0, False
-    with contextlib.nullcontext(signals) if signals else Signals() as signals:
+    restarts, futile, was_damaged, most_steps = 0, 0, False, 0
+    bounds = job.elastic or Elastic(
+        least=job.processes, most=job.processes, rejoin_seconds=0, copy_seconds=0
+    )
+    places = Places(bounds, job.processes, job.can_train if job.elastic else bool)
+    with (
+        contextlib.nullcontext(signals) if signals else Signals() as signals,
+        shared_folder() if job.elastic else contextlib.nullcontext() as shared,
+    ):
+        chosen = places.chosen()
         while True:
             command = job.command + (job.again() if restarts else job.once)
-            may_restart = restarts < job.most_restarts
-            ended = _Attempt(job, command, processes, out, signals, may_restart).ended()
+            may_restart = futile < job.most_restarts or (job.elastic and job.most_restarts > 0)
+            attempt = _Attempt(
+                job, command, chosen, places, shared, out, signals, bool(may_restart)
+            )
+            ended = attempt.ended()
             if isinstance(ended, int):
                 return ended
-            print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
-            is_damaged = ended.exit_code == ExitCode.DAMAGED
-            # What was passed over once is not found again: the same end twice is for a person.
-            if not may_restart or signals.received or (is_damaged and was_damaged):
-                return ended.exit_code
-            was_damaged = is_damaged
+            if isinstance(ended, Loss):
+                print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
+                if job.elastic is not None and attempt.step > most_steps:
+                    futile = 0
+                may_restart = futile < job.most_restarts
+                is_damaged = ended.exit_code == ExitCode.DAMAGED
+                # What was passed over once is not found again: the same end twice is for a person.
+                if not may_restart or signals.received or (is_damaged and was_damaged):
+                    return ended.exit_code
+                was_damaged = is_damaged
+                if ended.exit_code == ExitCode.LOST:
+                    places.lose(chosen[each] for each in (ended.process, *ended.others))
+                futile += 1
+            most_steps = max(most_steps, attempt.step)
             restarts += 1
-            if ended.exit_code == ExitCode.LOST:
-                processes = _processes_left(job, processes, ended.count)
-            words = f"{processes} process{'es' if processes > 1 else ''}"
-            print(f"restart {restarts} of {job.most_restarts}, {words}", file=out)
+            before, chosen = chosen, _free_places(places, bounds, signals, out)
+            if not chosen:
+                return 128 + signals.received[-1]
+            words = f"{len(chosen)} process{'es' if len(chosen) > 1 else ''}"
+            of = f"restart {restarts} of {job.most_restarts}"
+            print(f"{f'restart {restarts}' if job.elastic else of}, {words}", file=out)
+            if shared is not None:
+                shared.set_change(_change(shared.change, before, chosen, attempt, ended))
 
 
-def _processes_left(job: Launch, processes: int, lost_count: int) -> int:
-    """How many go on: the most of those left that can train the run; all that there were, where
-    none of these can, or always as many are wanted."""
-    if job.least_processes is None:
-        return processes
-    left = max(job.least_processes, processes - lost_count)
-    counts = range(left, job.least_processes - 1, -1)
-    return next((count for count in counts if job.can_train(count)), processes)
+def _free_places(
+    places: Places, bounds: Elastic, signals: "Signals", out: TextIO
+) -> tuple[int, ...]:
+    """The places to go on in, once there are enough; none if a signal came before."""
+    while not (chosen := places.chosen()):
+        seconds = places.seconds_to_wait()
+        print(f"fewer than {bounds.least} are left: the next is back in {seconds:.0f} s", file=out)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if signals.received:
+                return ()
+            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+    return chosen
+
+
+def _change(
+    untold: Change | None,
+    before: Sequence[int],
+    after: Sequence[int],
+    attempt: "_Attempt",
+    ended: Loss | None,
+) -> Change:
+    """What the record is to say, together with a change that it does not have yet."""
+    reason = "others joined" if ended is None else str(ended)
+    change = Change(
+        before=len(before),
+        after=len(after),
+        reason=reason,
+        step=attempt.step,
+        since_seconds=attempt.noticed_seconds,
+    )
+    if untold is None:
+        return change
+    return replace(
+        change,
+        before=untold.before,
+        reason=f"{untold.reason}; {reason}",
+        step=max(untold.step, change.step),
+        since_seconds=untold.since_seconds,
+    )
 
 
 class Signals(contextlib.ExitStack):
@@ -153,14 +211,24 @@ class _Attempt:
         self,
         job: Launch,
         command: Sequence[str],
-        processes: int,
+        chosen: Sequence[int],
+        places: Places,
+        shared: SharedFolder | None,
         out: TextIO,
         signals: Signals,
         may_restart: bool,
     ) -> None:
         self._job = job
         self._command = command
-        self._count = processes
+        self._chosen = chosen
+        self._places = places
+        self._shared = shared
+        self._is_asked = False
+        """Whether the processes are asked to stop for others to join."""
+        self.step = 0
+        """Updates that any process has begun."""
+        self.noticed_seconds = time.monotonic()
+        """When it was noticed that they have ended, or one is lost."""
         self._out = out
         self._signals = signals
         self._may_restart = may_restart
@@ -169,20 +237,31 @@ class _Attempt:
         self._listeners: list[threading.Thread] = []
         self._speaking = threading.Lock()
 
-    def ended(self) -> int | Loss:
-        """The joint exit code, or the process that was lost."""
+    def ended(self) -> int | Loss | None:
+        """The joint exit code, or the process that was lost; None if all have stopped for others
+        to join."""
         try:
             self._start()
             outcome = self._watched()
+            self.noticed_seconds = time.monotonic()
+            if isinstance(outcome, Loss) and outcome.exit_code == ExitCode.LOST:
+                outcome = self._with_stopped(outcome)
         finally:
             self._kill()
             for listener in self._listeners:
                 listener.join()
         if isinstance(outcome, Loss):
             self._show_end_of(outcome.process)
+        elif outcome in STOPPED and self._is_asked and not self._signals.received:
+            return None
         elif outcome and outcome in (codes := self._codes()):
             self._show_end_of(codes.index(outcome))
         return outcome
+
+    def _with_stopped(self, loss: Loss) -> Loss:
+        """The loss, and the processes that are stopped, which could not notice it."""
+        others = {number for number, worker in enumerate(self._workers) if _is_stopped(worker.pid)}
+        return replace(loss, others=tuple(sorted({*loss.others, *others} - {loss.process})))
 
     def _start(self) -> None:
         folder = self._job.folder
@@ -190,17 +269,27 @@ class _Attempt:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.glob("heartbeat-*"):
                 path.unlink()
+            if self._shared is not None:
+                self._shared.ask_to_stop(asks=False)
         except OSError as error:
             raise ConfigError(f"folder: {folder} cannot be written ({error}).") from error
         coordinator = f"{process_group.LOOPBACK}:{process_group.free_port()}"
-        for number in range(self._count):
+        bounds = self._job.elastic
+        for number, place in enumerate(self._chosen):
             environment = os.environ | self._job.environment
-            # After a restart with fewer, each has as many GPUs as before: they may not divide.
-            environment |= share(number, self._job.processes, environment)
+            # Whatever their number, each has the GPUs of its place.
+            environment |= share(place, bounds.most if bounds else len(self._chosen), environment)
+            if self._shared is not None and bounds is not None:
+                environment |= {
+                    elastic.FOLDER: str(self._shared.path),
+                    elastic.COPY_SECONDS: str(bounds.copy_seconds),
+                }
+                # On as many processes as before nothing is compiled again.
+                environment.setdefault(_PROGRAMS, str(self._shared.programs))
             environment |= {
                 process_group.LAUNCHER: str(os.getpid()),
                 process_group.COORDINATOR: coordinator,
-                process_group.PROCESSES: str(self._count),
+                process_group.PROCESSES: str(len(self._chosen)),
                 process_group.PROCESS: str(number),
                 heartbeat.VARIABLE: str(self._heartbeat_file(number)),
                 "PYTHONUNBUFFERED": "1",
@@ -224,8 +313,10 @@ class _Attempt:
         passed_on, deadline = 0, math.inf
         while True:
             codes, beats = self._codes(), self._beats()
+            self.step = max(self.step, *(beat.step for beat in beats if beat), 0)
             if all(code is not None for code in codes):
                 return self._verdict(codes, beats)
+            self._ask_for_more()
             if len(self._signals.received) > passed_on:
                 passed_on = len(self._signals.received)
                 if passed_on > 1:
@@ -250,13 +341,22 @@ class _Attempt:
                 return lost(codes.index(None), reason, beats)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
+    def _ask_for_more(self) -> None:
+        """Have the processes stop once more could go on in their place."""
+        if self._shared is None or self._is_asked or self._signals.received:
+            return
+        if len(self._places.chosen()) > len(self._chosen):
+            self._is_asked = True
+            self._shared.ask_to_stop(asks=True)
+
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:
         if (loss := self._watch.lost_by_code(codes, beats)) is not None:
             return loss
         if ExitCode.REFUSED in codes:
             return ExitCode.REFUSED
         stopped = [number for number, code in enumerate(codes) if code in STOPPED]
-        if stopped and not self._signals.received and self._may_restart:
+        is_wanted = self._is_asked or self._signals.received
+        if stopped and not is_wanted and self._may_restart:
             # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
             reason = "or another one was asked to stop"
             return lost(stopped[0], reason, beats)
@@ -284,7 +384,7 @@ class _Attempt:
         return [code if code is None else passed_on.get(code, code) for code in codes]
 
     def _beats(self) -> list[Beat | None]:
-        return [read_beat(self._heartbeat_file(number)) for number in range(self._count)]
+        return [read_beat(self._heartbeat_file(rank)) for rank in range(len(self._chosen))]
 
     def _heartbeat_file(self, number: int) -> Path:
         return self._job.folder.absolute() / f"heartbeat-{number}"

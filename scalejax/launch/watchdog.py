@@ -6,7 +6,7 @@ Arithmetic on exit codes and heartbeats; starts and stops nothing.
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scalejax.core.errors import FINAL_CODES, ExitCode
@@ -47,14 +47,14 @@ class Loss:
     """How it was lost, as a phrase that follows its name."""
     step: int | None
     """Updates that it had begun, by its last heartbeat; None without one."""
-    count: int = 1
-    """Number of processes that were lost at once."""
+    others: tuple[int, ...] = ()
+    """Ranks of the processes that were lost with it."""
     exit_code: ExitCode = ExitCode.LOST
     """That of the process if it told why it ended."""
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step:,}"
-        others = "" if self.count == 1 else f", and {self.count - 1} more"
+        others = f", and {len(self.others)} more" if self.others else ""
         return f"process {self.process} {self.reason}{at}{others}"
 
 
@@ -63,12 +63,13 @@ def lost(
     reason: str,
     beats: Sequence[Beat | None],
     exit_code: ExitCode = ExitCode.LOST,
-    count: int = 1,
+    others: Iterable[int] = (),
 ) -> Loss:
-    """The loss of `process`, at the step of its heartbeat, and of `count` - 1 others."""
+    """The loss of `process`, at the step of its heartbeat, and of `others`, where it may be too."""
     beat = beats[process]
     step = None if beat is None else beat.step
-    return Loss(process=process, reason=reason, step=step, count=count, exit_code=exit_code)
+    others = tuple(sorted({*others} - {process}))
+    return Loss(process=process, reason=reason, step=step, others=others, exit_code=exit_code)
 
 
 @dataclass(slots=True)
@@ -108,8 +109,8 @@ class Watch:
         for number, code in ended:
             if code is not None and code not in meant:
                 told = ExitCode(code) if code in _IN_WORDS else ExitCode.LOST
-                killed = sum((each or 0) < 0 and each not in _FOLLOWING for _, each in ended)
-                return lost(number, _in_words(code), beats, told, max(1, killed))
+                killed = [each for each, end in ended if (end or 0) < 0 and end not in _FOLLOWING]
+                return lost(number, _in_words(code), beats, told, killed)
         return None
 
     def hanging(
@@ -142,7 +143,7 @@ class Watch:
                 self._stopped.pop(number, None)
             elif now - self._stopped.setdefault(number, now) > self.stopped_seconds:
                 reason = f"has been stopped for {self.stopped_seconds:.0f} s ({beat.phase})"
-                return lost(number, reason, beats)
+                return lost(number, reason, beats, others=self._stopped)
             if (silent := now - self._alive[number][1]) > self.silent_seconds:
                 reason = f"has been silent for {silent:.0f} s ({beat.phase})"
                 return lost(number, reason, beats)

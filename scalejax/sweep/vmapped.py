@@ -248,7 +248,7 @@ def _train_at_once(
     signals = StopSignals(heartbeat, leave=leave)
     identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
     with Checkpoints(checkpoints, keep=_KEPT) as saved, signals, ExitStack() as open_logs:
-        resumed = checkpoint_to_go_on_from(
+        resumed, _ = checkpoint_to_go_on_from(
             saved, list(zip(identities, folders, strict=True)), say=reporter.say
         )
         begin = resumed.step if resumed else 0

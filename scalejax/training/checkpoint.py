@@ -70,17 +70,19 @@ class Checkpoints:
     are older ones deleted. The first process reads and writes manifests, and tells the others.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, keeps_damaged: bool = True) -> None:
         """Open the checkpoints in `folder`, which is created if it does not exist; every process
         must call it.
 
         Args:
             folder: where they are, by step.
             keep: latest checkpoints to keep; the best by validation accuracy is kept as well.
+            keeps_damaged: whether what does not verify is set aside; else it is deleted.
 
         Raises:
             ConfigError: if the folder cannot be written.
         """
+        self._keeps_damaged = keeps_damaged
         self.folder = folder.absolute()
         self.pinned_step: int | None = None
         """A step whose checkpoint is never deleted."""
@@ -169,9 +171,9 @@ class Checkpoints:
             return str(error)
 
     def go_on_from(self, step: int) -> None:
-        """Have the checkpoint of `step` be the newest: later ones that counted once are set aside
-        as damaged-STEP, damaged-STEP-2, ..., what was not finished is deleted; every process must
-        call it.
+        """Have the newest checkpoint be that of `step`, or the last before it where the run goes
+        on from elsewhere: later ones that counted once are set aside as damaged-STEP,
+        damaged-STEP-2, ..., what was not finished is deleted; every process must call it.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -180,9 +182,11 @@ class Checkpoints:
         def set_aside() -> JsonValue:
             with _naming_unwritable(self.folder):
                 for each in self._folders():
-                    if each > step:
+                    if each > step or self._was_never_whole(each):
                         self._set_aside(each)
-                set_newest(self.folder, step)
+                set_newest(
+                    self.folder, max((each for each in self.steps if each <= step), default=0)
+                )
                 for each in (self.folder, *self.folder.parents):  # whoever made them
                     sync_folder(each)
             return None
@@ -193,15 +197,21 @@ class Checkpoints:
         }
 
     def _set_aside(self, step: int) -> None:
-        path, newest_step = self.folder / str(step), newest(self.folder)
-        if not (path / MANIFEST).exists() and newest_step is not None and step > newest_step:
-            _delete(path)  # a crash came before it counted
+        path = self.folder / str(step)
+        if self._was_never_whole(step) or not self._keeps_damaged:
+            _delete(path)
             return
         aside, count = self.folder / f"damaged-{step}", 1
         while aside.exists():
             count += 1
             aside = self.folder / f"damaged-{step}-{count}"
         path.rename(aside)
+
+    def _was_never_whole(self, step: int) -> bool:
+        """Whether a crash came before the checkpoint in the folder of `step` counted."""
+        newest_step = newest(self.folder)
+        is_later = newest_step is not None and step > newest_step
+        return is_later and not (self.folder / str(step) / MANIFEST).exists()
 
     def save(
         self,

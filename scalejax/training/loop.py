@@ -11,6 +11,7 @@ Every process runs this loop over its own devices; only the first writes files a
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
@@ -32,6 +33,7 @@ from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Source, Split
 from scalejax.training.checkpoint import Checkpoints, save_weights
 from scalejax.training.compile import RunPrograms, measured_and_predicted
+from scalejax.training.copies import Copies, Wish
 from scalejax.training.features import open_examples
 from scalejax.training.input_tuning import share_memory_with_workers
 from scalejax.training.logger import (
@@ -46,6 +48,7 @@ from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
     Measurement,
+    ProcessesChange,
     Status,
     StatusChange,
     UnreadableExamples,
@@ -97,6 +100,7 @@ class TrainingLoop:
         checkpoint_seconds: float = 0.0,
         identities: Sequence[RunIdentity] = (),
         resumed: Manifest | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Open the data to evaluate on.
 
@@ -112,6 +116,7 @@ class TrainingLoop:
             checkpoint_seconds: least time between two checkpoints, except the last.
             identities: what the manifests of checkpoints say of each run.
             resumed: manifest of the checkpoint that they go on from; None at step 0.
+            copies: where their state is copied to in memory; None if they are not elastic.
         """
         self._run = runs[0]
         self._config = self._run.config.train
@@ -131,7 +136,10 @@ class TrainingLoop:
         self._loggers = loggers
         self._identities = identities
         self._resumed = resumed
-        self._step = 0
+        self._copies = copies
+        self._untold = copies and copies.shared.change
+        """The change of processes before this session, until it is in the record."""
+        self._step = self._begin = 0
         self._compared_step: int | None = None
         """The last checkpoint of this session before which replicas were compared."""
         self._is_tuned = False
@@ -153,7 +161,10 @@ class TrainingLoop:
     def train(self, state: TrainState, begin: int, remark: str = "") -> None:
         """Train from `state`, which is after `begin` updates, until the runs end; `remark` is
         added to the first status message."""
-        self._step, self._is_tuned = begin, bool(remark)
+        self._step, self._begin, self._is_tuned = begin, begin, bool(remark)
+        if self._copies is not None:
+            self._copies.begin(state)
+            self._signals.wish = self._copies.wish
         for each in self._open:
             for measurement in each.logger.earlier:
                 self._note(each, measurement)
@@ -261,11 +272,16 @@ class TrainingLoop:
                 self._settle()
                 self._compare_replicas(state)
             signal_number = self._signals.agreed("training")
+            wanted = self._signals.agreed_wish
             if self._is_pause or signal_number:
                 self._settle()
                 if goes_on := self._goes_on(state):
                     self._pause(state, signal_number)
                     goes_on = self._goes_on(state)
+            if wanted and goes_on and not self._is_last:
+                self._settle()
+                if goes_on := self._goes_on(state):
+                    self._copy(state, Wish(wanted))
         return state
 
     def _goes_on(self, state: TrainState) -> bool:
@@ -307,6 +323,7 @@ class TrainingLoop:
             return
         metrics, self._queued = self._queued, None
         jax.block_until_ready(metrics["loss"])
+        self._tell_change()
         if self._step % self._config.log_every_steps and not self._is_last:
             # A checkpoint is saved next, or the run stops early, with no logged line of this step.
             if self._is_pause:
@@ -361,6 +378,50 @@ class TrainingLoop:
         if signal_number:
             self._interrupt(signal_number)
         self._clock.restart(self._step)
+
+    def _copy(self, state: TrainState, wish: Wish) -> None:
+        """Copy the state to memory, and end the session if others are to join."""
+        if self._copies is None:
+            return
+        clock = self._logger.clock
+        self._tell_unreadable("train")
+        self._logger.heartbeat.at("copying", self._step)
+        with clock.within("checkpoint"):
+            if self._config.compare_replicas_every_steps:
+                self._compare_replicas(state)
+            runs = self._runs_at_step()
+            if wish == Wish.SAVE_AND_STOP:
+                self._checkpoints.save(self._step, state, runs=runs, records=self._records())
+                self._checkpoints.wait()
+            else:
+                self._copies.save(self._step, state, runs)
+            if wish == Wish.STOP:
+                self._copies.wait()
+        clock.finish_interval()
+        if wish != Wish.COPY:
+            self._logger.heartbeat.at("finishing", self._step)
+            raise Interrupted(128 + signal.SIGTERM)
+        self._clock.restart(self._step)
+
+    def _tell_change(self) -> None:
+        """Log the change of processes that this session began with, after its first update."""
+        if self._untold is None or self._copies is None:
+            return
+        begin, change, self._untold = self._begin, self._untold, None
+        for each in self._open:
+            each.logger.write(
+                ProcessesChange(
+                    step=begin,
+                    before=change.before,
+                    after=change.after,
+                    reason=change.reason,
+                    repeated_steps=max(0, change.step - begin),
+                    seconds=time.monotonic() - change.since_seconds,
+                    elapsed_seconds=each.logger.elapsed_seconds,
+                )
+            )
+        if is_first():
+            self._copies.shared.set_change(None)
 
     def _compare_replicas(self, state: TrainState) -> None:
         """Refuse to go on, or to save, if a device holds another replica than the others."""

@@ -204,9 +204,31 @@ class UnreadableExamples:
     """Time since training began, over all the sessions of the run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessesChange:
+    """A change of the processes of an elastic run, which went on from a copy or a checkpoint."""
+
+    kind: Literal["processes"] = "processes"
+    """Selects this kind of line."""
+    step: int
+    """Updates after which the run went on."""
+    before: int
+    """Number of processes before."""
+    after: int
+    """Number of processes from then on."""
+    reason: str
+    """Which was lost and how, or that others joined."""
+    repeated_steps: int
+    """Updates begun after that step, which were made again."""
+    seconds: float
+    """From when it was noticed until the first update after it was made."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
 Evaluated = EvaluationMeasurement | ValidationMeasurement
 """The metrics of an evaluation, of test or of validation data."""
-Measurement = TrainMeasurement | Evaluated | UnreadableExamples | StatusChange
+Measurement = TrainMeasurement | Evaluated | UnreadableExamples | ProcessesChange | StatusChange
 """One line of `measurements.jsonl`."""
 
 _KINDS: dict[str, type[Measurement]] = {
@@ -214,6 +236,7 @@ _KINDS: dict[str, type[Measurement]] = {
     "evaluation": EvaluationMeasurement,
     "validation": ValidationMeasurement,
     "unreadable": UnreadableExamples,
+    "processes": ProcessesChange,
     "status": StatusChange,
 }
 
@@ -379,6 +402,11 @@ class RunRecord:
         return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
 
     @property
+    def processes(self) -> tuple[ProcessesChange, ...]:
+        """Changes of the number of processes, of an elastic run."""
+        return tuple(m for m in self.measurements if isinstance(m, ProcessesChange))
+
+    @property
     def statuses(self) -> tuple[StatusChange, ...]:
         """The status changes of the run, the last one current."""
         return tuple(m for m in self.measurements if isinstance(m, StatusChange))
@@ -472,7 +500,7 @@ class MeasurementLog:
             path: the file; created if it does not exist.
             after_step: if given, lines of later steps are removed: they are measured again.
             proved: if given, what is before it is kept as it is, and of what is behind only changes
-                of status.
+                of status and of processes.
 
         Raises:
             Damaged: if what is before `proved` is not what was written.
@@ -480,12 +508,14 @@ class MeasurementLog:
         data = path.read_bytes() if path.exists() else b""
         if proved is None:
             kept = [
-                line for line in _read(path, data) if after_step is None or line.step <= after_step
+                line
+                for line in _read(path, data)
+                if after_step is None or _is_kept(line, after_step)
             ]
             whole = "".join(map(_line, kept)).encode()
         else:
             before = proved.part_of(path)
-            changes = _changes_of_status(data[len(before) :], after_step or 0)
+            changes = _changes(data[len(before) :], after_step or 0)
             kept = [*_parsed(before, path), *changes]
             whole = before + "".join(map(_line, changes)).encode()
         if whole != data or not path.exists():
@@ -541,7 +571,8 @@ def has_steps(path: Path) -> bool:
         lines = _read(path, path.read_bytes())
     except (ConfigError, OSError):
         return True
-    return any(line.step or not isinstance(line, StatusChange) for line in lines)
+    of_updates = (line for line in lines if not isinstance(line, ProcessesChange))
+    return any(line.step or not isinstance(line, StatusChange) for line in of_updates)
 
 
 def finite(value: float) -> float | None:
@@ -567,15 +598,23 @@ def _parsed(data: bytes, path: Path) -> list[Measurement]:
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
 
 
-def _changes_of_status(data: bytes, after_step: int) -> list[StatusChange]:
-    """The changes of status up to a step among lines that a crash may have left in any state."""
+def _is_kept(line: Measurement, after_step: int) -> bool:
+    """Whether a line is kept when a run goes on after a step; a change of processes happened
+    whatever is trained again."""
+    return line.step <= after_step or isinstance(line, ProcessesChange)
+
+
+def _changes(data: bytes, after_step: int) -> list[StatusChange | ProcessesChange]:
+    """The changes of status up to a step, and all of processes, among lines that a crash may have
+    left in any state."""
     found = []
     for line in data.decode(errors="replace").splitlines(keepends=True):
         try:
             measurement = _parse(line, "") if line.endswith("\n") else None
         except ConfigError:
             continue
-        if isinstance(measurement, StatusChange) and measurement.step <= after_step:
+        is_change = isinstance(measurement, StatusChange | ProcessesChange)
+        if is_change and _is_kept(measurement, after_step):
             found.append(measurement)
     return found
 

@@ -17,11 +17,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from scalejax.core.units import UNKNOWN, format_count, format_fraction, format_seconds
+from scalejax.core.units import UNKNOWN, counted, format_count, format_fraction, format_seconds
 from scalejax.training.input_stalls import wait_in_words, wait_share
 from scalejax.training.record import (
     EvaluationMeasurement,
     Measurement,
+    ProcessesChange,
     TrainMeasurement,
     UnreadableExamples,
     ValidationMeasurement,
@@ -189,6 +190,13 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
             f"{unreadable_in_words(measurement.rows, part)}: {_first_of(measurement)}"
+        )
+    if isinstance(measurement, ProcessesChange):
+        return (
+            f"step {measurement.step}/{total_steps}: went on in {measurement.after} processes, of "
+            f"{measurement.before} before ({measurement.reason}), after "
+            f"{format_seconds(measurement.seconds)}, "
+            f"{counted(measurement.repeated_steps, 'step')} again"
         )
     return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
 

@@ -127,9 +127,10 @@ def checkpoint_to_go_on_from(
     say: Callable[[str], None],
     is_resumed: bool = True,
     starts_over: bool = False,
-) -> Manifest | None:
-    """The manifest of the newest checkpoint that verifies; None if the runs begin at step 0. Every
-    process must call it.
+    copies: Checkpoints | None = None,
+) -> tuple[Manifest | None, Checkpoints]:
+    """The manifest of the newest checkpoint that verifies, None if the runs begin at step 0, and
+    where it is. Every process must call it.
 
     Args:
         checkpoints: of the runs.
@@ -138,6 +139,7 @@ def checkpoint_to_go_on_from(
         is_resumed: whether the runs are to go on; else the folder must hold no checkpoint.
         starts_over: whether they begin at step 0 where steps are recorded and no checkpoint
             verifies.
+        copies: copies of the state in memory, which are looked at first; None if there are none.
 
     Raises:
         Damaged: if no checkpoint verifies, and steps are recorded.
@@ -156,6 +158,12 @@ def checkpoint_to_go_on_from(
             identity.require_same(manifest.step, saved, files)
         return None
 
+    copied = copies.newest_sound(objection) if copies else None
+    if copies and copied:
+        for step, reason in copied.passed_over.items():
+            say(f"Note: the copy of step {step} in memory is passed over: {reason}.")
+        if copied.step and copied.step >= (checkpoints.latest_step or 0):
+            return copies.manifest(copied.step), copies  # nothing is read from the disk
     found = checkpoints.newest_sound(objection)
     folder = checkpoints.folder
     if not is_resumed and found.has_folders:
@@ -165,9 +173,11 @@ def checkpoint_to_go_on_from(
         )
     for step, reason in found.passed_over.items():
         say(f"Note: checkpoint {step} is passed over: {reason}.")
+    if copies and copied and copied.step > found.step:
+        return copies.manifest(copied.step), copies
     if found.step:
         # Each process reads the manifest itself: one of another folder is noticed.
-        return checkpoints.manifest(found.step)
+        return checkpoints.manifest(found.step), checkpoints
     is_recorded = any(has_steps(files.measurements) for _, files in runs)
     was_none_finished = found.newest_step == 0
     is_new = found.newest_step is None and not is_recorded and not found.has_folders
@@ -179,7 +189,7 @@ def checkpoint_to_go_on_from(
         )
     if starts_over and (is_recorded or found.passed_over):
         say("Note: no checkpoint verifies: the run starts over.")
-    return None
+    return None, checkpoints
 
 
 def _why(found: Found, name: str) -> str:

@@ -31,7 +31,8 @@ data_files.json      the files trained on, if the data is files: the run resumes
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
 measurements.jsonl   measurements, one per line: kinds "train", "validation", "evaluation" (of test
-                     data), "unreadable" and "status"; the last "status" line is the current status
+                     data), "unreadable", "processes" (a change of their number) and "status"; the
+                     last "status" line is the current status
 time.jsonl           wall time of its sessions by what they did, a line for each interval that
                      ends in an evaluation or a checkpoint
 checkpoints/         states to resume from, by step, and the best by validation accuracy, if there

@@ -77,6 +77,10 @@ class StopSignals:
         self._is_honoured = threading.Event()
         self._previous: dict[int, object] = {}
         self._pace: _Pace | None = None
+        self.wish: Callable[[], int] = int
+        """What this process wishes to be done, as a small number; 0 for nothing."""
+        self.agreed_wish = 0
+        """The highest wish of all processes, if they have agreed in the last call; else 0."""
         self._pipe: tuple[int, int] | None = None
         self._previous_fd = -1
 
@@ -100,9 +104,13 @@ class StopSignals:
         All processes must call it equally often for each `kind` of work, in the same order. As
         agreeing takes an all-gather, several processes do it about once a second or every 50
         calls. The slowest call of all processes decides after how many calls; a new kind of work
-        begins with one.
+        begins with one. They agree on `agreed_wish` too.
         """
-        number = self._received if jax.process_count() == 1 else self._synchronised(kind)
+        self.agreed_wish = 0
+        if jax.process_count() == 1:
+            number, self.agreed_wish = self._received, self.wish()
+        else:
+            number = self._synchronised(kind)
         if number:
             self._is_honoured.set()
         return number
@@ -117,8 +125,9 @@ class StopSignals:
         pace.last_call = now
         if pace.calls < pace.every:
             return 0
-        notes = np.array([self._received, pace.slowest_seconds], np.float32)
-        signals, slowest = multihost_utils.process_allgather(notes).max(axis=0)
+        notes = np.array([self._received, pace.slowest_seconds, self.wish()], np.float32)
+        signals, slowest, wishes = multihost_utils.process_allgather(notes).max(axis=0)
+        self.agreed_wish = int(wishes)
         # Grows by doubling: the first calls may be faster than those that follow.
         calls = min(2 * pace.every, int(_SYNC_SECONDS / max(float(slowest), 1e-9)))
         every = max(1, min(calls, _MOST_CALLS))

@@ -23,6 +23,7 @@ from scalejax.data.source import UnreadableExample
 from scalejax.models.pretrained import require_weights
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.compile import RunPrograms, compile_run, resume_command
+from scalejax.training.copies import copies_here
 from scalejax.training.input_tuning import tuned_input
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
@@ -121,20 +122,24 @@ def train(
         with reporter.compiling(), clock.within("compile"):
             programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
         with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
-            resumed = checkpoint_to_go_on_from(
+            copies = copies_here(reporter.say)
+            resumed, source = checkpoint_to_go_on_from(
                 checkpoints,
                 [(RunIdentity.of(run, files), files)],
                 say=reporter.say,
                 is_resumed=resume,
                 starts_over=start_over,
+                copies=copies and copies.store,
             )
             begin = resumed.step if resumed else 0
-            state = _first_state(run, mesh, programs, checkpoints, traces, resumed)
+            state = _first_state(run, mesh, programs, source, traces, resumed)
             if is_first():  # after the last check that may refuse the run
                 describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
             lock.take(folder)
             checkpoints.go_on_from(begin)
+            if copies is not None:
+                copies.store.go_on_from(begin)
             if on_compiled is not None:
                 on_compiled(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)
@@ -160,6 +165,7 @@ def train(
                     resume_command=resume_command(files, run),
                     identities=[RunIdentity.of(run, files)],
                     resumed=resumed,
+                    copies=copies,
                 )
                 loop.train(state, begin, tuned)
     if is_first() and (account := load_time_account(files.time)) and account.sessions > 1:

@@ -17,6 +17,7 @@ from scalejax.cli.main import main
 from scalejax.config.run import load_config
 from scalejax.core.errors import ExitCode
 from scalejax.launch import Launch, launch
+from scalejax.training.manifest import first_difference, read_manifest
 from scalejax.training.record import RunFolder, figures
 from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import load_intervals, load_time_account
@@ -166,7 +167,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tm
     left, from that checkpoint or a later one. The ledger has both sessions, and the time between.
     """
     folder = tmp_path / "run"
-    launcher = start(folder, "--max-restarts", "1", "--min-np", "1")
+    launcher = start(folder, "--elastic", "1:2", "--rejoin-seconds", "600", "--copy-seconds", "0")
     wait_for_step(launcher, folder, 50)
     workers = workers_of(launcher)
     begin = started_at(workers[0])
@@ -193,7 +194,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tm
     assert ended_at - begin - 2 < ledger.seconds < ended_at - begin + 0.1
     assert f"goodput {ledger.goodput:.1%}".replace("%", " %") in said
     assert re.search(r"process 0 was killed by SIGKILL .* at step \d+", said)
-    assert "restart 1 of 1, 1 process" in said
+    assert "restart 1, 1 process" in said
     assert "Traceback" not in said
     assert_alike(folder, alone)
 
@@ -232,7 +233,8 @@ def test_a_stopped_process_counts_as_lost_and_without_restarts_the_run_ends(star
 
 
 def test_a_wish_to_stop_is_passed_on_and_all_save(start, run_file, tmp_path, alone):
-    """SIGTERM to the launcher; the run is then resumed by it."""
+    """SIGTERM to the launcher: both processes write the checkpoint of that step, and it counts. The
+    run is then resumed by it, from there."""
     folder = tmp_path / "run"
     launcher = start(folder)
     wait_for_step(launcher, folder, 30)
@@ -243,8 +245,14 @@ def test_a_wish_to_stop_is_passed_on_and_all_save(start, run_file, tmp_path, alo
     assert code == 128 + signal.SIGTERM, said
     assert "interrupted: at step" in said
     assert f"go on with: scalejax launch --np -2 {run_file} --folder {folder} --resume" in said
+    (step,) = map(int, re.findall(r"interrupted: at step (\d+)", said))
+    checkpoint = RunFolder(path=folder).checkpoints / str(step)
+    assert first_difference(checkpoint, read_manifest(checkpoint).files) is None
+    writers = {path.name for path in (checkpoint / "state").glob("ocdbt.process_*")}
+    assert writers == {"ocdbt.process_0", "ocdbt.process_1"}
     code, said = ended(start(folder, "--resume"), ())
 
+    assert f"resumed: at step {step}," in said
     assert code == 0, said
     assert_alike(folder, alone)
 

@@ -15,10 +15,12 @@ import pytest
 
 from scalejax.cli.main import main
 from scalejax.config.data import FashionMnistConfig, ParquetConfig
+from scalejax.core.elastic import MEMORY
 from scalejax.core.errors import ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, packed, read_beat, unpacked
 from scalejax.core.remote import deadlines
 from scalejax.launch.local import Launch, launch
+from scalejax.launch.places import Elastic
 from scalejax.launch.watchdog import Watch
 from scalejax.training.loop import store_seconds
 
@@ -259,15 +261,15 @@ if os.environ["SCALEJAX_PROCESSES"] == "6":
 """
 
 
-@pytest.mark.parametrize(("divisors", "processes"), [((4, 2), 4), ((3,), 3), ((5, 1), 6)])
+@pytest.mark.parametrize(("divisors", "processes"), [((6, 4, 2), 4), ((6, 3), 3), ((6, 5, 1), 6)])
 def test_as_many_go_on_as_are_left_and_can(tmp_path, divisors, processes):
     """Two of six are killed at once: the most of four that share the batch, not one fewer each
-    time; all, where no number from two on does."""
+    time; where no number from two on does, all once they are back."""
     said = io.StringIO()
     job = Launch(
         command=(sys.executable, "-c", LOSES_TWO),
         processes=6,
-        least_processes=2,
+        elastic=Elastic(least=2, most=6, rejoin_seconds=1.0),
         can_train=lambda count: count in divisors,
         folder=tmp_path,
         most_restarts=1,
@@ -277,7 +279,96 @@ def test_as_many_go_on_as_are_left_and_can(tmp_path, divisors, processes):
 
     assert "process 2 was killed by SIGKILL (by the system, if memory was short)" in said.getvalue()
     assert ", and 1 more; the others were stopped" in said.getvalue()
-    assert f"restart 1 of 1, {processes} processes" in said.getvalue()
+    assert f"restart 1, {processes} processes" in said.getvalue()
+
+
+ELASTIC = """
+import os, signal, sys, time
+from scalejax.core.elastic import SharedFolder
+from scalejax.core.heartbeat import Heartbeat
+shared, heart = SharedFolder.from_environment(), Heartbeat.from_environment()
+count, rank = (int(os.environ["SCALEJAX_" + name]) for name in ("PROCESSES", "PROCESS"))
+starts = shared.path / f"starts-{rank}"
+starts.open("a").write(f"{count} ")
+start = len(starts.read_text().split())
+heart.at("training", 10 * start)
+"""
+"""A process without a run, in its first start, second, ...; `LOST` and others say how it ends."""
+LOST = """
+if start == 1:
+    time.sleep(0.3)
+    if rank in (0, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    sys.exit(5)
+print(shared.change, flush=True)
+while count == 2 and not shared.is_asked_to_stop:
+    time.sleep(0.05)
+sys.exit(143 if count == 2 else 0)
+"""
+ASKED = """
+time.sleep(0.3)
+sys.exit(143 if start == 1 else 0)
+"""
+FAILS = """
+heart.at("training", {step})
+time.sleep(0.3)
+sys.exit(1)
+"""
+
+
+def elastic_job(tmp_path, code, **changed):
+    """A launch of four processes, of which three can go on as little as none."""
+    return Launch(
+        command=(sys.executable, "-c", ELASTIC + code),
+        processes=4,
+        elastic=Elastic(least=1, most=4, rejoin_seconds=0.5),
+        can_train=lambda count: count != 3,
+        folder=tmp_path,
+        **{"most_restarts": 1, **changed},
+    )
+
+
+def test_those_that_are_left_go_on_and_others_join_them(tmp_path):
+    """Two of four are killed, the first among them: two go on, and stop when asked for the others
+    to join. What the record is to say of both is one change, where it has not said the first yet;
+    nothing is left in memory."""
+    said, before = io.StringIO(), set(MEMORY.glob("scalejax-*"))
+
+    assert launch(elastic_job(tmp_path, LOST), said) == 0
+
+    lines = said.getvalue()
+    assert "process 0 was killed by SIGKILL" in lines
+    assert re.findall(r"restart \d, \d process\w*", lines) == [
+        "restart 1, 2 processes",
+        "restart 2, 4 processes",
+    ]
+    first, second = re.findall(r"Change\(before=4, after=(\d).*?step=(\d+)", lines)
+    assert (first, second) == (("2", "10"), ("4", "20"))
+    assert "at step 10, and 1 more; others joined" in lines
+    assert set(MEMORY.glob("scalejax-*")) == before
+
+
+def test_one_that_is_asked_to_go_takes_nothing_along(tmp_path):
+    """A scheduler sent it SIGTERM: all have saved, and one fewer goes on, or as many as can."""
+    said = io.StringIO()
+
+    assert launch(elastic_job(tmp_path, ASKED), said) == 0
+    assert "or another one was asked to stop" in said.getvalue()
+    assert said.getvalue().count("restart ") == 1
+    assert "restart 1, 2 processes" in said.getvalue()
+
+
+@pytest.mark.parametrize(("step", "restarts"), [("7", 2), ("10 * min(start, 4)", 5)])
+def test_an_elastic_run_that_makes_no_new_step_ends(tmp_path, step, restarts):
+    """After so many restarts in a row: at the same step each time at once, else only where its
+    steps end. Losses alone, however many, do not end it."""
+    job = elastic_job(tmp_path, FAILS.format(step=step), most_restarts=2)
+    job = replace(job, processes=2, elastic=Elastic(least=1, most=2, rejoin_seconds=0.0))
+    said = io.StringIO()
+
+    assert launch(job, said) == ExitCode.LOST
+    assert said.getvalue().count("restart ") == restarts
 
 
 def test_the_launcher_knows_how_many_can_train(tmp_path, monkeypatch):
@@ -289,7 +380,7 @@ def test_the_launcher_knows_how_many_can_train(tmp_path, monkeypatch):
     flags = ["--folder", str(tmp_path / "run"), "--cpu-devices", "2", "--batch.global_batch", "64"]
 
     with pytest.raises(SystemExit):
-        main(["launch", str(run_file), "--np", "-8", "--min-np", "3", *flags])
+        main(["launch", str(run_file), "--np", "-8", "--elastic", "3:8", *flags])
 
     assert [count for count in range(3, 9) if jobs[0].can_train(count)] == [4, 8]
 
@@ -382,7 +473,7 @@ def test_damage_and_outages_are_tried_again_and_told_at_last(tmp_path, code, sta
     job = Launch(
         command=(sys.executable, "-c", f"raise SystemExit({code:d})"),
         processes=2,
-        least_processes=1,
+        elastic=Elastic(least=1, most=2, rejoin_seconds=1e9),
         folder=tmp_path,
         most_restarts=3,
     )

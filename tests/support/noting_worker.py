@@ -1,10 +1,13 @@
-"""One process of a run that notes which examples it is given in each step, and asks itself to stop.
+"""One process of a run that notes which examples it is given in each step, and asks itself to stop,
+or kills itself.
 
 Usage: python noting_worker.py RUN.toml FOLDER NOTES STOP_STEP FSDP, as `scalejax launch` starts it.
 
 The examples are images whose first two bytes are their index. NOTES is a folder, to which each
 process adds a file of lines: step, rows of the global batch, and the examples in them. After
-STOP_STEP updates the first process sends itself SIGTERM, as a scheduler does.
+STOP_STEP updates the first process sends itself SIGTERM, as a scheduler does; after LOSS_STEP
+updates, a variable, and a copy in memory the first and the last of four processes send themselves
+SIGKILL, once.
 """
 
 import json
@@ -19,7 +22,9 @@ import numpy as np
 from scalejax.api import train
 from scalejax.config.run import load_config
 from scalejax.core import process_group
+from scalejax.core.elastic import SharedFolder
 from scalejax.data.loader.loader import Batches
+from scalejax.training.manifest import newest
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import PlainLines
 
@@ -29,10 +34,14 @@ def train_and_note(
 ) -> None:
     """Train on so many devices, or on all, from where the run in `folder` stopped."""
     is_begun = RunFolder(path=folder).holds_run
-    steps = RunFolder(path=folder).checkpoints
-    step = max((int(each.name) for each in steps.iterdir()), default=0) if is_begun else 0
+    shared = SharedFolder.from_environment()
+    stores = [RunFolder(path=folder).checkpoints, *([shared.copies] if shared else [])]
+    step = max(newest(each) or 0 for each in stores) if is_begun else 0
     take = Batches.next_beside
-    name = f"{step:03}-{jax.process_index()}-of-{jax.process_count()}"
+    session = len([*notes.glob(f"*-{jax.process_index()}-of-*")])
+    name = f"{session}-{step:03}-{jax.process_index()}-of-{jax.process_count()}"
+    loss_step = int(os.environ.get("LOSS_STEP", "0"))
+    is_victim = jax.process_count() == 4 and jax.process_index() in (0, 3) and not session
 
     def take_and_note(self, is_busy):
         nonlocal step
@@ -45,6 +54,8 @@ def train_and_note(
             print(json.dumps([step, list(rows), examples.tolist()]), file=lines, flush=True)
         if step == stop_step and jax.process_index() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+        if shared and is_victim and 0 < loss_step <= step and newest(shared.copies):
+            os.kill(os.getpid(), signal.SIGKILL)
         return batch, waited_seconds
 
     Batches.next_beside = take_and_note

@@ -9,11 +9,13 @@ from scalejax.core.errors import ConfigError
 from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
+    ProcessesChange,
     RunFolder,
     RunRecord,
     StatusChange,
     TrainMeasurement,
     finite,
+    has_steps,
 )
 
 
@@ -40,6 +42,15 @@ EVALUATION = EvaluationMeasurement(
     seconds=0.1,
     elapsed_seconds=3.5,
 )
+CHANGE = ProcessesChange(
+    step=2,
+    before=8,
+    after=5,
+    reason="process 0 was killed by SIGKILL",
+    repeated_steps=7,
+    seconds=12.5,
+    elapsed_seconds=2.5,
+)
 STARTED = StatusChange(step=0, status="started", message="on 8 devices", elapsed_seconds=0.0)
 
 
@@ -55,10 +66,11 @@ def test_what_is_written_is_read(tmp_path):
     """Every kind of line survives the round trip, to the last bit of a float."""
     odd = update(1, loss=0.1 + 0.2)
 
-    write(tmp_path, STARTED, odd, EVALUATION)
+    write(tmp_path, STARTED, odd, CHANGE, EVALUATION)
     record = RunRecord.load(tmp_path)
 
-    assert record.measurements == (STARTED, odd, EVALUATION)
+    assert record.measurements == (STARTED, odd, CHANGE, EVALUATION)
+    assert record.processes == (CHANGE,)
     assert record.training == (odd,)
     assert record.evaluations == (EVALUATION,)
     assert record.status == "started"
@@ -95,11 +107,30 @@ def test_resuming_removes_what_will_be_measured_again(tmp_path):
     assert elapsed == 2.0
 
 
+@pytest.mark.parametrize("is_proved", [True, False])
+def test_changes_of_processes_are_kept_whatever_is_measured_again(tmp_path, is_proved):
+    """They happened: a second loss, after which the run goes on from an earlier step, does not
+    take the first one out of the record; nor is it a step of the run."""
+    write(tmp_path, STARTED, update(1), update(2))
+    path = RunFolder(path=tmp_path).measurements
+    with closing(MeasurementLog(path, after_step=1)) as log:
+        proved = log.position if is_proved else None
+        log.append(CHANGE)
+        log.append(update(2))
+
+    with closing(MeasurementLog(path, after_step=1, proved=proved)):
+        pass
+
+    assert RunRecord.load(tmp_path).measurements == (STARTED, update(1), CHANGE)
+    write(tmp_path / "other", STARTED, CHANGE)
+    assert not has_steps(RunFolder(path=tmp_path / "other").measurements)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2 is no measurement"),
-        ("[]", "its kind must be one of train, evaluation, validation, unreadable, status"),
+        ("[]", "one of train, evaluation, validation, unreadable, processes, status"),
         ('{"kind": "gossip"}', "its kind must be one of"),
         ('{"kind": "status", "step": 1}', "status is missing"),
     ],

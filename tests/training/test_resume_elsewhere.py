@@ -15,7 +15,8 @@ import pytest
 from noting_worker import train_and_note
 
 from scalejax.launch import Launch, launch
-from scalejax.training.record import figures
+from scalejax.launch.places import Elastic
+from scalejax.training.record import RunRecord, figures
 from scalejax.training.signals import Interrupted
 
 WORKER = Path(__file__).parents[1] / "support" / "noting_worker.py"
@@ -68,6 +69,16 @@ def run_file(tmp_path_factory):
     return path
 
 
+def environment(devices):
+    """Variables of the processes, each of so many devices."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
+        "PYTHONPATH": str(WORKER.parents[2]),
+    }
+
+
 def trained(run_file, folder, sessions):
     """Figures and examples by step of a run in `sessions`: processes of each, devices of each of
     these, fsdp, and the step after which to stop, 0 for
@@ -85,21 +96,16 @@ def trained(run_file, folder, sessions):
             command=(sys.executable, str(WORKER), *map(str, arguments)),
             processes=processes,
             folder=folder / "processes",
-            environment={
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": str(devices),
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
-                "PYTHONPATH": str(WORKER.parents[2]),
-            },
+            environment=environment(devices),
         )
         assert launch(job, said) == (INTERRUPTED if stop_step else 0), said.getvalue()
     return figures(folder / "run"), examples_by_step(notes)
 
 
-def examples_by_step(notes):
+def examples_by_step(notes, steps=STEPS):
     """Of each step the examples of the global batch, in the order of its rows, int [steps, batch];
     devices that hold the same rows must have been given the same."""
-    given = np.full((STEPS, GLOBAL_BATCH), -1)
+    given = np.full((steps, GLOBAL_BATCH), -1)
     for path in sorted(notes.iterdir()):
         for line in path.read_text().splitlines():
             step, rows, examples = json.loads(line)
@@ -142,3 +148,41 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+@pytest.mark.alone
+def test_an_elastic_run_takes_each_example_once_whoever_is_lost(run_file, tmp_path):
+    """Two of four processes are killed, the coordinator first: what those that are left had trained
+    is neither lost nor made twice (Horovod's issue 3143). The examples of each step, those made
+    again included, are those of one process to which nothing happens, and the losses but for
+    rounding: 1e-4 after 400 updates of AdamW. That nobody who is asked to go takes a step along
+    (its issue 3399), is above: processes are asked there."""
+    epochs = 50
+    steps, said = epochs * (EXAMPLES // GLOBAL_BATCH), io.StringIO()
+    text = run_file.read_text().replace(f"epochs = {EPOCHS}\n", f"epochs = {epochs}\n")
+    file, notes = tmp_path / "run.toml", tmp_path / "notes"
+    file.write_text(text.replace("checkpoint_every_steps = 5", "checkpoint_every_steps = 1000"))
+    for folder in (notes, tmp_path / "alone"):
+        folder.mkdir()
+    job = Launch(
+        command=(sys.executable, str(WORKER), *map(str, (file, tmp_path / "run", notes, 0, 1))),
+        processes=4,
+        elastic=Elastic(least=1, most=4, rejoin_seconds=600.0, copy_seconds=0.5),
+        can_train=lambda count: count != 3,
+        most_restarts=1,
+        folder=tmp_path / "processes",
+        environment=environment(1) | {"LOSS_STEP": "50"},
+    )
+
+    code = launch(job, said)
+    train_and_note(file, tmp_path / "whole", tmp_path / "alone", 0, 1, 1)
+
+    assert code == 0, said.getvalue()
+    examples = examples_by_step(notes, steps)
+    np.testing.assert_array_equal(examples, examples_by_step(tmp_path / "alone", steps))
+    ours, alone = figures(tmp_path / "run"), figures(tmp_path / "whole")
+    assert [row[0] for row in ours] == [row[0] for row in alone]
+    np.testing.assert_allclose([row[1] for row in ours], [row[1] for row in alone], rtol=1e-4)
+    (change,) = RunRecord.load(tmp_path / "run").processes
+    assert (change.before, change.after) == (4, 2)
+    assert 0 < change.repeated_steps < change.step + change.repeated_steps

@@ -1,0 +1,150 @@
+"""What an elastic launcher and its processes share: a folder in memory, which outlives processes.
+
+It holds copies of the state of their run, the change of processes that its record does not have
+yet, and the wish that others join. Knows files; neither states nor how processes are started.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import document, load, save
+
+FOLDER, COPY_SECONDS = "SCALEJAX_ELASTIC", "SCALEJAX_COPY_SECONDS"
+"""Variables, set by the launcher: the folder; least seconds between two copies, 0 for none."""
+MEMORY = Path("/dev/shm")  # a tmpfs: shm_overview(7)
+_OWNER = "owner"
+
+
+@document("change_of_processes")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the processes of a run, until its record has it."""
+
+    before: int
+    """Number of processes before it."""
+    after: int
+    """Number of processes that go on."""
+    reason: str
+    """Why, in words."""
+    step: int
+    """Updates that any of them had begun."""
+    since_seconds: float
+    """When it was noticed, by the monotonic clock of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFolder:
+    """The folder, as launcher and processes see it."""
+
+    path: Path
+    """The folder itself."""
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """The folder that the environment names; None if it names none."""
+        path = os.environ.get(FOLDER)
+        return cls(Path(path)) if path else None
+
+    @property
+    def copies(self) -> Path:
+        """Copies of the state, by step."""
+        return self.path / "copies"
+
+    @property
+    def programs(self) -> Path:
+        """Programs that JAX has compiled."""
+        return self.path / "programs"
+
+    @property
+    def change(self) -> Change | None:
+        """The change that the record does not have yet; None if there is none."""
+        try:
+            return load(Change, self._change) if self._change.exists() else None
+        except ConfigError:  # somebody wrote into it: a change that is not told is no harm
+            return None
+
+    def set_change(self, change: Change | None) -> None:
+        """Note a change, or that the record has it.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        if change is None:
+            self._change.unlink(missing_ok=True)
+        else:
+            save(change, self._change)
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether the processes are to stop at the next copy, for others to join."""
+        return self._joining.exists()
+
+    def ask_to_stop(self, *, asks: bool) -> None:
+        """Say whether the processes are to stop for others to join."""
+        if asks:
+            self._joining.touch()
+        else:
+            self._joining.unlink(missing_ok=True)
+
+    @property
+    def _change(self) -> Path:
+        return self.path / "change.json"
+
+    @property
+    def _joining(self) -> Path:
+        return self.path / "joining"
+
+
+@contextmanager
+def shared_folder(memory: Path = MEMORY) -> Iterator[SharedFolder]:
+    """A new folder in `memory`, or where the system has none with its temporary files, for as long
+    as the block; those of launchers that were killed are removed.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    parent = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    prefix = f"scalejax-{os.getuid()}-"
+    for other in parent.glob(f"{prefix}*"):
+        _remove_abandoned(other)
+    try:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700, of a random name
+        owner = _locked(path)
+    except OSError as error:
+        raise ConfigError(f"{str(parent)!r} cannot be written: {error}.") from error
+    try:
+        yield SharedFolder(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(owner)
+
+
+def _locked(path: Path) -> int:
+    """The open file by whose lock, which ends with this process, `path` is known to be in use."""
+    draft = path / f"{_OWNER}.new"
+    file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    draft.rename(path / _OWNER)  # is never seen without its lock
+    return file
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the folder of a launcher that is gone."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.stat().st_uid != os.getuid():
+            return
+        file = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while it is there
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(file)

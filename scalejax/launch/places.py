@@ -1,0 +1,89 @@
+"""The places of an elastic run: which of them its processes are started in.
+
+A place is a share of this machine, with its GPUs, that has room for one process. Arithmetic on
+counts and times; starts nothing.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+
+_MOST_DOUBLINGS = 5
+"""Of the time that a place is out of use: at most 32 times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """How far the number of processes may fall and rise, and what they keep in memory."""
+
+    least: int
+    """Fewest processes."""
+    most: int
+    """Most processes: the number of places."""
+    rejoin_seconds: float = 60.0
+    """How long a place is out of use after its process was lost; twice as long each further time,
+    up to 32 times."""
+    copy_seconds: float = 10.0
+    """Least time between two copies of the state in memory; 0 for none."""
+
+    def __post_init__(self) -> None:
+        require_at_least("elastic: MIN", self.least, 1)
+        require_at_least("rejoin_seconds", self.rejoin_seconds, 0)
+        require_at_least("copy_seconds", self.copy_seconds, 0)
+        if self.most < self.least:
+            accepted = f"its most must be at least its least, {self.least}"
+            raise ConfigError(refusal("elastic", f"{self.least}:{self.most}", accepted))
+
+
+class Places:
+    """The places of a run, and since when each is out of use."""
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        processes: int,
+        can_train: Callable[[int], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """All places up to `processes` are free, the others after `rejoin_seconds`.
+
+        Args:
+            elastic: the bounds.
+            processes: number of processes to begin with.
+            can_train: whether so many can train the run, such as share its global batch.
+            clock: monotonic clock in seconds.
+        """
+        self._elastic = elastic
+        self._can_train = can_train
+        self._clock = clock
+        later = clock() + elastic.rejoin_seconds
+        self._free_at = {
+            place: -math.inf if place < processes else later for place in range(elastic.most)
+        }
+        self._losses: Counter[int] = Counter()
+
+    def lose(self, places: Iterable[int]) -> None:
+        """Note that the processes in these places were lost."""
+        for place in places:
+            doublings = min(self._losses[place], _MOST_DOUBLINGS)
+            self._losses[place] += 1
+            self._free_at[place] = self._clock() + self._elastic.rejoin_seconds * 2**doublings
+
+    def chosen(self) -> tuple[int, ...]:
+        """The places to start processes in: the most of those free that can train the run; none
+        where too few are free, and all where no number of them could."""
+        now = self._clock()
+        free = [place for place, at in self._free_at.items() if at <= now]
+        for count in range(len(free), self._elastic.least - 1, -1):
+            if self._can_train(count):
+                return tuple(free[:count])
+        return tuple(free) if len(free) == self._elastic.most else ()
+
+    def seconds_to_wait(self) -> float:
+        """Until the next place is free; 0 if all are."""
+        now = self._clock()
+        return min((at - now for at in self._free_at.values() if at > now), default=0.0)

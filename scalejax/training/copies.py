@@ -1,0 +1,146 @@
+"""Copies of the training state in memory, which an elastic run goes on from in other processes.
+
+A copy is a checkpoint in the folder that the launcher has in memory, with the same manifest, so
+that one which was not finished never counts. The first process decides when one is made. Knows
+where copies are and what they cost; neither the loop nor how processes are started.
+"""
+
+import enum
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+
+from scalejax.core.elastic import COPY_SECONDS, MEMORY, SharedFolder
+from scalejax.core.errors import ConfigError, Unavailable
+from scalejax.core.units import format_bytes
+from scalejax.training.checkpoint import Checkpoints
+from scalejax.training.manifest import RunAtStep
+from scalejax.training.multihost import is_first
+from scalejax.training.state import TrainState
+
+_KEPT = 2
+_LEAST_SHARE = 50
+"""A copy is made after so many times the time for which the last one held training up."""
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Wish(enum.IntEnum):
+    """What the first process wishes that all do after an update."""
+
+    NOTHING = 0
+    COPY = 1
+    """Copy the state."""
+    STOP = 2
+    """Copy it, and stop for others to join."""
+    SAVE_AND_STOP = 3
+    """Write a checkpoint, as there is no room for a copy, and stop for others to join."""
+
+
+class Copies:
+    """The copies of one run, and when the next is due; every process has one."""
+
+    def __init__(
+        self,
+        shared: SharedFolder,
+        seconds: float,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the copies; every process must call it.
+
+        Args:
+            shared: the folder of the launcher.
+            seconds: least time between two copies; 0 for none.
+            say: is told why none are made.
+            clock: monotonic clock in seconds.
+
+        Raises:
+            ConfigError: if the folder cannot be written.
+        """
+        self.shared = shared
+        self._seconds = seconds
+        self._say = say
+        self._clock = clock
+        self._looked = self._last = clock()
+        self._blocked_seconds = 0.0
+        self._is_first_copy = True
+        self._has_told = False
+        self._state_bytes = 0
+        self.store = Checkpoints(shared.copies, keep=_KEPT, keeps_damaged=False)
+        """The copies, as checkpoints."""
+
+    def begin(self, state: TrainState) -> None:
+        """Note that training begins from `state`; the first copy is due some seconds later."""
+        self._state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._last = self._clock()
+
+    def wish(self) -> Wish:
+        """What the first process wishes now; what others do does not count."""
+        now = self._clock()
+        if not is_first() or now < self._looked + _SECONDS_BETWEEN_LOOKS:
+            return Wish.NOTHING
+        self._looked = now
+        if self.shared.is_asked_to_stop:
+            return Wish.STOP if self._has_room() else Wish.SAVE_AND_STOP
+        wait = max(self._seconds, _LEAST_SHARE * self._blocked_seconds)
+        is_due = self._seconds > 0 and now >= self._last + wait
+        return Wish.COPY if is_due and self._has_room() else Wish.NOTHING
+
+    def _has_room(self) -> bool:
+        """Whether a copy may be made: it is of memory, and twice what it takes is free there."""
+        if not self._seconds or MEMORY not in self.shared.path.parents:
+            return False
+        needed = 2 * self._state_bytes
+        free = shutil.disk_usage(self.shared.path).free
+        if free < needed and not self._has_told:
+            self._has_told = True
+            self._say(
+                f"Note: no copies in memory, but checkpoints alone: {format_bytes(free)} are free "
+                f"in {MEMORY}, and two copies take {format_bytes(needed)}."
+            )
+        return free >= needed
+
+    def save(self, step: int, state: TrainState, runs: Sequence[RunAtStep]) -> None:
+        """Copy `state`; returns when the devices have given it away. Every process must call it.
+
+        Raises:
+            Unavailable: if this copy, or the one before, could not be written.
+        """
+        begin = self._clock()
+        with _unavailable():
+            self.store.save(step, state, runs=runs)
+        is_first_copy, self._is_first_copy = self._is_first_copy, False
+        self._last = self._looked = self._clock()
+        # The first has its checksums compiled.
+        self._blocked_seconds = 0.0 if is_first_copy else self._last - begin
+
+    def wait(self) -> None:
+        """Wait until the last copy counts; every process must call it.
+
+        Raises:
+            Unavailable: if it could not be written.
+        """
+        with _unavailable():
+            self.store.wait()
+
+
+def copies_here(say: Callable[[str], None]) -> Copies | None:
+    """The copies in the folder that the environment names; None if it names none. Every process
+    must call it."""
+    shared = SharedFolder.from_environment()
+    if shared is None:
+        return None
+    return Copies(shared, float(os.environ.get(COPY_SECONDS, "0")), say)
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    """Have the run be started again where memory is full: the checkpoints are on the disk."""
+    try:
+        yield
+    except ConfigError as error:
+        raise Unavailable(f"no copy could be made: {error}") from error

@@ -1,0 +1,58 @@
+"""The folder in memory is there as long as its launcher, and not longer."""
+
+import pytest
+
+from scalejax.core.elastic import Change, SharedFolder, shared_folder
+
+CHANGE = Change(before=8, after=5, reason="process 0 was killed", step=57, since_seconds=12.5)
+
+
+def test_the_folder_goes_with_its_launcher(tmp_path):
+    """At its end, and also when it is interrupted: memory is not given back by itself."""
+
+    def interrupted():
+        with shared_folder(tmp_path) as shared:
+            shared.copies.mkdir()
+            assert shared.path.stat().st_mode & 0o77 == 0
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_launcher_removes_what_one_that_was_killed_left(tmp_path):
+    """Which could not do so itself; those of launchers that are there stay, and what is not a
+    folder of a launcher."""
+    with shared_folder(tmp_path) as living:
+        prefix = living.path.name.rpartition("-")[0]
+        killed, strange = tmp_path / f"{prefix}-killed", tmp_path / f"{prefix}-strange"
+        for folder in (killed, strange):
+            (folder / "copies").mkdir(parents=True)
+        (killed / "owner").touch()
+        (tmp_path / f"{prefix}-link").symlink_to(living.path)
+        with shared_folder(tmp_path):
+            assert not killed.exists()
+        assert living.path.exists()
+        assert strange.exists()
+
+
+def test_what_is_not_in_the_record_yet_is_kept(tmp_path):
+    """Until the first process has told it; what is damaged ends no run."""
+    shared = SharedFolder(tmp_path)
+
+    assert shared.change is None
+    shared.set_change(CHANGE)
+    assert shared.change == CHANGE
+    (tmp_path / "change.json").write_text("{")
+    assert shared.change is None
+    shared.set_change(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wish_that_others_join_can_be_taken_back(tmp_path):
+    """As at each start: it was for the processes before."""
+    shared = SharedFolder(tmp_path)
+    for asks in (True, False):
+        shared.ask_to_stop(asks=asks)
+        assert shared.is_asked_to_stop == asks

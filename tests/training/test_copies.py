@@ -1,0 +1,227 @@
+"""An elastic run goes on from the newest sound copy in memory, or checkpoint on the disk."""
+
+import shutil
+import signal
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from scalejax.config.run import load_config
+from scalejax.core import elastic
+from scalejax.core.elastic import Change, SharedFolder
+from scalejax.core.errors import ConfigError, Unavailable
+from scalejax.training import copies as module
+from scalejax.training.checkpoint import Checkpoints
+from scalejax.training.copies import Copies, Wish
+from scalejax.training.manifest import newest
+from scalejax.training.record import RunFolder, RunRecord, figures
+from scalejax.training.reporter import Silent
+from scalejax.training.resume import checkpoint_to_go_on_from
+from scalejax.training.signals import Interrupted
+from scalejax.training.train import train
+
+STATE = {"weights": np.arange(6.0, dtype=np.float32)}
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [8]
+[data]
+name = "synthetic_images"
+image_size = 4
+channels = 1
+classes = 3
+train_examples = 48
+test_examples = 12
+[batch]
+global_batch = 12
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+[train]
+epochs = 4
+log_every_steps = 1
+checkpoint_every_steps = 10
+evaluate_every_epochs = 4
+"""
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """Copies of steps 12 and 14, and a checkpoint of step 10; opened anew by each call."""
+
+    def opened():
+        copies = Checkpoints(tmp_path / "copies", keep=2, keeps_damaged=False)
+        return copies, Checkpoints(tmp_path / "checkpoints", keep=2)
+
+    copies, checkpoints = opened()
+    for store, steps in ((copies, (9, 12, 14)), (checkpoints, (10,))):
+        for step in steps:
+            store.save(step, jax.tree.map(jax.numpy.asarray, STATE))
+        store.wait()
+    return opened
+
+
+def damage(folder):
+    """Change a byte of the largest file."""
+    path = max(
+        (each for each in folder.rglob("*") if each.is_file()), key=lambda f: f.stat().st_size
+    )
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def begun(stores, said):
+    """Where the next processes go on: step, and whether from a copy."""
+    copies, checkpoints = stores()
+    manifest, source = checkpoint_to_go_on_from(checkpoints, [], say=said.append, copies=copies)
+    step = manifest.step if manifest else 0
+    for each in (copies, checkpoints):
+        each.go_on_from(step)
+    return step, source is copies
+
+
+def test_the_newest_copy_that_is_whole_is_gone_on_from(stores, tmp_path):
+    """Two are kept. One whose writer was killed has no manifest, and does not count; one that
+    differs from what was written is passed over by name; without any the checkpoint is taken. What
+    does not count takes no memory any more."""
+    said, copies = [], tmp_path / "copies"
+    assert sorted(path.name for path in copies.iterdir()) == ["12", "14"]
+    assert begun(stores, said) == (14, True)
+    assert not said
+
+    (copies / "14" / "manifest.json").unlink()
+    assert begun(stores, said) == (12, True)
+    assert said == ["Note: the copy of step 14 in memory is passed over: it has no manifest."]
+    assert [path.name for path in copies.iterdir()] == ["12"]
+    assert newest(tmp_path / "checkpoints") == 10
+
+    damage(copies / "12")
+    assert begun(stores, said) == (10, False)
+    assert "step 12 in memory is passed over" in said[-1]
+    assert list(copies.iterdir()) == []
+
+
+def test_a_later_checkpoint_is_gone_on_from(stores, tmp_path):
+    """As after a signal, at which one is saved; from the copy again where it is damaged."""
+    checkpoints = stores()[1]
+    checkpoints.save(20, jax.tree.map(jax.numpy.asarray, STATE))
+    checkpoints.wait()
+
+    assert begun(stores, []) == (20, False)
+    damage(tmp_path / "checkpoints" / "20")
+    assert begun(stores, []) == (14, True)
+    assert (tmp_path / "checkpoints" / "damaged-20").exists()
+
+
+@pytest.fixture
+def clocked(tmp_path, monkeypatch):
+    """Copies every ten seconds of a clock that is set, in memory that is a folder here."""
+    now = [0.0]
+    monkeypatch.setattr(module, "MEMORY", tmp_path)
+    said = []
+    shared = SharedFolder(tmp_path / "shared")
+    shared.path.mkdir()
+    made = Copies(shared, 10.0, said.append, lambda: now[0])
+    made.begin(jax.tree.map(jax.numpy.asarray, STATE))
+    return made, now, said
+
+
+def test_copies_hold_training_up_for_a_fiftieth_at_most(clocked, monkeypatch):
+    """Of the time between them, and they are not more often than asked for; the first, which has
+    its checksums compiled, tells nothing."""
+    copies, now, _ = clocked
+
+    def save(step, seconds):
+        slow = lambda *unused, **also: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+        monkeypatch.setattr(copies.store, "save", slow)
+        copies.save(step, STATE, [])
+
+    def seconds_until_due():
+        begin = now[0]
+        while copies.wish() == Wish.NOTHING:
+            now[0] += 1
+        return now[0] - begin
+
+    assert seconds_until_due() == 10
+    save(1, 5)
+    assert seconds_until_due() == 10
+    save(2, 0.5)
+    assert seconds_until_due() == 25
+    save(3, 0.1)
+    assert seconds_until_due() == 10
+
+
+def test_without_room_there_are_checkpoints_alone(clocked, monkeypatch):
+    """Which is said once; who is to stop for others then saves one."""
+    copies, now, said = clocked
+    usage = shutil.disk_usage(copies.shared.path)._replace(free=47)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    for _ in range(3):
+        now[0] += 20
+        assert copies.wish() == Wish.NOTHING
+    copies.shared.ask_to_stop(asks=True)
+    now[0] += 20
+
+    assert copies.wish() == Wish.SAVE_AND_STOP
+    assert said == [
+        f"Note: no copies in memory, but checkpoints alone: 47 B are free in {module.MEMORY}, and "
+        "two copies take 48 B."
+    ]
+
+
+def test_full_memory_has_the_run_be_started_again(clocked, monkeypatch):
+    """Not refused, as a disk that is full: the run has its checkpoints."""
+
+    def full(*unused, **also):
+        raise ConfigError("no space left")
+
+    copies, _, _ = clocked
+    monkeypatch.setattr(copies.store, "save", full)
+
+    with pytest.raises(Unavailable, match="no copy could be made: no space left"):
+        copies.save(1, STATE, [])
+
+
+@pytest.mark.slow  # three layouts are compiled
+def test_a_run_goes_on_elsewhere_from_memory(tmp_path, monkeypatch):
+    """On two devices until others are to join, then on four, from the copy: there is no checkpoint.
+    The record has each step once, and the change with them; the figures are those of a run that was
+    left alone, but for the order of sums over devices: 1e-5 after 16 updates."""
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(RUN)
+    run = partial(train, load_config(file), reporter=Silent())
+    shared = SharedFolder(tmp_path / "shared")
+    shared.path.mkdir()
+    monkeypatch.setattr(module, "MEMORY", tmp_path)
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setenv(elastic.FOLDER, str(shared.path))
+    monkeypatch.setenv(elastic.COPY_SECONDS, "60")
+
+    shared.ask_to_stop(asks=True)
+    with pytest.raises(Interrupted) as stopped:
+        run(folder, device_count=2)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    files = RunFolder(path=folder)
+    assert list(files.checkpoints.iterdir()) == []
+    shared.ask_to_stop(asks=False)
+    shared.set_change(Change(before=2, after=4, reason="others joined", step=1, since_seconds=0.0))
+    run(folder, device_count=4, resume=True)
+    monkeypatch.delenv(elastic.FOLDER)
+    run(tmp_path / "alone", device_count=2)
+
+    record = RunRecord.load(folder)
+    assert record.status == "completed"
+    assert [line.step for line in record.training] == list(range(1, 17))
+    (change,) = record.processes
+    assert (change.step, change.before, change.after, change.repeated_steps) == (1, 2, 4, 0)
+    assert shared.change is None
+    ours, alone = figures(folder), figures(tmp_path / "alone")
+    assert [row[0] for row in ours] == [row[0] for row in alone]
+    np.testing.assert_allclose(
+        [row[1:] for row in ours], [row[1:] for row in alone], rtol=1e-5, atol=1e-6
+    )

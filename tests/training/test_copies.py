@@ -223,5 +223,8 @@ def test_a_run_goes_on_elsewhere_from_memory(tmp_path, monkeypatch):
     ours, alone = figures(folder), figures(tmp_path / "alone")
     assert [row[0] for row in ours] == [row[0] for row in alone]
     np.testing.assert_allclose(
-        [row[1:] for row in ours], [row[1:] for row in alone], rtol=1e-5, atol=1e-6
+        np.array([row[1:] for row in ours], float),
+        np.array([row[1:] for row in alone], float),
+        rtol=1e-5,
+        atol=1e-6,
     )

@@ -182,7 +182,8 @@ def test_an_elastic_run_takes_each_example_once_whoever_is_lost(run_file, tmp_pa
     np.testing.assert_array_equal(examples, examples_by_step(tmp_path / "alone", steps))
     ours, alone = figures(tmp_path / "run"), figures(tmp_path / "whole")
     assert [row[0] for row in ours] == [row[0] for row in alone]
-    np.testing.assert_allclose([row[1] for row in ours], [row[1] for row in alone], rtol=1e-4)
+    losses, expected = (np.array([row[1] for row in rows], float) for rows in (ours, alone))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
     (change,) = RunRecord.load(tmp_path / "run").processes
     assert (change.before, change.after) == (4, 2)
     assert 0 < change.repeated_steps < change.step + change.repeated_steps

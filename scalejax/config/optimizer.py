@@ -3,7 +3,8 @@
 Each class checks its own fields when built; `training/optimizers/` builds what it names.
 """
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from scalejax.core.errors import (
@@ -56,6 +57,11 @@ class OptimizerConfig(Family):
         """Share of the updates, 0..1, in which each conditional part of one runs, by its named
         scope."""
         return {}
+
+    @property
+    def own_module(self) -> str | None:
+        """The module of a user's own, by which it is made; None of those that scalejax has."""
+        return None
 
     @property
     def moments(self) -> Literal[0, 1, 2]:
@@ -517,6 +523,41 @@ class LambConfig(OptimizerConfig):
     def moments(self) -> Literal[2]:
         """Two: of the gradient, and of its square."""
         return 2
+
+
+OptionValue = bool | int | float | str | None
+"""What a run file may give a function of one's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomOptimizerConfig(OptimizerConfig):
+    """An optimizer of your own, or another of Optax, by import path."""
+
+    is_layer_wise = True
+    is_in_closed_form = False
+    name: Literal["custom"] = "custom"
+    """Selects an optimizer of your own."""
+    path: str
+    """Import path "module:function", such as "optax:adabelief". The function is called with the
+    learning rate by update as its first argument, and gives an Optax transformation, whose updates
+    are added. The module is imported, which runs its code: name one that you trust."""
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.path):
+            accepted = 'it must be "module:function", such as "optax:adabelief"'
+            raise ConfigError(refusal("optimizer.path", self.path, accepted))
+
+    @property
+    def own_module(self) -> str:
+        """The module that `path` names."""
+        return self.path.split(":")[0]
+
+    @property
+    def in_words(self) -> str:
+        """Its path."""
+        return self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ def _path(folder: Path, job: RunJob) -> Path:
         "versions": _versions(),
         "scalejax": package_digest(),
         "settings": compiler_settings(),
-        "own": {**_own_network(job), **_own_members(job)},
+        "own": {**_own_modules(job), **_own_members(job)},
     }
     return folder / f"{_key(material)}.json.gz"
 
@@ -169,12 +169,16 @@ def _own_members(job: RunJob) -> dict[str, str]:
     return {file or uuid4().hex: _digest(Path(file)) if file else "" for file in files}
 
 
-def _own_network(job: RunJob) -> dict[str, str]:
-    """The file of a user's own network and its digest; the same import path may mean another
-    file in another folder. Empty for networks that come with scalejax."""
-    module = job.run.config.model.own_module
-    if module is None:
-        return {}
+def _own_modules(job: RunJob) -> dict[str, str]:
+    """The files of a user's own network and optimizer, and their digests; the same import path may
+    mean another file in another folder. Empty for those that come with scalejax."""
+    config = job.run.config
+    modules = (config.model.own_module, config.optimizer.own_module)
+    return {key: value for each in modules if each for key, value in _own_file(each).items()}
+
+
+def _own_file(module: str) -> dict[str, str]:
+    """The file of a module that is yet to be imported, and its digest."""
     name, places, origin = "", [*sys.path, os.getcwd()], None
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")

@@ -12,6 +12,7 @@ import pytest
 from scalejax.config.optimizer import (
     AdafactorConfig,
     AdamWConfig,
+    CustomOptimizerConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
@@ -303,9 +304,48 @@ def test_matrices_of_networks_are_told_by_their_paths():
         assert axes(end, 2, 8) is None
 
 
+def test_an_optimizer_is_found_by_its_import_path():
+    """Another of Optax, with its options; it is given the schedule."""
+    config = build(
+        OptimizerConfig,
+        {"name": "custom", "path": "optax:adamax", "options": {"b1": 0.8}},
+        where="optimizer",
+    )
+    found = updates_of(config)
+
+    def expected(g, state, t):
+        state["m"] = 0.8 * state.get("m", 0) + 0.2 * g
+        state["u"] = np.maximum(0.999 * state.get("u", 0), np.abs(g) + 1e-8)
+        return state["m"] / (1 - 0.8**t) / state["u"]
+
+    assert far(found, KERNEL, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        (
+            "no_such_module:tuned",
+            {},
+            r"optimizer\.path='no_such_module:tuned' is refused: .* import",
+        ),
+        ("optax:adamaxx", {}, "did you mean 'optax:adamax'"),
+        ("optax:adamax", {"b9": 1}, r"optimizer\.options=.* is refused: .*'b9'"),
+        ("optax:cosine_decay_schedule", {"decay_steps": 3}, "it gives function, where an optax"),
+        ("optax:__version__", {}, "must be a function of the learning rate"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(path, options, said):
+    """Before anything is compiled, in one sentence."""
+    config = CustomOptimizerConfig(path=path, options=options)
+    with pytest.raises(ConfigError, match=said):
+        build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=())
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"name": "custom", "path": "optax"}, r"optimizer\.path='optax' is refused: it must be"),
         ({"name": "muon", "newton_schulz_steps": 0}, "newton_schulz_steps=0 is refused"),
         ({"name": "soap", "refresh_every_steps": 0}, "refresh_every_steps=0 is refused"),
         ({"name": "shampoo", "ridge": 0.0}, r"ridge=0\.0 is refused"),

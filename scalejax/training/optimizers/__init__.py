@@ -17,6 +17,7 @@ from scalejax.config.optimizer import (
     AdafactorConfig,
     AdagradConfig,
     AdamWConfig,
+    CustomOptimizerConfig,
     LambConfig,
     LarsConfig,
     LionConfig,
@@ -34,6 +35,7 @@ from scalejax.models.lora import ADAPTERS
 from scalejax.training.optimizers.gradient_directions import cautious, corrected_by_the_last
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
+from scalejax.training.optimizers.own import own_optimizer
 from scalejax.training.optimizers.preconditioned import scale_by_shampoo, scale_by_soap
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
@@ -109,6 +111,13 @@ def _with_second_moment_in(dtype: str, adam: GradientTransformation) -> Gradient
         return updates, kept(state, dtype)
 
     return GradientTransformation(init, update)
+
+
+@build_optimizer.register
+def _custom(
+    config: CustomOptimizerConfig, schedule: Schedule, **_: object
+) -> GradientTransformation:
+    return own_optimizer(config, schedule)
 
 
 @build_optimizer.register

@@ -74,7 +74,7 @@ def test_seed_is_a_field_without_a_dot():
 
 
 def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
-    """Which it would replace: `plan` and `search` have the one there is, and fields of the table."""
+    """Which it would replace: `plan` and `search` have the one there is, and fields beside it."""
     tables = {field.name for field in dataclasses.fields(RunConfig)}
     shared = {
         (name, field.name)

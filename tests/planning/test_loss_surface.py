@@ -172,3 +172,13 @@ def test_too_few_runs_and_impossible_runs_are_refused():
     with pytest.raises(ConfigError, match="tokens"):
         replace(ORIGIN, tokens=0)
     assert isinstance(published_surface(), LossModel)
+
+
+def test_runs_with_experts_are_measured_by_those_with_experts():
+    """Which had 2.16 billion parameters, all experts included, and up to 20 billion tokens: what is
+    within them is beyond no dense run, and 100 billion tokens are five times as many."""
+    model = published_surface()
+    assert model.beyond(2.15e9, 2e10, 10.0) == ()
+    assert model.beyond(1e9, 1e11, 1.0) == ()
+    (far,) = model.beyond(2.155e9, 1e11, 10.0)
+    assert far == "5 times the most tokens of a run (2e+10)"

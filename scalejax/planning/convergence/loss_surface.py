@@ -67,6 +67,8 @@ FITTED = 1.1
 _Z90 = 1.2815515655446004
 _MOST_TOKENS = 1e18
 _ROUNDING = 1 + 1e-9
+_NEARLY = 1.05
+"""Factor up to which a size counts as that of the nearest run."""
 _STEPS = 60
 
 
@@ -214,8 +216,8 @@ class LossModel:
     deviation: float
     """Standard deviation of ln loss of runs whose size and tokens were left out."""
     deviation_beyond: float
-    """Further standard deviation of ln loss for each factor e beyond the runs in parameters or
-    tokens, as largest sizes and numbers of tokens left out had."""
+    """Further standard deviation of ln loss for each factor e beyond the runs in parameters, tokens
+    or sparsity, as largest sizes and numbers of tokens left out had."""
     scale: float = 1.0
     """Factor of the loss, by which it is anchored to another corpus."""
     scale_deviation: float = 0.0
@@ -230,7 +232,7 @@ class LossModel:
         """Final loss of `run`, if it does not diverge."""
         middle = self.scale * self.surface.loss(run)
         others = [math.log(each.loss(run) * self.scale / middle) for each in self.left_out]
-        spread = math.hypot(_jackknife(others), self._apart(run.parameters, run.tokens))
+        spread = math.hypot(_jackknife(others), self._apart(run))
         off = math.exp(_Z90 * spread)
         return Estimate(p10=middle / off, p50=middle, p90=middle * off)
 
@@ -294,16 +296,12 @@ class LossModel:
             return self
         return replace(self, surface=self.left_out[self.cells.index(cell)])
 
-    @property
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        """Least and most of its runs, by what it is."""
-        parameters, sparsity, tokens = zip(*self.cells, strict=True)
-        dense = [size for size, s in zip(parameters, sparsity, strict=True) if s == 1]
-        return {
-            "parameters": (min(parameters), max(dense or parameters)),
-            "tokens": (min(tokens), max(tokens)),
-            "sparsity": (min(sparsity), max(sparsity)),
-        }
+    def ranges_of(self, sparsity: float) -> dict[str, tuple[float, float]]:
+        """Least and most of its runs, by what it is: of dense runs for a dense one, and of those
+        with experts for one with experts, where it has any."""
+        same = [cell for cell in self.cells if (cell[1] > 1) == (sparsity > 1)] or self.cells
+        columns = zip(("parameters", "sparsity", "tokens"), zip(*same, strict=True), strict=True)
+        return {what: (min(values), max(values)) for what, values in columns}
 
     def divergence_probability(self, run: LanguageRun) -> float:
         """Probability that `run` diverges, 0..1; 0 where no run of the surface did."""
@@ -311,16 +309,17 @@ class LossModel:
             return 0.0
         return float(expit(_with_constant(_logarithms([run])) @ np.array(self.divergence))[0])
 
-    def require_shown(self, parameters: float, tokens: float) -> None:
+    def require_shown(self, parameters: float, tokens: float, sparsity: float = 1.0) -> None:
         """Refuse to go beyond the runs by more than was `shown`.
 
         Raises:
             ConfigError: if it would.
         """
+        ranges = self.ranges_of(sparsity)
         for name, value in (("parameters", parameters), ("tokens", tokens)):
             if (factor := self.shown.get(name)) is None:
                 continue
-            most = self.ranges[name][1]
+            most = ranges[name][1]
             if value > most * factor * _ROUNDING:
                 accepted = (
                     f"the ladder goes to {most:.3g}, and of its own largest runs it foretold those "
@@ -333,21 +332,20 @@ class LossModel:
         """Where such a run lies beyond those that the surface was fitted to, in words."""
         found = []
         values = {"parameters": parameters, "tokens": tokens, "sparsity": sparsity}
-        for what, (least, most) in self.ranges.items():
+        for what, (least, most) in self.ranges_of(sparsity).items():
             value = values[what]
-            if value > most * _ROUNDING:
+            if value > most * _NEARLY:
                 found.append(f"{value / most:.3g} times the most {what} of a run ({most:.3g})")
-            elif value * _ROUNDING < least:
+            elif value * _NEARLY < least:
                 found.append(f"{least / value:.3g} times fewer {what} than any run ({least:.3g})")
         return tuple(found)
 
-    def _apart(self, parameters: float, tokens: float) -> float:
+    def _apart(self, run: LanguageRun) -> float:
         """Deviation of ln loss besides that of the constants."""
-        values = {"parameters": parameters, "tokens": tokens}
-        far = [
-            max(0.0, math.log(value / self.ranges[what][1]), math.log(self.ranges[what][0] / value))
-            for what, value in values.items()
-        ]
+        far = []
+        for what, (least, most) in self.ranges_of(run.sparsity).items():
+            value = getattr(run, what)
+            far.append(max(0.0, math.log(value / most), math.log(least / value)))
         return math.hypot(
             self.deviation, self.scale_deviation, *(self.deviation_beyond * each for each in far)
         )

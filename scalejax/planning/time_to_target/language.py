@@ -163,9 +163,9 @@ def plan_loss(
     require_at_least("devices", min(counts, default=0), 1)
     shape = shape_of(config, options[0].cluster.chip, facts, compiler=installed_compiler())
     parameters, sparsity = parameters_of(shape), sparsity_of(shape)
-    model.require_shown(parameters, 0.0)
+    model.require_shown(parameters, 0.0, sparsity)
     best = model.tokens_to(loss, parameters, sparsity)
-    model.require_shown(parameters, best.p50)
+    model.require_shown(parameters, best.p50, sparsity)
     optimum = model.best(parameters, best.p50, sparsity)
 
     @cache

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -229,7 +230,7 @@ def test_numbers_of_a_ledger_lie_within_what_is_ever_measured(tmp_path, number):
     path = tmp_path / "ledger.csv"
     path.write_text(f"system,dtype,m,n,k,microseconds,tflops,file\nh100,half,1,1,1,{number},1,a\n")
 
-    with pytest.raises(ConfigError, match=r"line 2, column 6: microseconds='.*make sense"):
+    with pytest.raises(ConfigError, match=r"line 2, column 6: microseconds='.*must be from 1e-18"):
         read_any(path)
 
 
@@ -292,3 +293,35 @@ def test_a_network_that_an_axis_does_not_split_is_refused_by_its_field(tmp_path)
     """Which of the two was changed is not known: both are named."""
     with pytest.raises(ConfigError, match=r"layout\.pipeline=2 .* not model\.name='mlp'"):
         load_config(Path(run_toml(tmp_path, RUN + SCHEDULE + "layout.pipeline = 2\n")))
+
+
+@pytest.mark.parametrize("flag", ["-P", "-V", "-E"])
+def test_long_texts_of_a_sweep_are_cut(tmp_path, monkeypatch, capsys, flag):
+    """What might be meant was printed whole, after seconds of looking for passwords in it."""
+    monkeypatch.chdir(tmp_path)
+    run_toml(tmp_path, RUN + SCHEDULE)
+    start = time.process_time()
+    for text in ("seed=[" + "a." * 20_000 + "]", "a." * 20_000):
+        assert main(["sweep", "run.toml", "--plan", "--cpu-devices", "1", flag, text]) == 2
+        assert 0 < len(capsys.readouterr().err) < 3000
+    assert time.process_time() - start < 3  # it was 20 and more
+
+
+def test_a_batch_of_more_than_the_examples_names_the_data(tmp_path):
+    """Which may be what is wrong."""
+    config = load_config(Path(run_toml(tmp_path, RUN + SCHEDULE)), {"data.train_examples": 3})
+
+    with pytest.raises(ConfigError, match=r"batch\.global_batch=16 .* training examples of data"):
+        resolve(config, 1)
+
+
+def test_numbers_of_many_digits_in_a_file_are_refused_by_name(tmp_path):
+    """As those of TOML are: no float holds them, and a report ended in a traceback."""
+    path = tmp_path / "program.json"
+    written = json.dumps(plain(PROGRAM)).replace(
+        '"argument_bytes":4', f'"argument_bytes":{10**400}'
+    )
+    path.write_text(written.replace('"argument_bytes": 4', f'"argument_bytes": {10**400}'))
+
+    with pytest.raises(ConfigError, match=r"memory\.argument_bytes=.*must fit 64 bits"):
+        load_program(path)

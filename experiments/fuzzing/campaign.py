@@ -41,7 +41,7 @@ _ACCEPTED = re.compile(
     r"must|may not|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is"
     r"|is there|valid "
     r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
-    r"|only if|Expected|no finite|expects|needed|[Dd]elete|[Bb]ring them back"
+    r"|only if|Expected|no finite|expects|needed|[Dd]elete|[Bb]ring .*back"
     r"|neither|fits?\b|one of|should be|divide"
     r"|whole|alone|see scalejax"
 )

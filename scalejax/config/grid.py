@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from scalejax.config.migrate import current_fields, current_name
-from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.errors import ConfigError, refusal, shortened, unknown_name
 from scalejax.core.serialization import JsonValue, plain
 
 Fields = dict[str, JsonValue]
@@ -174,7 +174,8 @@ def _current_pair(
 def _assignment(flag: str, text: str) -> tuple[str, JsonValue]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(f"{flag} {text} is refused: it must be field=value, the value in JSON.")
+        accepted = "it must be field=value, the value in JSON"
+        raise ConfigError(f"{flag} {shortened(text)} is refused: {accepted}.")
     return name.strip(), _json(f"{flag} {name.strip()}", value)
 
 
@@ -189,7 +190,7 @@ def _json(field: str, text: str) -> JsonValue:
 def _suggestion(field: str, text: str) -> str:
     """A hint with the JSON that was most likely meant; empty for nested values."""
     bare = text.strip().strip("'\"")
-    if "{" in bare or "[" in bare[1:]:
+    if "{" in bare or "[" in bare[1:] or bare != shortened(bare):
         return ""
     if not (field.startswith("-V") or bare.startswith("[")):
         return f"; a text is written '{json.dumps(bare)}', its quotes included"

@@ -24,7 +24,9 @@ from typing import ClassVar
 
 _HTTP_USER = re.compile(r"""(\bhttps?://)[^\s/?#"'@]+@""", re.IGNORECASE)
 _HTTP_QUERY = re.compile(r"""(\bhttps?://[^\s?"']*)\?[^\s"')]+""", re.IGNORECASE)
-_PASSWORD = re.compile(r"""(\b[a-z][a-z0-9+.-]*://[^\s/?#"'@:…]*:)[^\s/?#"'@]+@""", re.IGNORECASE)
+_PASSWORD = re.compile(  # of a scheme of some length, else the time grows with the square
+    r"""(\b[a-z][a-z0-9+.-]{0,60}://[^\s/?#"'@:…]*:)[^\s/?#"'@]+@""", re.IGNORECASE
+)
 _QUOTED_CHARACTERS = 400
 """Longest quotation of a refused value."""
 

@@ -15,7 +15,7 @@ def steps_per_epoch(train_examples: int, global_batch: int, *, is_filled: bool =
         ConfigError: if the batch is larger than the data.
     """
     if global_batch > train_examples:
-        accepted = f"it must be at most the {train_examples} training examples"
+        accepted = f"it must be at most the {train_examples} training examples of data"
         raise ConfigError(refusal("batch.global_batch", global_batch, accepted))
     return -(-train_examples // global_batch) if is_filled else train_examples // global_batch
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal, unknown_name
 
@@ -261,6 +261,9 @@ def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[
     return {name: value for name, value in fields.items() if name not in (_KIND, _VERSION)}
 
 
+_MANY_DIGITS = re.compile(r"\d{19}")
+
+
 def load(type_: type[T], path: Path) -> T:
     """A `type_` from a JSON file that `save` wrote, in this version or an earlier one.
 
@@ -269,6 +272,11 @@ def load(type_: type[T], path: Path) -> T:
     """
     text = _read(path)
     try:
+        if _MANY_DIGITS.search(text):  # seldom, and then mostly of a fraction
+            value = None
+            with contextlib.suppress(ValueError):  # what is no JSON is refused below
+                value = from_json(text)
+            _require_plain(value, "")
         if type_ in _DOCUMENTS:
             fields = _validate(dict, text)
             if _KIND in fields:

@@ -224,7 +224,7 @@ class _Cells:
         if not is_good and not (may_be_zero and number == 0):
             raise self.refuse(column, f"it must be {accepted}")
         if number > _MOST or 0 < number < _LEAST:
-            raise self.refuse(column, f"numbers from {_LEAST:g} to {_MOST:g} make sense")
+            raise self.refuse(column, f"it must be from {_LEAST:g} to {_MOST:g}")
         return number
 
 

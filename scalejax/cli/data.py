@@ -17,7 +17,7 @@ from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import counted, format_bytes
 from scalejax.data.datasets import reader_of
-from scalejax.data.facts import fitting_facts
+from scalejax.data.facts import fitting_facts, read_facts
 from scalejax.data.source import Inspected
 from scalejax.report.terminal import tables
 
@@ -41,14 +41,15 @@ class DataInspect(PlainCommand):
     labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
     """Array of an .npz, or file, that holds the classes."""
     verify: FlagCreatePairsOff[bool] = False
-    """Read and decode every row, and list those that fail."""
+    """Read and decode every row, list those that fail, and, of a run.toml, count validation and
+    test examples that are trained on too."""
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write the summary here as JSON."""
 
     def execute(self) -> None:
         """Inspect each location, print and write the summaries."""
         from scalejax.data.convert import RowsOptions, open_rows
-        from scalejax.data.inspect import Inspections, inspect
+        from scalejax.data.inspect import Inspections, inspect, shared_examples
         from scalejax.report.terminal.data import inspection
 
         serialization.require_writable("json", self.json)
@@ -66,10 +67,17 @@ class DataInspect(PlainCommand):
             if index:
                 print()
             tables.show(inspection(each))
+        broken, shared = sum(each.unreadable_rows for each in found), ()
+        if is_run and self.verify and not broken:
+            data = load_config(Path(self.source)).data
+            with progress.rows("comparing", read_facts(data).examples) as on_progress:
+                shared = shared_examples(data, on_progress)
+            for each in shared:
+                print(f"warning: {each}.")
         if self.json is not None:
-            serialization.save(Inspections(inspections=tuple(found)), self.json)
+            serialization.save(Inspections(inspections=tuple(found), shared=shared), self.json)
             print(f"\nwrote {self.json}")
-        if broken := sum(each.unreadable_rows for each in found):
+        if broken:
             named = "it is" if broken == 1 else "they are"
             rows = counted(broken, "row")
             raise ConfigError(f"{self.source}: {rows} cannot be read; {named} named above.")

@@ -48,6 +48,11 @@ class DatasetFacts:
     """Standard deviation by which pixels are divided after that; chosen as `pixel_mean` is."""
 
     @property
+    def examples(self) -> int:
+        """Examples of all parts."""
+        return self.train_examples + self.validation_examples + self.test_examples
+
+    @property
     def kind(self) -> ExampleKind:
         """What the examples are."""
         if self.is_table:

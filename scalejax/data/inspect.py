@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from statistics import median
 
@@ -15,15 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from scalejax.config.data import ParquetConfig, ReadingConfig
+from scalejax.config.data import DataConfig, ParquetConfig, ReadingConfig, Split
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import document
 from scalejax.core.units import MIB, counted, format_bytes
 from scalejax.data.convert.image_folder import ImageFolderRows
 from scalejax.data.convert.parquet import ParquetRows
 from scalejax.data.convert.rows import Rows, encoded_images
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet_bytes import footer_of
 from scalejax.data.formats.parquet_columns import hugging_face_names, is_class, is_image
+from scalejax.data.source import Source
 from scalejax.data.suggest_config import data_table, parts_advice
 from scalejax.data.transforms.images import UndecodableImage, decoded, in_threads
 
@@ -233,6 +236,66 @@ class Inspections:
 
     inspections: tuple[Inspection, ...]
     """One for each location."""
+    shared: tuple["SharedExamples", ...] = ()
+    """Of a run whose rows were all read: examples that are trained on too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExamples:
+    """Examples of a part that a training example equals in every number of its input: what is
+    measured on them is no measure of what is new."""
+
+    part: Split
+    """The part, validation or test."""
+    examples: int
+    """Its examples."""
+    trained: int
+    """Those whose input is that of a training example too."""
+
+    def __str__(self) -> str:
+        """A warning in words."""
+        return (
+            f"{self.trained:,} of {self.examples:,} {self.part} examples are training examples "
+            "too, with the same input: leave them out of one of the two"
+        )
+
+
+def shared_examples(
+    config: DataConfig, on_progress: OnProgress = no_display
+) -> tuple[SharedExamples, ...]:
+    """Validation and test examples whose input is that of a training example, by part; every
+    example is read, and a training example takes 100 bytes of memory.
+
+    Raises:
+        ConfigError: if a file or an example cannot be read.
+    """
+    parts: tuple[Split, ...] = ("train", "validation", "test")
+    sources: dict[Split, Source] = {
+        part: open_source(config, part, seed=0)
+        for part in parts
+        if part != "validation" or config.has_validation
+    }
+    total, done = sum(map(len, sources.values())), 0
+    trained: set[bytes] = set()
+    found = []
+    for part, source in sources.items():
+        shared = 0
+        for first in range(0, len(source), _READ_TOGETHER):
+            indices = np.arange(first, min(first + _READ_TOGETHER, len(source)))
+            rows = source.take(indices)["inputs"]
+            digests = [blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+            if part == "train":
+                trained.update(digests)
+            shared += sum(each in trained for each in digests)
+            done += len(indices)
+            on_progress(Progress(done=done, total=total))
+        if part != "train":
+            found.append(SharedExamples(part=part, examples=len(source), trained=shared))
+    return tuple(each for each in found if each.trained)
+
+
+_READ_TOGETHER = 1024
+"""Examples that are read at once to compare them."""
 
 
 def inspect(

@@ -15,6 +15,7 @@ from scalejax.config.data import NumpyConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.convert import RowsOptions, open_rows
 from scalejax.data.formats.numpy import numpy_facts
+from scalejax.data.held_out import held_out_indices
 from scalejax.data.inspect import inspect
 
 
@@ -253,3 +254,46 @@ def test_a_run_on_arrays_is_looked_at_and_one_on_no_files_told_what_is(tmp_path,
     assert main(["data", "inspect", str(tmp_path / "run.toml")]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "only parquet, image_folder and numpy" in told
+
+
+def test_examples_that_are_trained_and_tested_on_are_counted(tmp_path, capsys):
+    """Three test images are training images too, and one of those that are held out is twice among
+    them: whichever of the two is held out. Without --verify nothing is compared."""
+    images = random_images(40, 8)
+    images[7] = images[30]
+    write_images(tmp_path / "train.parquet", images, [0, 1] * 20)
+    write_images(tmp_path / "test.parquet", [*random_images(5, 8, seed=1), *images[:3]], [0] * 8)
+    held_out = held_out_indices(40, 8, seed=(seed := seed_that_splits(7, 30)), is_stream=False)
+    assert (7 in held_out) != (30 in held_out)
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f"""
+        model.name = "cnn"
+        data = {{ name = "parquet", train = "{tmp_path}/train.parquet", image_size = 8,
+                 test = "{tmp_path}/test.parquet",
+                 validation_fraction = 0.2, validation_seed = {seed} }}
+        batch.global_batch = 8
+        optimizer.name = "sgd"
+        schedule.base_learning_rate = 0.1
+        """.replace("\n                 ", " ")
+    )
+    output = tmp_path / "found.json"
+    tested = sum(place not in held_out for place in range(3))
+
+    assert main(["data", "inspect", str(run)]) == 0
+    assert "training examples too" not in capsys.readouterr().out
+    assert main(["data", "inspect", str(run), "--verify", "--json", str(output)]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: 1 of 8 validation examples are training examples too" in said
+    assert f"warning: {tested} of 8 test examples are training examples too" in said
+    assert [each["trained"] for each in json.loads(output.read_text())["shared"]] == [1, tested]
+
+
+def seed_that_splits(one, other):
+    """A seed that holds one of two examples out of 40."""
+    for seed in range(100):
+        held_out = held_out_indices(40, 8, seed=seed, is_stream=False)
+        if (one in held_out) != (other in held_out):
+            return seed
+    raise AssertionError

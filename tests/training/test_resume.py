@@ -28,9 +28,9 @@ name = "synthetic_images"
 image_size = 8
 channels = 1
 classes = 4
-train_examples = 200
+train_examples = 240
 test_examples = 30
-validation_fraction = 0.125
+validation_fraction = 0.15
 [batch]
 global_batch = 8
 [optimizer]
@@ -49,7 +49,7 @@ evaluate_every_epochs = 2
 [train.early_stopping]
 patience = 50
 """
-STEPS = 6 * 25
+STEPS = 6 * 25  # 36 of 240 examples are held out
 
 
 @pytest.fixture(scope="module")

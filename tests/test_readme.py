@@ -1,4 +1,4 @@
-"""Commands of the README, the guide and AGENTS.md exist, and figures are those that commands print."""
+"""Commands of the README, the guide and AGENTS.md exist; figures are those that commands print."""
 
 import os
 import re

@@ -339,24 +339,6 @@ def require_ramp_within_run(
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
 
 
-def require_batch_norm_statistics(
-    model: ModelConfig, optimizer: OptimizerConfig, averaging: AveragingConfig | None
-) -> None:
-    """Refuse SWA and schedule-free averages with BatchNorm, whose statistics would not be theirs.
-
-    Izmailov et al. 2018, section 3.2, recompute the statistics in another pass over the data, which
-    is not implemented. An exponential average is of parameters close to each other, and averages
-    their statistics as well.
-    """
-    if not model.has_batch_norm:
-        return
-    accepted = "the average would need BatchNorm statistics of its own; use a network without"
-    if averaging is not None and averaging.samples_run:
-        raise ConfigError(refusal("averaging.name", averaging.name, f'{accepted}, or "ema"'))
-    if optimizer.averages_iterates:
-        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
-
-
 def require_single_average(
     optimizer: OptimizerConfig, schedule: LearningRateConfig, averaging: AveragingConfig | None
 ) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from scalejax.config.checks import (
     require_adaptable_model,
-    require_batch_norm_statistics,
     require_cacheable_features,
     require_compatible_augmentation,
     require_compatible_data,
@@ -150,7 +149,6 @@ class RunConfig:
             require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)
         require_ramp_within_run(self.batch, self.averaging, train)
-        require_batch_norm_statistics(model, self.optimizer, self.averaging)
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
         require_single_main_params(

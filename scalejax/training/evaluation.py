@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
-from scalejax.config.run import ResolvedRun
+from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.models import BatchNormScope
+from scalejax.models.normalization import MOMENTUM, weigh_rows
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.data_parallel import with_constraints
 from scalejax.training.gradients import Batch, normalised, sample_metrics, with_target_weights
@@ -23,7 +25,13 @@ from scalejax.training.mesh import batch_sharding, build_mesh, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.record import RunFolder
-from scalejax.training.setup import TrainSetup, network_with, train_setup, with_features
+from scalejax.training.setup import (
+    TrainSetup,
+    has_batch_norm,
+    network_with,
+    train_setup,
+    with_features,
+)
 from scalejax.training.state import (
     PyTree,
     TrainState,
@@ -51,6 +59,9 @@ class Evaluation:
     logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
+    statistics: Any = None
+    """The jitted (params, training batch) -> statistics of BatchNorm of that batch, of which the
+    evaluated ones are the mean over an epoch; None where they are those of the state."""
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -70,12 +81,43 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         out_shardings=replicated(mesh),
     )
     weights = _evaluated_weights(setup, shardings_of((state.params, state.model_state)))
+    statistics = None
+    if _is_of_samples(run.config) and has_batch_norm(run.config.model, state.model_state):
+        of_batch = partial(_batch_statistics, setup, mesh, state.model_state)
+        statistics = jax.jit(
+            partial(with_constraints, setup, mesh, of_batch),
+            in_shardings=shardings_of((state.params, shapes)),
+            out_shardings=shardings_of(state.model_state),
+        )
     return Evaluation(
         weights_shapes=(state.params, state.model_state),
         weights=weights,
         function=function,
         batch=batch,
+        statistics=statistics,
     )
+
+
+def _is_of_samples(config: RunConfig) -> bool:
+    """Whether the evaluated parameters are averages of ones far from each other, with which no
+    batch was normalised in training."""
+    averaging = config.averaging
+    is_average = averaging is not None and averaging.samples_run and averaging.replaces_weights
+    return is_average or config.optimizer.averages_iterates
+
+
+def _batch_statistics(
+    setup: TrainSetup, mesh: Mesh, model_state: PyTree, params: PyTree, batch: Batch
+) -> PyTree:
+    """Means and variances of one training batch with these parameters, its groups averaged."""
+    params, groups = gathered_params(setup, mesh, params), setup.run.bn_groups
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model_state)
+    network = network_with(setup, BatchNormScope(groups=groups), params, zeros)
+    if "weights" in batch:
+        weigh_rows(network, batch["weights"])
+    sample_metrics(setup, network, batch, is_training=True)
+    moved = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    return jax.tree.map(lambda leaf: leaf / (1 - MOMENTUM), moved)
 
 
 def trained_weights(run: ResolvedRun, path: Path) -> dict[str, PyTree]:

@@ -16,10 +16,12 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scalejax.config.data import DataConfig
 from scalejax.config.run import ResolvedRun
@@ -195,14 +197,18 @@ class TrainingLoop:
 
     def _run_steps(self, state: TrainState) -> TrainState:
         programs, phases = self._programs, self._run.phases
-        # Opened once: files that appear during the run are not part of its data.
-        sources = self._sources("train")
+        sources = self._training_sources
         compiled = [(programs.step, programs.update), *programs.later]
         ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
         for phase, (step, update), end in zip(phases, compiled, ends, strict=True):
             if self._step < end:
                 state = self._run_phase(state, sources, phase, step, update, end)
         return state
+
+    @cached_property
+    def _training_sources(self) -> list[Source]:
+        """Opened once: files that appear during the run are not part of its data."""
+        return self._sources("train")
 
     def _sources(self, part: Split) -> list[Source]:
         """The examples of each seed."""
@@ -355,7 +361,7 @@ class TrainingLoop:
         if self._run.is_evaluated(self._step) and not signal_number:
             self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
-                signal_number = self._evaluate(self._programs.evaluation.weights(state))
+                signal_number = self._evaluate(self._weights(state))
         self._logger.heartbeat.at("saving", self._step)
         is_due = time.perf_counter() >= self._last_checkpoint + self._checkpoint_seconds
         has_diverged = all(each.status.has_diverged for each in self._open)
@@ -502,7 +508,7 @@ class TrainingLoop:
         begin = time.perf_counter()
         self._logger.heartbeat.at("evaluating", self._step)
         with self._logger.clock.within("evaluation"):
-            weights = self._programs.evaluation.weights(self._final_state(tested[0], state))
+            weights = self._weights(self._final_state(tested[0], state))
             parts, signal_number = self._evaluation_of(weights, "test")
         if signal_number:
             self._interrupt(signal_number)
@@ -592,9 +598,35 @@ class TrainingLoop:
 
     def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
         """Final parameters and running statistics: of the best epoch, if so configured."""
-        params, model_state = self._programs.evaluation.weights(self._final_state(member, state))
+        params, model_state = self._weights(self._final_state(member, state))
         weights = {"params": params, "model_state": model_state}
         return self._programs.of_run(member.index, weights)
+
+    def _weights(self, state: TrainState) -> Any:
+        """The parameters and statistics to evaluate: those of BatchNorm, of an average of samples
+        of the run, are the mean over the batches of an epoch (Izmailov et al. 2018, section 3.2;
+        `torch.optim.swa_utils.update_bn`)."""
+        evaluation = self._programs.evaluation
+        params, model_state = evaluation.weights(state)
+        if evaluation.statistics is None:
+            return params, model_state
+        phase = self._run.phases[0]
+        batches = self._programs.training_batches(
+            self._run,
+            self._training_sources,
+            [Skipped() for _ in self._training_sources],
+            step=self._programs.step,
+            phase=phase,
+            start_step=0,
+            stop_step=phase.steps_per_epoch,
+        )
+        total = jax.tree.map(jnp.zeros_like, model_state)
+        with closing(batches):
+            for batch in batches:
+                self._logger.heartbeat.at("evaluating", self._step)
+                total = jax.tree.map(jnp.add, total, evaluation.statistics(params, batch))
+                jax.block_until_ready(total)  # else a fast host queues unlimited batches
+        return params, jax.tree.map(lambda leaf: leaf / phase.steps_per_epoch, total)
 
     def _final_state(self, member: _Member, state: TrainState) -> TrainState:
         """The state whose weights a run ends with, where it is at `state`."""

@@ -157,9 +157,8 @@ def assert_alike(folder, alone):
     """The same steps, and figures to the order of sums over devices: 1e-5 after 200 updates."""
     ours = figures(folder)
     assert [row[0] for row in ours] == [row[0] for row in alone]
-    np.testing.assert_allclose(
-        [row[1:] for row in ours], [row[1:] for row in alone], rtol=1e-5, atol=1e-6
-    )
+    ours, alone = (np.array([row[1:] for row in rows], float) for rows in (ours, alone))
+    np.testing.assert_allclose(ours, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tmp_path, alone):

@@ -66,10 +66,9 @@ def stores(tmp_path):
 
 
 def damage(folder):
-    """Change a byte of the largest file."""
-    path = max(
-        (each for each in folder.rglob("*") if each.is_file()), key=lambda f: f.stat().st_size
-    )
+    """Change a byte of the largest file of arrays."""
+    files = [each for each in (folder / "state").rglob("*") if each.is_file()]
+    path = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

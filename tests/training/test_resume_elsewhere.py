@@ -142,12 +142,8 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(
         assert len(np.unique(epoch)) == epoch.size  # and each is there: none is -1
     assert examples.min() == 0
     assert [row[0] for row in ours] == [row[0] for row in expected_figures]
-    np.testing.assert_allclose(
-        [row[1:] for row in ours],
-        [row[1:] for row in expected_figures],
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    values = (np.array([row[1:] for row in rows], float) for rows in (ours, expected_figures))
+    np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.alone

@@ -556,7 +556,7 @@ DROPPING: dict[str, tuple[dict[str, Any], int]] = {
 """Layouts of dropout, with their microbatches."""
 
 
-@pytest.mark.slow_except("data=2 x tensor=4")
+@pytest.mark.slow  # compiles a transformer for each layout
 @pytest.mark.parametrize("layout", DROPPING)
 def test_masks_of_dropout_are_those_of_one_device(layout):
     """They follow from seed, update, row and layer; with clipping, whose norm they change. That

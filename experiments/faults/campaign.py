@@ -48,7 +48,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from scalejax.config.run import load_config, resolve
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    RunFolder,
+    RunRecord,
+    TrainMeasurement,
+    ValidationMeasurement,
+)
 from scalejax.training.step import build_step
 
 if TYPE_CHECKING:
@@ -248,8 +254,8 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     for line in RunRecord.load(folder).measurements:
         if isinstance(line, TrainMeasurement):
             rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
-        elif isinstance(line, EvaluationMeasurement):
-            rows.append((line.step, line.test_loss, line.test_accuracy))
+        elif isinstance(line, EvaluationMeasurement | ValidationMeasurement):
+            rows.append((line.step, line.loss, line.accuracy))
     run = resolve(load_config(RUN_FILE), 2)
     state = build_step(run, build_mesh(run.layout)).state
     shapes = {"params": state.params, "model_state": state.model_state}

@@ -19,7 +19,7 @@ from scalejax.core.serialization import save_text
 from scalejax.core.workers import report
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import read_runs
-from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.training.record import Evaluated, Measurement, TrainMeasurement
 from scalejax.training.reporter import Silent
 from scalejax.xla.worker_pool import free_bytes
 
@@ -45,7 +45,7 @@ class _Steps(Silent):
 
     def measured(self, measurement: Measurement) -> None:
         """Send the fraction that is done."""
-        if isinstance(measurement, EvaluationMeasurement | TrainMeasurement):
+        if isinstance(measurement, Evaluated | TrainMeasurement):
             report(measurement.step / self._total_steps)
 
 

@@ -438,8 +438,8 @@ def figures(path: Path) -> list[tuple[int, float | None, float | None, float]]:
     for line in RunRecord.load(path).measurements:
         if isinstance(line, TrainMeasurement):
             rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
-        elif isinstance(line, EvaluationMeasurement):
-            rows.append((line.step, line.test_loss, line.test_accuracy, 0.0))
+        elif isinstance(line, EvaluationMeasurement | ValidationMeasurement):
+            rows.append((line.step, line.loss, line.accuracy, 0.0))
     return rows
 
 

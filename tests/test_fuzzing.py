@@ -325,3 +325,12 @@ def test_numbers_of_many_digits_in_a_file_are_refused_by_name(tmp_path):
 
     with pytest.raises(ConfigError, match=r"memory\.argument_bytes=.*must fit 64 bits"):
         load_program(path)
+
+
+@pytest.mark.parametrize("count", ["2", "-2"])
+def test_a_folder_whose_name_is_too_long_is_refused(tmp_path, capsys, count):
+    """It was a traceback."""
+    words = ["launch", run_toml(tmp_path, RUN + SCHEDULE), f"--np={count}", "--folder", "x" * 300]
+
+    assert main(words) == 2
+    assert "' is refused: it cannot be read" in " ".join(capsys.readouterr().err.split())

@@ -257,7 +257,12 @@ class LaunchRun(RunFileCommand):
     def _require_own_folder(self) -> None:
         """Refuse a folder that the processes would refuse, before any of them has started."""
         run = RunFolder(path=self._run_folder)
-        if run.holds_run and not self.resume:
+        try:
+            holds_run = run.holds_run
+        except OSError as error:  # such as a name that is too long
+            accepted = f"it cannot be read ({error.strerror})"
+            raise ConfigError(refusal("folder", str(run.path), accepted)) from error
+        if holds_run and not self.resume:
             run.refuse_second_run()
         if self.resume and not run.config.exists():
             run.refuse_no_run()

@@ -273,7 +273,10 @@ def _read_bench(path: Path) -> BenchSource:
     folder = BenchFolder(path=path)
     summaries = [each for each in read_summaries(read_plan(folder), folder) if each.is_measured]
     if not summaries:
-        raise ConfigError(f"{str(path)!r} is the folder of a bench of which nothing is measured.")
+        raise ConfigError(
+            f"{str(path)!r} is the folder of a bench without a result that can be read; the same "
+            "scalejax bench times what is missing."
+        )
     return BenchSource(name=path.resolve().name, summaries=tuple(summaries))
 
 

@@ -426,20 +426,22 @@ class RunRecord:
         return self.statuses[-1].status if self.statuses else None
 
 
-def figures(path: Path) -> list[tuple[int, float | None, float | None, float]]:
+def figures(path: Path) -> list[tuple[int, float, float, float]]:
     """All that the run in the folder `path` measured but the time it took, of which two runs that
     are the same have the same: (step, loss, accuracy, learning rate) of updates, and of
-    evaluations with 0 for the rate.
+    evaluations with 0 for the rate; `math.nan`, the same one each time, where there is none.
 
     Raises:
         ConfigError: if there is no run, or a line is damaged.
     """
-    rows: list[tuple[int, float | None, float | None, float]] = []
+    rows: list[tuple[int, float, float, float]] = []
     for line in RunRecord.load(path).measurements:
-        if isinstance(line, TrainMeasurement):
-            rows.append((line.step, line.loss, line.accuracy, line.learning_rate))
-        elif isinstance(line, EvaluationMeasurement | ValidationMeasurement):
-            rows.append((line.step, line.loss, line.accuracy, 0.0))
+        if not isinstance(line, TrainMeasurement | EvaluationMeasurement | ValidationMeasurement):
+            continue
+        loss = math.nan if line.loss is None else line.loss
+        accuracy = math.nan if line.accuracy is None else line.accuracy
+        rate = line.learning_rate if isinstance(line, TrainMeasurement) else 0.0
+        rows.append((line.step, loss, accuracy, rate))
     return rows
 
 

@@ -220,7 +220,7 @@ def outcome(case: Case, devices: Sequence[Any]) -> dict[str, np.ndarray]:
         for batch in evaluation_batches(source, evaluation.batch, run.config.input, Skipped())
     ]
     measured = evaluation_measurement(
-        run, jax.device_get(sums), step=3, seconds=1, elapsed_seconds=1
+        run, jax.device_get(sums), split="test", step=3, seconds=1, elapsed_seconds=1
     )
     found = {"losses": np.asarray(losses), "crossing": np.asarray(crossing_axes(mesh))}
     for name in ("test_loss", "test_accuracy", "examples"):

@@ -699,7 +699,7 @@ class LlamaConfig(DecoderConfig):
             accepted = "local and global layers are counted from the first with experts; use 0"
             raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))
         if self.block.activation != "silu" or not self.block.is_gated:
-            accepted = 'experts are gated by "silu"'
+            accepted = 'of experts it must be "silu"'
             raise ConfigError(refusal("model.block.activation", self.block.activation, accepted))
 
     def lacks_for_context(self, strategy: str) -> str | None:

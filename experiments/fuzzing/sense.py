@@ -103,7 +103,8 @@ def ending(run: Path) -> dict[str, Any]:
     from scalejax.training.manifest import read_manifest
     from scalejax.training.record import RunRecord, figures
 
-    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    saved = (path for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+    newest = max(saved, key=lambda path: int(path.name))
     return {
         "status": RunRecord.load(run).status,
         "figures": [list(row) for row in figures(run)],

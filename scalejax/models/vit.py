@@ -85,10 +85,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
-        x_BSD = x_BSD + self.attention(normalised(self.attention_norm, x_BSD))
-        x_BSD = dropped(constrained_by_row(x_BSD))
-        normalised_BSD = normalised(self.feed_forward_norm, x_BSD)
-        return constrained_by_row(x_BSD + self.feed_forward(normalised_BSD))
+        mixed_BSD = self.attention(normalised(self.attention_norm, x_BSD))
+        x_BSD = constrained_by_row(x_BSD + dropped(mixed_BSD))
+        fed_BSD = self.feed_forward(normalised(self.feed_forward_norm, x_BSD))
+        return constrained_by_row(x_BSD + dropped(fed_BSD))
 
 
 class Vit(Network, names=("vit",)):
@@ -129,7 +129,7 @@ class Vit(Network, names=("vit",)):
         class_B1D = jnp.broadcast_to(class_1D[None], (len(inputs), *class_1D.shape))
         places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
         x_BSD = jnp.concatenate([class_B1D, x_BND], axis=1) + places_SD[None]
-        x_BSD = constrained_by_row(x_BSD)
+        x_BSD = dropped(constrained_by_row(x_BSD))
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
         return constrained_by_row(self.head(self.norm(x_BSD[:, 0]))).astype(jnp.float32)
 

@@ -1,14 +1,21 @@
 """Promises of dropout and stochastic depth, of masks alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.model import GptConfig, LlamaConfig, VitConfig
 from scalejax.config.run import RunConfig
 from scalejax.config.training import DropoutConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.models import gpt, llama, vit
+from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.dropout import dropped, dropping, in_layer, numbered
 
 NUMBERS = jnp.arange(64, dtype=jnp.uint32)
@@ -63,6 +70,41 @@ def test_deeper_layers_are_left_out_more_often():
     shares = (samples[:, :, 0] == 0).mean(axis=1)
     np.testing.assert_allclose(shares, [0.2, 0.4, 0.6, 0.8], atol=0.05)
     np.testing.assert_allclose(samples.mean(axis=(1, 2)), 1, atol=0.2)
+
+
+WIDTHS = {"layers": 1, "hidden": 16, "heads": 2, "compute_dtype": "float32"}
+NEARLY_ALL = 1 - 1e-7
+
+
+@pytest.mark.parametrize(
+    ("network", "config"),
+    [(gpt, GptConfig(**WIDTHS)), (llama, LlamaConfig(**WIDTHS)), (vit, VitConfig(**WIDTHS))],
+    ids=["gpt", "llama", "vit"],
+)
+@pytest.mark.parametrize("rate", ["rate", "depth_rate"])
+def test_a_block_of_which_all_is_left_out_is_the_identity(network, config, rate):
+    """The residual stream itself is never left out; without dropout the block adds to it."""
+    blocks = stacked_blocks(lambda rngs: network.Block(config, rngs=rngs), 1, nnx.Rngs(0))
+    x_BSD = jax.random.normal(jax.random.key(1), (8, 4, 16))
+    passed = partial(through_blocks, blocks, x_BSD, dtype=jnp.dtype("float32"), remat="none")
+
+    with dropping(DropoutConfig(**{rate: NEARLY_ALL}), jnp.arange(8, dtype=jnp.uint32)):
+        np.testing.assert_array_equal(passed(), x_BSD)
+    assert (passed() != x_BSD).mean() > 0.9
+
+
+def test_vit_leaves_out_of_the_embedding():
+    """With all left out nothing of an image is in the logits, whose layer begins at zeros."""
+    images = DatasetFacts(
+        train_examples=8, test_examples=8, input_shape=(8, 8, 1), target_shape=(), classes=8
+    )
+    network = vit.Vit(VitConfig(**WIDTHS, patch=4), images, rngs=nnx.Rngs(0))
+    network.head.kernel.set_value(jnp.ones_like(network.head.kernel[...]).at[0].set(2))
+    inputs = jax.random.normal(jax.random.key(1), (8, 8, 8, 1))
+
+    assert (network(inputs, is_training=True) != 0).all()
+    with dropping(DropoutConfig(rate=NEARLY_ALL), jnp.arange(8, dtype=jnp.uint32)):
+        np.testing.assert_array_equal(network(inputs, is_training=True), 0)
 
 
 def test_nothing_is_left_out_without_numbers():

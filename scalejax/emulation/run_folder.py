@@ -223,7 +223,7 @@ class _Record:
 
     def end(self, message: str) -> None:
         """Write the final run status: diverged by the rule of runs that are trained."""
-        lost = divergence_at_end(self._losses.values(), self._logged, self._classes)
+        lost = divergence_at_end(self._losses, self._logged, self._classes)
         if lost is not None:
             cause, said = lost
             self.change_status("diverged", f"{message}; {said}", cause)

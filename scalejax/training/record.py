@@ -23,12 +23,13 @@ from scalejax.training.time_accounting import TimeAccount, load_time_account
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
 """Status of a run. "diverged": it was ended for the named cause, or it ran to its end and its last
-loss was not finite, or far above that of a guess (`divergence_at_end` of `stopping`). It has no
+losses were not finite, or far above that of a guess (`divergence_at_end` of `stopping`). It has no
 result then, in no table, mean, figure or file."""
 
 DivergenceCause = Literal["not_finite", "dead", "exploding_gradient", "worse_than_guessing"]
 """Why a run diverged: a loss that is not finite; equal outputs for all inputs; a gradient norm
-that grew beyond the config's limit; at the end a training loss far above that of a guess."""
+that grew beyond the config's limit; at the end losses, of training and of the last evaluation, far
+above that of a guess."""
 
 
 Choice = Literal["validation_loss", "validation_accuracy", "last"]

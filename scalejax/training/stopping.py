@@ -5,8 +5,8 @@ lines of the record and the rules that end a run; neither devices nor files.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -47,25 +47,38 @@ _FAR_ABOVE_A_GUESS = 2.0
 """Over the loss of a guess, ln(classes), at which a network begins: far beyond what noise and small
 rates make of it, and far below the losses of runs that diverge without overflow (1e2 to 1e35)."""
 _LAST_SHARE = 0.1
+_FEWEST_LINES = 3
+"""Fewer losses of a batch say nothing of a run; the median of so many bears one outlier."""
 
 
 def divergence_at_end(
-    last_losses: Collection[float | None], logged: Sequence[float | None], classes: int
+    last_losses: Mapping[str, float | None], logged: Sequence[float | None], classes: int
 ) -> tuple[DivergenceCause, str] | None:
     """Why a run that came to its end diverged, and that in words; None if it did not.
 
+    It is worse than guessing if the median of its last training losses is far above the loss of a
+    guess, and not below the first that was logged, and its last evaluation, where it has one, is
+    as far above: training losses are of few batches, and have z-loss and smoothing in them.
+
     Args:
-        last_losses: the last training loss, and that of the last evaluation; None if not finite.
-        logged: training losses of the record, in order; the mean of their last tenth is looked at.
+        last_losses: the last training loss, "train", and that of the last evaluation, "evaluation";
+            None if not finite.
+        logged: training losses of the record, in order; the last tenth is looked at, of at least
+            three, and nothing where there are fewer.
         classes: classes, or size of the vocabulary, of a cross-entropy.
     """
-    if None in last_losses:
+    if None in last_losses.values():
         return "not_finite", "the loss is not finite"
-    tail = [
-        each for each in logged[-max(1, round(_LAST_SHARE * len(logged))) :] if each is not None
-    ]
+    losses = [each for each in logged if each is not None]
+    if len(losses) < _FEWEST_LINES or classes < 2:
+        return None
+    loss = median(losses[-max(_FEWEST_LINES, round(_LAST_SHARE * len(losses))) :])
+    evaluated = last_losses.get("evaluation")
     guess = math.log(classes)
-    if tail and classes > 1 and (loss := fmean(tail)) > _FAR_ABOVE_A_GUESS * guess:
+    is_far = all(
+        each > _FAR_ABOVE_A_GUESS * guess for each in (loss, evaluated) if each is not None
+    )
+    if is_far and loss >= losses[0]:
         said = f"its training loss is {loss:.3g} at the end, and that of a guess {guess:.3g}"
         return "worse_than_guessing", said
     return None
@@ -229,7 +242,7 @@ class RunStatus:
     @property
     def _lost_at_end(self) -> tuple[DivergenceCause, str] | None:
         logged = [each.loss for each in self.updates]
-        return divergence_at_end(self._last_losses.values(), logged, self._run.dataset.classes)
+        return divergence_at_end(self._last_losses, logged, self._run.dataset.classes)
 
     @property
     def has_stopped_early(self) -> bool:

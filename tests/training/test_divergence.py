@@ -246,13 +246,17 @@ def test_a_test_loss_that_is_not_finite_ends_nothing():
 @pytest.mark.parametrize(
     ("losses", "evaluation", "cause"),
     [
-        ([2.3, 1.0, 0.5], 3.0, None),  # it has learned its training data by heart
+        ([2.3, 1.0, 0.5], 30.0, None),  # it has learned its training data by heart
         ([2.3, 2.4, 2.35], 2.3, None),  # it has learned nothing
-        ([2.3, 1e35, 2.0], 2.0, None),  # it came back
+        ([2.3, 1e35, 2.0], 30.0, None),  # it came back
         ([2.3, 1e3, 1e35], 1e30, "worse_than_guessing"),
-        ([2.3, 4.61], 4.0, "worse_than_guessing"),  # 2 ln(10) = 4.605
-        ([2.3, 4.60], 4.0, None),
-        ([*[2.3] * 18, 9.0, 0.3], 2.3, "worse_than_guessing"),  # the mean of the last tenth
+        ([2.3, 4.61, 4.61], 4.61, "worse_than_guessing"),  # 2 ln(10) = 4.605
+        ([2.3, 4.60, 4.60], 4.61, None),
+        ([2.3, 4.61, 4.61], 4.60, None),  # batches, and what is added to their loss
+        ([*[2.3] * 46, *[9.0] * 3, 0.3, 0.3], 5.0, "worse_than_guessing"),  # the last tenth
+        ([*[2.3] * 18, 9.0, 0.3], 5.0, None),  # one of three
+        ([30.0, 20.0, 15.0, 12.0], 11.0, None),  # it learns
+        ([9.0], 9.0, None),  # too few batches to say
         ([2.3, 2.0], None, "not_finite"),
         ([2.3, None], 2.0, "not_finite"),
         ([], 2.0, None),
@@ -261,7 +265,7 @@ def test_a_test_loss_that_is_not_finite_ends_nothing():
 def test_one_rule_says_at_the_end_of_a_run_that_it_diverged(losses, evaluation, cause):
     """A loss that is a number can be as far from learning as one that is none; of ten classes a
     guess has ln(10) = 2.303."""
-    last = [*losses[-1:], evaluation]
+    last = {"train": losses[-1] if losses else 2.3, "evaluation": evaluation}
 
     found = divergence_at_end(last, losses, classes=10)
 

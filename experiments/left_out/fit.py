@@ -138,6 +138,15 @@ _MOST_OF_HOST = math.log(4)
 GRAPHED = ("megatron-bridge-2025", "nemo-2026")
 """Frameworks whose recipes launch parts of a layer from CUDA graphs, so that hosts take less."""
 OF_GRAPHED = replace(EXPERT_CONSTANTS[_HOST], typical=20e-6, deviation=1.5)
+EAGER = ("megatron-lm-2021", "megatron-lm-2022")
+"""Frameworks whose collectives Python launches one by one through torch.distributed, over pipelines
+and tensor parallelism, as nanotron's are."""
+OF_EAGER = {
+    "collective_dispatch_seconds": (450e-6, 0.7),
+    "member_dispatch_seconds": (210e-6, 1.0),
+}
+"""Median and log deviation of their prior: what nanotron's 572 settings tell, from 2 to 512 H100.
+Rows of large layers, whose hosts are never the slower, tell nothing of it."""
 OWN_ATTENTION = ("pytorch-fsdp-2023", "pax-2023")
 """Frameworks whose attention was no library's of today, FlashAttention-2 in Triton and XLA's own
 products: they have a share of the peak of their own."""
@@ -294,9 +303,10 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
     """Rates that bring predictions nearest to `settings`, around the priors or those of all
     chips."""
     names = free_constants(settings)
-    middle = {name: getattr(around, name) if around else CONSTANTS[name].typical for name in names}
+    constants = constants_of(settings[0].framework)
+    middle = {name: getattr(around, name) if around else constants[name].typical for name in names}
     spread = {
-        name: CONSTANTS[name].chip_deviation if around else CONSTANTS[name].deviation
+        name: constants[name].chip_deviation if around else constants[name].deviation
         for name in names
     }
     starts = [middle]
@@ -307,7 +317,17 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
         if "member_dispatch_seconds" in names:
             host = {"collective_dispatch_seconds": 300e-6, "member_dispatch_seconds": 200e-6}
             starts += [middle | {"dispatch_seconds": 20e-6} | host]
-    return nearest(settings, around or Rates(), CONSTANTS, middle, spread, starts)
+    return nearest(settings, around or Rates(), constants, middle, spread, starts)
+
+
+def constants_of(framework: str) -> Mapping[str, Constant]:
+    """`CONSTANTS` with the priors of a framework."""
+    own = OF_EAGER if framework in EAGER else {}
+    priors = {
+        name: replace(CONSTANTS[name], typical=typical, deviation=deviation)
+        for name, (typical, deviation) in own.items()
+    }
+    return CONSTANTS | priors
 
 
 def fit_experts(settings: Sequence[Setting], rates: Rates, around: Rates | None = None) -> Rates:

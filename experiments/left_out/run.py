@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +74,10 @@ def main(arguments: Sequence[str]) -> int:
             said = f"{number} of {len(missing)}: {kind} {framework} {name}"
             print(f"\r{said[:78]:78}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    show([done[turn[:3]] for turn in turns])
+    chips_of_rest = {turn[:3]: {each.chip for each in turn[4]} for turn in turns}
+    found = [done[turn[:3]] for turn in turns]
+    show(found)
+    show_by_chip(found, chips_of_rest)
     return 0
 
 
@@ -150,6 +153,28 @@ def show(turns: Sequence[dict]) -> None:
         print(
             f"\nEach counting once: {np.mean(means):.1%} in the mean, {np.median(means):.1%} in "
             f"the median; {np.mean(shares):.0%} in the band."
+        )
+
+
+def show_by_chip(
+    turns: Sequence[dict], chips_of_rest: Mapping[tuple[str, str, str], Set[str]]
+) -> None:
+    """Print errors of families left out, apart for rows on chips that the framework is still fitted
+    on without them, and on others: what is asked of a known pair and of a known framework alone."""
+    means: dict[bool, list[float]] = {True: [], False: []}
+    for turn in turns:
+        if turn["kind"] != "family":
+            continue
+        rest = chips_of_rest[turn["kind"], turn["framework"], turn["name"]]
+        sizes = np.abs(np.expm1(turn["log_errors"]))
+        is_known = np.array([chip in rest for chip in turn["chips"]])
+        for known, apart in means.items():
+            if (is_known == known).any():
+                apart.append(float(sizes[is_known == known].mean()))
+    for known, where in ((True, "that are still fitted"), (False, "that nothing else is of")):
+        print(
+            f"Families on chips {where}: {np.mean(means[known]):.1%} in the mean, "
+            f"{np.median(means[known]):.1%} in the median, of {len(means[known])}."
         )
 
 

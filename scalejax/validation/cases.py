@@ -400,7 +400,24 @@ def framework_of(row: LedgerRow) -> Framework:
         name = "nemo-2026" if found is not None and found[0] >= _NEMO_2026 else name
     if name == "mxnet-2020" and (row.year or 0) >= _MXNET_2023:
         name = "mxnet-2023"
+    if name == "mxnet-2020" and "DLPerf" in row.source and named.lower() == "mxnet":
+        name = "gluon-2020"  # DLPerf, MxNet/BERT and MxNet/Classification/RN50v1b: their scripts
+    if name in ("horovod-2018", "tensorflow-2020") and _compiles_graph(row):
+        name += "-xla"
     return framework_named(name)
+
+
+def _compiles_graph(row: LedgerRow) -> bool:
+    """Whether XLA compiled the graph of TensorFlow: as a row says, and in NVIDIA's published
+    results, whose tables are of "TF32 + XLA" and "mixed precision + XLA"
+    (NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5/README.md)."""
+    if "NVIDIA/DeepLearningExamples" in row.source:
+        return True
+    return bool(_WITH_XLA.search(f"{row.framework} {row.notes}"))
+
+
+_WITH_XLA = re.compile(r"(?<!out)(with ?|\+ ?|use_)xla", re.IGNORECASE)
+"""Mark of rows of TensorFlow whose graph XLA compiled: "with xla", "withxla"."""
 
 
 _TRAINED_BY = (
@@ -411,6 +428,7 @@ _TRAINED_BY = (
     ("TensorFlow.*Horovod|Horovod.*TensorFlow|^Horovod$", "horovod-2018"),
     ("NVIDIADeepLearningExamples/TensorFlow|^TensorFlow1$", "horovod-2018"),
     ("TensorFlow", "tensorflow-2020"),
+    ("Gluon", "gluon-2020"),
     ("MXNet", "mxnet-2020"),
     ("OneFlow", "oneflow-2020"),
     ("MindSpore", "mindspore-2020"),

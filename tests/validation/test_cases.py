@@ -191,6 +191,9 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
 
 
 TRAINED = {"source": "github:mlcommons/training_results_v4.1"}
+DEEP_LEARNING_EXAMPLES = "github:NVIDIA/DeepLearningExamples@729963dd47"
+DLPERF = "github:Oneflow-Inc/DLPerf@c89430bac6"
+TF2 = "tensorflow-2020"
 """A submission to MLPerf."""
 NEMO = TRAINED | {
     "model": "llama", "kv_heads": "4", "ffn_hidden": "96", "layers": "14", "data": "2",
@@ -278,8 +281,15 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         ({"framework": "MXNet 19.05", "year": "2020"}, "mxnet-2020"),
         ({"framework": "MXNet NVIDIA Release 23.04", "year": "2023"}, "mxnet-2023"),
         ({"framework": "TensorFlow 1.x (May 2017)"}, "tensorflow-2017"),
-        ({"framework": "TensorFlow 2.4"}, "tensorflow-2020"),
+        ({"framework": "TensorFlow 2.4"}, TF2),
+        ({"framework": "TensorFlow 2.4", "notes": "batch size=32 & with xla"}, f"{TF2}-xla"),
+        ({"framework": "TensorFlow 2.4", "notes": "batch size=32 & without xla"}, TF2),
         ({"framework": "TensorFlow1"}, "horovod-2018"),
+        ({"framework": "TensorFlow1", "notes": "batch size=224 & withxla"}, "horovod-2018-xla"),
+        ({"framework": "TensorFlow1", "source": DEEP_LEARNING_EXAMPLES}, "horovod-2018-xla"),
+        ({"framework": "MxNet", "source": DLPERF}, "gluon-2020"),
+        ({"framework": "NVIDIADeepLearningExamples/MxNet", "source": DLPERF}, "mxnet-2020"),
+        ({"framework": "MXNet", "source": DEEP_LEARNING_EXAMPLES}, "mxnet-2020"),
         ({"framework": "NVIDIADeepLearningExamples/TensorFlow"}, "horovod-2018"),
         ({"framework": "TensorFlow 1.13 + Horovod 0.16"}, "horovod-2018"),
         ({"framework": "Horovod (TensorFlow)"}, "horovod-2018"),

@@ -86,7 +86,7 @@ class ScheduleConfig(LearningRateConfig):
     """How the peak rate is reached. none: at once. constant: the start value is held, then jumps to
     the peak. gradual: linearly, step by step (Goyal et al. 2017, section 2.2)."""
     warmup_epochs: float = 0.0
-    """Length of the warmup; with scaling "legw", at `reference_batch`."""
+    """Length of the warmup, 0 for none; with scaling "legw", at `reference_batch`."""
     warmup_from: Literal["base", "zero"] = "base"
     """Start value of a warmup: `base_learning_rate`, or zero."""
     decay: Literal["constant", "step", "cosine", "polynomial", "one_minus_sqrt"] = "constant"
@@ -171,9 +171,10 @@ class ScheduleConfig(LearningRateConfig):
 
 
 def _require_possible_warmup(config: ScheduleConfig) -> None:
-    if (config.warmup == "none") != (config.warmup_epochs == 0):
-        accepted = f'warmup="{config.warmup}" needs ' + (
-            "it to be 0" if config.warmup == "none" else "it above 0"
+    if config.warmup == "none" and config.warmup_epochs != 0:
+        accepted = (
+            'warmup="none" needs it to be 0; to sweep with and without warmup, set '
+            'warmup="gradual" and vary warmup_epochs, where 0 is none'
         )
         raise ConfigError(refusal("schedule.warmup_epochs", config.warmup_epochs, accepted))
     if config.scaling == "legw" and config.warmup != "gradual":

@@ -96,7 +96,10 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ({"schedule.decay": "stp"}, r"did you mean 'step'"),
         ({"schedule.decay": "step"}, r"schedule\.decay_epochs=\(\) .*at least one epoch"),
         ({"schedule.scaling": "none"}, r'schedule\.warmup_from=\'base\' .*warmup_from="zero"'),
-        ({"schedule.warmup": "none"}, r"schedule\.warmup_epochs=3\.0 .*needs it to be 0"),
+        (
+            {"schedule.warmup": "none"},
+            r'warmup_epochs=3\.0 .*needs it to be 0; .*warmup="gradual" and vary warmup_epochs',
+        ),
         ({"batch.per_device_batch": 4, "batch.global_batch": 8}, r"exactly one of the two"),
         ({"layout.mode": "pmap", "layout.tensor": 2}, r"layout\.tensor=2 .*data axis only"),
         ({"optimizer.momentum": 1.0}, r"optimizer\.momentum=1\.0 .*from 0 to below 1"),

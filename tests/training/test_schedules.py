@@ -53,6 +53,22 @@ def test_gradual_warmup_from_zero_starts_at_zero():
     assert rates(config, range(12)) == pytest.approx([0.01 * s for s in range(10)] + [0.1] * 2)
 
 
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
+@pytest.mark.parametrize("scaling", ["linear", "legw"])
+@pytest.mark.parametrize("warmup", ["constant", "gradual"])
+def test_a_warmup_of_no_epochs_is_none(warmup, scaling, decay):
+    """Every rate to the last bit, so that a sweep over warmup_epochs may begin at 0."""
+    if (warmup, scaling) == ("constant", "legw"):
+        scaling = "sqrt"  # legw scales a gradual one only
+    base = {"base_learning_rate": 0.1, "decay": decay}
+    none = ScheduleConfig(**base, scaling="sqrt" if scaling == "legw" else scaling)
+    zero = ScheduleConfig(**base, scaling=scaling, warmup=warmup, warmup_epochs=0)
+
+    assert rates(zero, range(24), global_batch=5 * 256) == rates(
+        none, range(24), global_batch=5 * 256
+    )
+
+
 def test_constant_warmup_holds_the_base_then_jumps():
     """Goyal et al. 2017, section 2.2: base for the warmup epochs, then the peak at once."""
     config = ScheduleConfig(

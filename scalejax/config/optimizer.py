@@ -325,7 +325,8 @@ class MuonConfig(MatrixOptimizerConfig):
     nesterov: bool = True
     """Whether the gradient is taken ahead of the momentum step."""
     newton_schulz_steps: int = 5
-    """Iterations, each of three products, with the coefficients of Jordan et al.; in float32, where
+    """Iterations, each of three products, with the coefficients of Jordan et al.; of float32 arrays
+    at the device's default precision (tf32 on GPUs since Ampere, bfloat16 on TPUs), as in Optax;
     theirs are in bfloat16."""
     scale: Literal["rms", "width"] = "rms"
     """Factor on the orthogonal matrix, of `in` rows and `out` columns: "rms" 0.2 sqrt(max(in,
@@ -345,7 +346,8 @@ REFRESH = "preconditioner_refresh"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreconditionedConfig(MatrixOptimizerConfig):
     """What SOAP and Shampoo have in common: means of G G^T and G^T G of the gradient G of each
-    matrix, and preconditioners that are computed of them now and then."""
+    matrix, and preconditioners that are computed of them now and then; all products in full
+    float32, without tf32, and costed so."""
 
     beta1: float = 0.95
     """Decay of the first moment of matrices."""

@@ -205,6 +205,20 @@ def test_shampoo_divides_by_fourth_roots_of_both_sides():
     assert far(found, SQUARE, expected) < 1e-3
 
 
+@pytest.mark.parametrize("kind", [SoapConfig, ShampooConfig], ids=lambda kind: kind.__name__)
+def test_products_of_preconditioners_are_in_full_float32(kind):
+    """Where accelerators round to tf32 or bfloat16 by default: roots of nearly singular matrices
+    are NaN then."""
+    optimizer = build_optimizer(kind(), lambda _: jnp.asarray(RATE), stacked=("blocks",))
+    params = nested(PARAMS)
+
+    text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 8
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 def test_lion_steps_along_signs():
     """Chen et al. 2023, algorithm 2."""
 

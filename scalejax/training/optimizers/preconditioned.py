@@ -148,9 +148,12 @@ def _preconditioned(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, PreconditionedState]:
         count = state.updates_made + 1
-        made = hidden.mapped(
-            lambda axes, *leaves: of_leaf(axes, leaves[0], count, *leaves[1:]), updates, *state[1:]
-        )
+        with jax.default_matmul_precision("highest"):  # roots become NaN in tf32 or bfloat16
+            made = hidden.mapped(
+                lambda axes, *leaves: of_leaf(axes, leaves[0], count, *leaves[1:]),
+                updates,
+                *state[1:],
+            )
         steps, *parts = (
             jax.tree.map(lambda _, each, at=at: each[at], updates, made) for at in range(7)
         )

@@ -209,6 +209,12 @@ class LaunchRun(RunFileCommand):
                 f"and fit the layout; here {counts[0] if counts else 'none'} does"
             )
             raise ConfigError(refusal("elastic", self.elastic, accepted))
+        if counts[0] > -self.np:
+            accepted = (
+                f"{counts[0]} is the fewest from MIN={least} that divide the global batch, and fit "
+                "the layout"
+            )
+            raise ConfigError(refusal("np", self.np, f"{accepted}: begin with --np=-{counts[0]}"))
         return Elastic(
             least=least,
             most=most,

@@ -108,7 +108,9 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
         contextlib.nullcontext(signals) if signals else Signals() as signals,
         shared_folder() if job.elastic else contextlib.nullcontext() as shared,
     ):
-        chosen = places.chosen()
+        chosen = _free_places(places, bounds, signals, out)
+        if not chosen:
+            return 128 + signals.received[-1]
         while True:
             command = job.command + (job.again() if restarts else job.once)
             may_restart = futile < job.most_restarts or (job.elastic and job.most_restarts > 0)
@@ -149,7 +151,8 @@ def _free_places(
     """The places to go on in, once there are enough; none if a signal came before."""
     while not (chosen := places.chosen()):
         seconds = places.seconds_to_wait()
-        print(f"fewer than {bounds.least} are left: the next is back in {seconds:.0f} s", file=out)
+        too_few = f"too few places are free for a run of at least {bounds.least}"
+        print(f"{too_few}: the next is in {seconds:.0f} s", file=out)
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if signals.received:

@@ -1,8 +1,12 @@
 """An elastic run goes on in as many places as are free, divide its batch, and are within bounds."""
 
+import io
+import sys
+
 import pytest
 
 from scalejax.cli.main import main
+from scalejax.launch import Launch, launch
 from scalejax.launch.places import Elastic, Places
 
 ROOM_FOR_EIGHT = Elastic(least=2, most=8, rejoin_seconds=10)
@@ -80,6 +84,21 @@ def test_where_no_number_can_train_the_processes_say_why():
     assert Places(ROOM_FOR_EIGHT, 8, lambda count: False).chosen() == tuple(range(8))
 
 
+def test_a_run_never_begins_with_no_process(tmp_path):
+    """Which would end at once, and well: it waits until the places are free in which it can."""
+    job = Launch(
+        command=(sys.executable, "-c", "import os; print(os.environ['SCALEJAX_PROCESSES'])"),
+        processes=1,
+        elastic=Elastic(least=1, most=2, rejoin_seconds=0.2),
+        can_train=lambda count: count == 2,
+        folder=tmp_path,
+    )
+    out = io.StringIO()
+
+    assert launch(job, out) == 0
+    assert "the next is in 0 s\n2\n" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -87,6 +106,7 @@ def test_where_no_number_can_train_the_processes_say_why():
         (["--np=-4", "--elastic", "1:3"], "those of --np between them, such as 2:4"),
         (["--np=-4", "--elastic", "0:4"], "elastic='0:4' is refused"),
         (["--np=-4", "--elastic", "3:4"], "at least two numbers of processes from MIN to MAX must"),
+        (["--np=-3", "--elastic", "3:8"], "np=-3 is refused: 4 is the fewest from MIN=3 that"),
         (["--np=-4", "--copy-seconds", "3"], "copy_seconds=3 is refused: it needs --elastic"),
         (["--np=-4", "--elastic", "2:4", "--rejoin-seconds=-1"], "rejoin_seconds=-1"),
         (["--np=4", "--elastic", "2:4"], "it is for a run on this machine, and this is a run thro"),

@@ -130,6 +130,12 @@ class BatchNorm(nnx.Module):
         return MOMENTUM**groups * running + jnp.tensordot(shares, of_groups, 1)
 
 
+def moving_norms(network: nnx.Module) -> list[BatchNorm]:
+    """Every BatchNorm of `network` that training normalises by the batch: none that is frozen."""
+    modules = (module for _, module in nnx.iter_modules(network))
+    return [each for each in modules if isinstance(each, BatchNorm) and not each.is_frozen]
+
+
 def weigh_rows(network: nnx.Module, weights: jax.Array) -> None:
     """Leave the rows of weight 0 out of the statistics of every BatchNorm of `network`."""
     for _, module in nnx.iter_modules(network):

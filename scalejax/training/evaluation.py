@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.models import BatchNormScope
-from scalejax.models.normalization import MOMENTUM, weigh_rows
+from scalejax.models.normalization import MOMENTUM, moving_norms, weigh_rows
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.data_parallel import with_constraints
 from scalejax.training.gradients import Batch, normalised, sample_metrics, with_target_weights
@@ -27,7 +27,7 @@ from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.record import RunFolder
 from scalejax.training.setup import (
     TrainSetup,
-    has_batch_norm,
+    network_of,
     network_with,
     train_setup,
     with_features,
@@ -60,8 +60,9 @@ class Evaluation:
     batch: Batch
     """Shapes, types and shardings of a global batch."""
     statistics: Any = None
-    """The jitted (params, training batch) -> statistics of BatchNorm of that batch, of which the
-    evaluated ones are the mean over an epoch; None where they are those of the state."""
+    """The jitted (params, model_state, training batch) -> statistics of BatchNorm of that batch, of
+    which the evaluated ones are the mean over an epoch; those of a frozen one are of `model_state`.
+    None where all are."""
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -82,11 +83,12 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     weights = _evaluated_weights(setup, shardings_of((state.params, state.model_state)))
     statistics = None
-    if _is_of_samples(run.config) and has_batch_norm(run.config.model, state.model_state):
-        of_batch = partial(_batch_statistics, setup, mesh, state.model_state)
+    if _is_of_samples(run.config) and moving_norms(
+        nnx.eval_shape(lambda: network_of(setup, BatchNormScope()))
+    ):
         statistics = jax.jit(
-            partial(with_constraints, setup, mesh, of_batch),
-            in_shardings=shardings_of((state.params, shapes)),
+            partial(with_constraints, setup, mesh, partial(_batch_statistics, setup, mesh)),
+            in_shardings=shardings_of((state.params, state.model_state, shapes)),
             out_shardings=shardings_of(state.model_state),
         )
     return Evaluation(
@@ -107,17 +109,21 @@ def _is_of_samples(config: RunConfig) -> bool:
 
 
 def _batch_statistics(
-    setup: TrainSetup, mesh: Mesh, model_state: PyTree, params: PyTree, batch: Batch
+    setup: TrainSetup, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
 ) -> PyTree:
-    """Means and variances of one training batch with these parameters, its groups averaged."""
+    """Means and variances of one training batch with these parameters, its groups averaged; those
+    of a frozen BatchNorm, which normalises by them, are those of `model_state`."""
     params, groups = gathered_params(setup, mesh, params), setup.run.bn_groups
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model_state)
-    network = network_with(setup, BatchNormScope(groups=groups), params, zeros)
+    network = network_with(setup, BatchNormScope(groups=groups), params, model_state)
+    moving = [part for norm in moving_norms(network) for part in (norm.mean, norm.var)]
+    for part in moving:
+        part.set_value(jnp.zeros_like(part[...]))
     if "weights" in batch:
         weigh_rows(network, batch["weights"])
     sample_metrics(setup, network, batch, is_training=True)
-    moved = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    return jax.tree.map(lambda leaf: leaf / (1 - MOMENTUM), moved)
+    for part in moving:
+        part.set_value(part[...] / (1 - MOMENTUM))
+    return nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
 
 
 def trained_weights(run: ResolvedRun, path: Path) -> dict[str, PyTree]:

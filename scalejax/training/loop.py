@@ -624,7 +624,8 @@ class TrainingLoop:
         with closing(batches):
             for batch in batches:
                 self._logger.heartbeat.at("evaluating", self._step)
-                total = jax.tree.map(jnp.add, total, evaluation.statistics(params, batch))
+                of_batch = evaluation.statistics(params, model_state, batch)
+                total = jax.tree.map(jnp.add, total, of_batch)
                 jax.block_until_ready(total)  # else a fast host queues unlimited batches
         return params, jax.tree.map(lambda leaf: leaf / phase.steps_per_epoch, total)
 

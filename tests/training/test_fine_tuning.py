@@ -198,6 +198,27 @@ def test_batch_norm_that_does_not_learn_is_that_of_evaluation():
     assert losses[0] == pytest.approx(float(sums["loss_sum"]) / ROWS, rel=1e-5)
 
 
+@pytest.mark.parametrize("learning", [["head"], ["head", "norms/1"]])
+def test_frozen_batch_norm_of_an_average_keeps_its_statistics(learning):
+    """Those of others are taken anew, after layers that are normalised by the frozen ones."""
+    swa = {"averaging": {"name": "swa", "start_epoch": 0}}
+    run = run_of({"trainable": learning}, model=CNN, **swa)
+    mesh = build_mesh(run.layout)
+    evaluation, state = build_evaluation(run, mesh), init_state(run, mesh)
+    if learning == ["head"]:
+        assert evaluation.statistics is None
+        return
+    images = np.random.default_rng(0).integers(0, 256, (ROWS, 8, 8, 1)).astype(np.uint8)
+    batch = {"inputs": images, "targets": np.zeros(ROWS, np.int32)}
+    params, model_state = evaluation.weights(state)
+    frozen, other = evaluation.statistics(params, model_state, batch)["norms"].values()
+
+    np.testing.assert_array_equal(frozen["mean"], np.zeros(8))
+    np.testing.assert_array_equal(frozen["var"], np.ones(8))
+    assert (np.abs(other["mean"]) > 1e-3).all()
+    assert (np.abs(other["var"] - 1) > 1e-3).all()
+
+
 def test_what_is_frozen_costs_no_backward_pass():
     """FLOP of the compiled step and of its model, by hand: products forward, one backward."""
     run = run_of({"trainable": ["layers/2"]})

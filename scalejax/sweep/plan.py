@@ -45,6 +45,8 @@ _ALTERNATIVES = ("seed", "schedule")
 """Fields in which runs of one program may differ: seeds, and numbers that are program inputs."""
 _KNOWN = ("builtins", "scalejax")
 """Packages that every worker has imported."""
+_WHOLE = 1e7
+"""Below it whole numbers are written without decimals, above it as 1e+16."""
 _RATES = ("learning_rate", "warmup_epochs")
 """Scaling rules that change only the schedule."""
 
@@ -402,7 +404,9 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def value_text(value: JsonValue) -> str:
-    """A value of a field in words."""
+    """A value of a field in words; a whole number has no decimals, as it was typed."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
+        return str(int(value))
     return value if isinstance(value, str) else json.dumps(value)
 
 

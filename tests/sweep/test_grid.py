@@ -810,7 +810,7 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     curves = figures.accuracy_curves(rows)["layer"][1]
 
     assert finals["encoding"]["x"]["title"] == "batch.global_batch"
-    labels = ["warmup_epochs=0.0 warmup=none", "warmup_epochs=1.0 warmup=gradual"]
+    labels = ["warmup_epochs=0 warmup=none", "warmup_epochs=1 warmup=gradual"]
     assert finals["encoding"]["color"]["scale"]["domain"] == labels
     line = [row for row in finals["data"]["values"] if row["label"] == labels[0]]
     means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
@@ -853,6 +853,28 @@ def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
     assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % -14.00 0 3 of 3")
     assert "5 of 9 runs diverged, and are in no mean." in " ".join(lines)
     assert "none is called the best" in " ".join(lines)
+
+
+def test_names_of_arms_break_between_fields(run_file, tmp_path):
+    """Never in a number, in 80 columns; a whole number is as it was typed."""
+    variables = ["batch.global_batch=[8,1024]", "schedule.warmup_epochs=[0,2]", "seed=[0,1]"]
+    fixed = ['schedule={"warmup": "gradual", "warmup_from": "zero"}', "data.train_examples=2048"]
+    plan = plan_sweep(
+        run_file, parse_grammar(fixed, variables, []), target=parse_target("test_accuracy=0.5")
+    )
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for planned in plan.runs:
+        record(folder.run(planned.index), [0.5, 0.625 + planned.index / 64])
+    console = Console(width=80, highlight=False, file=io.StringIO())
+
+    console.print(next(iter(sweep_tables.results(plan, read_rows(plan, folder)))))
+
+    assert isinstance(console.file, io.StringIO)
+    words = console.file.getvalue().split()
+    named = [word for word in words if "=" in word]
+    batches = [f"global_batch={batch}" for batch in (8, 1024)]
+    assert {*batches, "warmup_epochs=0", "warmup_epochs=2"} == set(named)
+    assert len(named) == 8
 
 
 def test_runs_that_diverged_are_crosses(run_file, tmp_path):

@@ -1,6 +1,6 @@
 """Terminal tables of sweeps (plan and results) and of emulated runs, in 80 columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -23,6 +23,8 @@ from scalejax.sweep.results import Arm, RunRow, arms, best_arm
 from scalejax.training.record import RunRecord
 
 _MOST_ROWS = 40
+_MOST_WIDTH = 32
+"""Most columns kept free for one field and its value, of the 80."""
 
 
 def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
@@ -57,6 +59,7 @@ def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType
     table = figures("", "mean of", *parts, *beside, "diverged", *of_target)
     for arm in found:
         table.add_row(*_arm_cells(arm, found, sweep))
+    table.columns[0].min_width = _widest(in_words(arm.varied) for arm in found)
     yield table
     yield Text(_results_in_words(sweep, rows))
 
@@ -96,7 +99,14 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
         value = UNKNOWN if trial.value is None else f"{trial.value:.4f}"
         mark = "best" if trial is best else ""
         table.add_row(f"{trial.number:04d}", value, mark, in_words(trial.fields))
+    table.columns[-1].min_width = _widest(in_words(trial.fields) for trial in found)
     yield table
+
+
+def _widest(labels: Iterable[str]) -> int:
+    """Width in which labels are broken between their fields only, never within a number."""
+    words = (word for label in labels for word in label.split())
+    return min(_MOST_WIDTH, max(map(len, words), default=0))
 
 
 def _arm_cells(arm: Arm, found: Sequence[Arm], sweep: SweepPlan) -> list[str]:

@@ -36,8 +36,8 @@ from scalejax.cli.train import (
 class Completion(PlainCommand):
     """Print a script with which a shell completes scalejax.
 
-    bash, and zsh after compinit: add `eval "$(scalejax completion bash)"`, or zsh, to ~/.bashrc or
-    ~/.zshrc. fish: scalejax completion fish > ~/.config/fish/completions/scalejax.fish
+    bash: into ~/.local/share/bash-completion/completions/scalejax. fish: into
+    ~/.config/fish/completions/scalejax.fish. zsh: into a file that ~/.zshrc sources.
     """
 
     shell: Annotated[Positional[Shell], flag("{bash,zsh,fish}")]

@@ -5,9 +5,10 @@ Scripts are whole: a shell that completes starts no Python. Imported without JAX
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from scalejax.cli.command import Command, OverridingCommand
 from scalejax.config.reference import meanings, run_reference
@@ -16,13 +17,26 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 @dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command."""
+
+    name: str
+    """With its dashes."""
+    text: str
+    """The first sentence of its help."""
+    values: tuple[str, ...]
+    """Names that it takes, if they are known; those with commas between them too."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
     """What may follow one command."""
 
-    flags: tuple[tuple[str, str], ...]
-    """Its flags, each with the first sentence of its help."""
+    flags: tuple[Flag, ...]
     fields: tuple[str, ...]
     """Fields of a run.toml that its flags replace, as flags."""
+    names: tuple[str, ...]
+    """What its first word without a dash may name, besides files."""
 
 
 def script(shell: Shell, commands: Mapping[str, type[Command]]) -> str:
@@ -30,79 +44,104 @@ def script(shell: Shell, commands: Mapping[str, type[Command]]) -> str:
     from scalejax.hardware import cluster_names
     from scalejax.simulator.frameworks import FRAMEWORKS
 
-    fields = sorted({f"--{each.name}" for table in run_reference() for each in table.fields})
+    fields = sorted({each.name for table in run_reference() for each in table.fields})
+    clusters = tuple(sorted(cluster_names()))
+    values = {"cluster": clusters, "clusters": clusters, "framework": tuple(sorted(FRAMEWORKS))}
+    names = {
+        "hardware": clusters,
+        "completion": get_args(Shell),
+        "config fields": (*dict.fromkeys(name.partition(".")[0] for name in fields), *fields),
+    }
     choices = {
         name: Choices(
-            tuple(_flags(kind)), tuple(fields) if issubclass(kind, OverridingCommand) else ()
+            tuple(_flags(kind, values)),
+            tuple(f"--{each}" for each in fields) if issubclass(kind, OverridingCommand) else (),
+            names.get(name, ()),
         )
         for name, kind in commands.items()
     }
-    clusters = sorted(cluster_names())
-    values = {
-        "--cluster": clusters, "--clusters": clusters, "--framework": sorted(FRAMEWORKS)
-    }  # fmt: skip
     titles = {name: (kind.__doc__ or "").splitlines()[0] for name, kind in commands.items()}
     if shell == "fish":
-        return _fish(choices, values, titles)
-    bash = _bash(choices, values)
-    return bash if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{bash}"
+        return _fish(choices, titles)
+    return (_ZSH if shell == "zsh" else "") + _bash(choices)
 
 
-def _flags(kind: type) -> Iterator[tuple[str, str]]:
-    """Flags of a command, and the first sentence of each one's help; positional ones are none."""
+_ZSH = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+
+def _flags(kind: type, values: Mapping[str, tuple[str, ...]]) -> Iterator[Flag]:
+    """Flags of a command; positional arguments are none."""
     helps = meanings(kind)
     for field in dataclasses.fields(kind):
         if "Positional" in str(field.type):
             continue
         name = f"--{field.name.rstrip('_').replace('_', '-')}"
-        yield name, " ".join(helps.get(field.name, "").split()).partition(". ")[0].rstrip(".")
+        text = " ".join(helps.get(field.name, "").split()).partition(". ")[0].rstrip(".")
+        yield Flag(name, text, values.get(field.name) or tuple(_literals(field.type)))
 
 
-def _bash(choices: Mapping[str, Choices], values: Mapping[str, Sequence[str]]) -> str:
+def _literals(hint: object) -> Iterator[str]:
+    """The words of a type that is a list of them, or of these and nothing."""
+    if get_origin(hint) is Literal:
+        yield from map(str, get_args(hint))
+    elif get_origin(hint) in (Annotated, Union, UnionType):
+        for part in get_args(hint):
+            yield from _literals(part)
+
+
+def _bash(choices: Mapping[str, Choices]) -> str:
     """A completion function of bash, which zsh can also call."""
-    first = dict.fromkeys(name.split()[0] for name in choices)
+    first = list(dict.fromkeys(name.split()[0] for name in choices))
     lines = [
         "_scalejax() {",
-        "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
+        "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words= names=",
+        # bash takes "=" for a word of its own.
+        '  [ "$word" = "=" ] && word=',
+        '  [ "$before" = "=" ] && before=${COMP_WORDS[COMP_CWORD-2]}',
         "  COMPREPLY=()",
         '  if [ "$COMP_CWORD" -eq 1 ]; then',
-        f"    words={shlex.quote(' '.join([*first, '--help', '--version']))}",
+        f"    names={shlex.quote(' '.join([*first, '--help', '--version']))}",
         "  else",
-        '    case "$before" in',
+        '    case "${COMP_WORDS[*]:1}" in',
     ]
-    for name, names in values.items():
-        lines.append(f"      {name}) words={shlex.quote(' '.join(names))} ;;")
-    lines += ["    esac", '    if [ -z "$words" ]; then', '      case "${COMP_WORDS[*]:1}" in']
     # Commands of two words first: the name of one may be the first word of another.
     for name in sorted(choices, key=lambda each: -len(each.split())):
         found = choices[name]
-        words = " ".join((*(each for each, _ in found.flags), *found.fields, "--help"))
-        lines.append(f"        {shlex.quote(name + ' ')}*) words={shlex.quote(words)} ;;")
+        words = " ".join((*(each.name for each in found.flags), *found.fields, "--help"))
+        lines.append(f"      {shlex.quote(name + ' ')}*)")
+        lines.append(f"        words={shlex.quote(words)} names={_quoted(found.names)}")
+        known = [each for each in found.flags if each.values]
+        if known:
+            lines.append('        case "$before" in')
+            lines += [f"          {each.name}) names={_quoted(each.values)} ;;" for each in known]
+            lines.append("        esac")
+        lines.append("        ;;")
     for word in first:
         seconds = [name.split()[1] for name in choices if name.split()[0] == word and " " in name]
         if seconds:
-            lines.append(
-                f"        {shlex.quote(word + ' ')}*) words={shlex.quote(' '.join(seconds))} ;;"
-            )
+            lines.append(f"      {shlex.quote(word + ' ')}*) names={_quoted(seconds)} ;;")
     lines += [
-        "      esac",
-        "    fi",
+        "    esac",
         "  fi",
-        # Flags only where one is begun: elsewhere the shell completes files.
-        "  if [[ $word == -* || $words != -* ]]; then",
-        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
-        "  fi",
+        # Flags only where one is begun: elsewhere names, or else what the shell has, files.
+        '  case "$word" in',
+        '    -*) COMPREPLY=($(compgen -W "$words $names" -- "$word")) ;;',
+        '    *,*) COMPREPLY=($(compgen -P "${word%,*}," -W "$names" -- "${word##*,}")) ;;',
+        '    *) COMPREPLY=($(compgen -W "$names" -- "$word")) ;;',
+        "  esac",
         "}",
         "complete -o default -o bashdefault -F _scalejax scalejax",
     ]
     return "\n".join(lines)
 
 
-def _fish(
-    choices: Mapping[str, Choices],
-    values: Mapping[str, Sequence[str]],
-    titles: Mapping[str, str],
-) -> str:
+def _quoted(words: Iterable[str]) -> str:
+    return shlex.quote(" ".join(words))
+
+
+def _fish(choices: Mapping[str, Choices], titles: Mapping[str, str]) -> str:
     """Lines of `complete` for fish."""
     lines = []
     first = list(dict.fromkeys(name.split()[0] for name in choices))
@@ -116,15 +155,16 @@ def _fish(
         if len(words) > 1:
             alone = f"__fish_seen_subcommand_from {words[0]}"
             lines.append(_complete(alone, f"-a {words[1]}", titles[name]))
-        for each, text in found.flags:
-            lines.append(_complete(where, _long(each, values.get(each, ())), text))
-        lines += [_complete(where, f"{_long(each, ())} -r", "") for each in found.fields]
+        if found.names:
+            lines.append(_complete(where, f"-a {_quoted(found.names)}", ""))
+        lines += [_complete(where, _long(each), each.text) for each in found.flags]
+        lines += [_complete(where, f"-l {each.removeprefix('--')} -r", "") for each in found.fields]
     return "\n".join(lines)
 
 
-def _long(name: str, names: Collection[str]) -> str:
-    long = f"-l {name.removeprefix('--')}"
-    return f"{long} -x -a {shlex.quote(' '.join(names))}" if names else long
+def _long(flag: Flag) -> str:
+    long = f"-l {flag.name.removeprefix('--')}"
+    return f"{long} -x -a {_quoted(flag.values)}" if flag.values else long
 
 
 def _complete(where: str, what: str, text: str) -> str:

@@ -29,6 +29,13 @@ def scripts():
         ("scalejax predict run.toml --cluster dgx-h", "dgx-h100 dgx-h200"),
         ("scalejax predict run.toml --framework megatron-lm", "megatron-lm-2021 megatron-lm-2022"),
         ("scalejax config show run.toml --dev", "--devices"),
+        ("scalejax predict run.toml --cluster = dgx-h", "dgx-h100 dgx-h200"),
+        ("scalejax plan --clusters dgx-a100,dgx-h", "dgx-a100,dgx-h100 dgx-a100,dgx-h200"),
+        ("scalejax hardware dgx-h", "dgx-h100 dgx-h200"),
+        ("scalejax config fields batch.glo", "batch.global_batch"),
+        ("scalejax completion ''", "bash zsh fish"),
+        ("scalejax launch run.toml --target ''", "processes jobset"),
+        ("scalejax sweep run.toml --figure-width ''", "column page"),
         ("scalejax train ''", ""),  # files
     ],
 )

@@ -174,6 +174,14 @@ class RunConfig:
         return self.clipping is not None or self.train.measures_gradient_norm
 
     @property
+    def averages_samples(self) -> bool:
+        """Whether the evaluated parameters are averages of ones far from each other, with which no
+        batch was normalised in training."""
+        averaging = self.averaging
+        is_average = averaging is not None and averaging.samples_run and averaging.replaces_weights
+        return is_average or self.optimizer.averages_iterates
+
+    @property
     def local_sgd(self) -> LocalSgdConfig | None:
         """`gradient_sync`, if it averages parameters, by an update of its own."""
         return self.gradient_sync if isinstance(self.gradient_sync, LocalSgdConfig) else None

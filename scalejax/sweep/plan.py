@@ -419,8 +419,10 @@ def in_words(fields: Mapping[str, JsonValue]) -> str:
 
 
 def can_train_together(run: ResolvedRun) -> bool:
-    """Whether a run may share a program: one device, one batch size, no early stopping."""
+    """Whether a run may share a program: one device, one batch size, no early stopping, and no
+    statistics that are taken anew for an average."""
     config = run.config
+    takes_statistics = config.averages_samples and config.model.has_batch_norm
     return (
         run.layout.device_count == 1
         and len(run.phases) == 1
@@ -428,6 +430,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and config.train.early_stopping is None
         and config.emulation is None
         and config.dropout is None  # whose masks are of one seed
+        and not takes_statistics
         and config.model.shares_programs
     )
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from scalejax.config.run import ResolvedRun, RunConfig
+from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
 from scalejax.models.normalization import MOMENTUM, moving_norms, weigh_rows
 from scalejax.training.checkpoint import load_weights
@@ -83,7 +83,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     weights = _evaluated_weights(setup, shardings_of((state.params, state.model_state)))
     statistics = None
-    if _is_of_samples(run.config) and moving_norms(
+    if run.config.averages_samples and moving_norms(
         nnx.eval_shape(lambda: network_of(setup, BatchNormScope()))
     ):
         statistics = jax.jit(
@@ -98,14 +98,6 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         batch=batch,
         statistics=statistics,
     )
-
-
-def _is_of_samples(config: RunConfig) -> bool:
-    """Whether the evaluated parameters are averages of ones far from each other, with which no
-    batch was normalised in training."""
-    averaging = config.averaging
-    is_average = averaging is not None and averaging.samples_run and averaging.replaces_weights
-    return is_average or config.optimizer.averages_iterates
 
 
 def _batch_statistics(

@@ -243,6 +243,24 @@ def test_runs_that_differ_in_seed_and_rates_share_a_program(run_file):
     assert len(plan_sweep(run_file, grammar, one_by_one=True).jobs) == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "tables", "together"),
+    [
+        ("efficientnet_lite0", '[averaging]\nname = "swa"\nstart_epoch = 1', False),
+        ("efficientnet_lite0", '[averaging]\nname = "ema"', True),
+        ("mlp", '[averaging]\nname = "swa"\nstart_epoch = 1', True),
+    ],
+)
+def test_statistics_that_are_taken_anew_are_of_one_run(run_file, model, tables, together):
+    """Those of BatchNorm for an average, over the batches of a run's own data."""
+    model = RUN.replace('"mlp"\nhidden = [8]', f'"{model}"')
+    run_file.write_text(f"{model}\n{tables}\n", encoding="utf-8")
+
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+
+    assert len(plan.jobs) == (1 if together else 2)
+
+
 def test_a_plan_keeps_numbers_that_are_not_finite(run_file, tmp_path):
     """It is what `--resume` compares with."""
     plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))

@@ -201,8 +201,8 @@ def test_batch_norm_that_does_not_learn_is_that_of_evaluation():
 @pytest.mark.parametrize("learning", [["head"], ["head", "norms/1"]])
 def test_frozen_batch_norm_of_an_average_keeps_its_statistics(learning):
     """Those of others are taken anew, after layers that are normalised by the frozen ones."""
-    swa = {"averaging": {"name": "swa", "start_epoch": 0}}
-    run = run_of({"trainable": learning}, model=CNN, **swa)
+    swa = {"name": "swa", "start_epoch": 0}
+    run = run_of({"trainable": learning}, model=CNN, averaging=swa)
     mesh = build_mesh(run.layout)
     evaluation, state = build_evaluation(run, mesh), init_state(run, mesh)
     if learning == ["head"]:

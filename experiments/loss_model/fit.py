@@ -33,6 +33,10 @@ from scalejax.validation.kinds import find_ledger, read_any
 HERE = Path(__file__).parent
 PUBLISHED = Path(loss_surface.__file__).parent / "published" / "loss_surface.json"
 SEED = 26
+BEYOND = {"tokens": (45e9, 35e9, 22e9, 15e9), "parameters": (6e8, 5e8, 4e8)}
+"""Limits above which all runs are left out."""
+_FAR = 0.5
+"""Logarithm of a factor beyond the runs, below which an error says little of distance."""
 CONTEXT = (
     "AdamW, 2,000 updates of warmup whatever the batch, then cosine to a rate of 1e-5 whatever the "
     "peak; sequences of 2,048 tokens; Step Law's corpus and vocabulary of 65,536",
@@ -74,12 +78,31 @@ def splits(runs: Sequence[LanguageRun]) -> Iterator[tuple[str, str, Callable[[La
             f"{kind}, {most:.3g}",
             lambda run, m=most, k=kind: run.tokens == m and (run.sparsity > 1) == (k == "experts"),
         )
-    yield "beyond", "above 45e9 tokens", lambda run: run.tokens > 45e9
-    yield "beyond", "above 35e9 tokens", lambda run: run.tokens > 35e9
-    yield "beyond", "above 22e9 tokens", lambda run: run.tokens > 22e9
-    yield "beyond", "dense above 6e8", lambda run: run.sparsity == 1 and run.parameters > 6e8
-    yield "beyond", "dense above 5e8", lambda run: run.sparsity == 1 and run.parameters > 5e8
-    yield "beyond", "dense above 4e8", lambda run: run.sparsity == 1 and run.parameters > 4e8
+    # Whatever its kind: a run of experts with more parameters than the limit would make of a dense
+    # size beyond it one between two others.
+    for what, limits in BEYOND.items():
+        for most in limits:
+            yield (
+                "beyond",
+                f"above {most:.2g} {what}",
+                lambda run, w=what, m=most: getattr(run, w) > m,
+            )
+
+
+def distance(run: LanguageRun, kept: Sequence[LanguageRun]) -> float:
+    """Logarithm of how many times the most parameters, or tokens, of `kept` a run has."""
+    far = (getattr(run, w) / max(getattr(k, w) for k in kept) for w in BEYOND)
+    return max(0.0, math.log(max(far)))
+
+
+def deviation_by_distance(errors: Sequence[float], far: Sequence[float]) -> float:
+    """Root mean square of errors for each factor e beyond, of those that are `_FAR` beyond.
+
+    The scatter of single runs is in it too, so that a band which adds that of runs within the sizes
+    is on the safe side.
+    """
+    slopes = [error / each for error, each in zip(errors, far, strict=True) if each > _FAR]
+    return math.sqrt(float(np.mean(np.square(slopes))))
 
 
 def errors_of(surface: Surface, runs: Sequence[LanguageRun]) -> list[float]:
@@ -143,14 +166,15 @@ def main() -> None:
         name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
         for name, moe in (("dense", False), ("experts", True))
     }
-    rows, left_out, squares, beyond = [], [], [], []
+    rows, left_out, squares, beyond, far = [], [], [], [], []
     for kind, name, is_out in splits(used):
         surface = fit_surface([run for run in used if not is_out(run)])
         if kind == "size and tokens":
             left_out.append(surface)
         for what, moe in (("dense", False), ("experts", True)):
             out = [run for run in used if is_out(run) and (run.sparsity > 1) == moe]
-            if not out:
+            # Of experts nothing is foretold by runs without any.
+            if not out or not any((r.sparsity > 1) == moe for r in used if not is_out(r)):
                 continue
             errors = errors_of(surface, out)
             cells = sorted({run.cell for run in out})
@@ -166,13 +190,12 @@ def main() -> None:
             if kind == "size and tokens":
                 squares += [each**2 for each in errors]
             if kind == "beyond":
-                kept = [run for run in used if not is_out(run) and (run.sparsity > 1) == moe]
-                far = max(
-                    max(math.log(r.tokens / max(k.tokens for k in kept)) for r in out),
-                    max(math.log(r.parameters / max(k.parameters for k in kept)) for r in out),
-                )
-                if far > 0.5:
-                    beyond.append(abs(float(np.mean(errors))) / far)
+                kept = [r for r in used if not is_out(r) and (r.sparsity > 1) == moe]
+                # A root mean square of each cell: mean errors of runs would cancel.
+                for cell in cells:
+                    same = [run for run in out if run.cell == cell]
+                    far.append(distance(same[0], kept))
+                    beyond.append(math.sqrt(float(np.mean(np.square(errors_of(surface, same))))))
     summary: dict[str, object] = {}
     for kind in dict.fromkeys(str(row["left_out"]) for row in rows):
         for what in ("dense", "experts"):
@@ -193,7 +216,7 @@ def main() -> None:
     results["summary"], results["rows"] = summary, rows
     results["divergence, dense"] = divergence_errors(dense)
     deviation = math.sqrt(float(np.mean(squares)))
-    deviation_beyond = math.sqrt(float(np.mean(np.square(beyond))))
+    deviation_beyond = deviation_by_distance(beyond, far)
     results["deviation"], results["deviation_beyond"] = deviation, deviation_beyond
     print(json.dumps(summary, indent=1), results["divergence, dense"], deviation, deviation_beyond)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,7 +1,11 @@
 """Final loss of language models: arithmetic by hand, optima, and published runs left out."""
 
+import json
 import math
+import runpy
 from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,10 @@ from scalejax.planning.convergence.loss_surface import (
 from scalejax.validation.convergence import LossRow
 from scalejax.validation.kinds import find_ledger, read_any
 
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "loss_model"
+splits, deviation_by_distance = itemgetter("splits", "deviation_by_distance")(
+    runpy.run_path(str(EXPERIMENT / "fit.py"))
+)
 ORIGIN = LanguageRun(parameters=4e8, tokens=2e10, batch_tokens=524288, learning_rate=2e-3)
 HAND = Surface(
     base=(1.0, math.log(0.5), 0.5, 0.1),
@@ -182,3 +190,24 @@ def test_runs_with_experts_are_measured_by_those_with_experts():
     assert model.beyond(1e9, 1e11, 1.0) == ()
     (far,) = model.beyond(2.155e9, 1e11, 10.0)
     assert far == "5 times the most tokens of a run (2e+10)"
+
+
+def test_sizes_that_are_said_to_be_beyond_the_runs_are_beyond_all_of_them():
+    """Experts of 2.15 billion parameters would be on the far side of a dense size left out."""
+    runs = [*published("dense"), *published("moe")]
+    beyond = [is_out for kind, _, is_out in splits(runs) if kind == "beyond"]
+    assert len(beyond) >= 6
+    for is_out in beyond:
+        kept, out = [run for run in runs if not is_out(run)], [run for run in runs if is_out(run)]
+        assert any(
+            min(getattr(run, what) for run in out) > max(getattr(run, what) for run in kept)
+            for what in ("parameters", "tokens")
+        )
+
+
+def test_errors_of_either_sign_do_not_cancel_in_the_band_beyond_the_runs():
+    """1 % too high and 1 % too low, a factor e beyond, are 1 % and not 0; those near by are not
+    counted. The band that comes along is that of the experiment."""
+    assert deviation_by_distance([0.01, -0.01, 0.5], [1.0, 1.0, 0.1]) == pytest.approx(0.01)
+    results = json.loads((EXPERIMENT / "results.json").read_text())
+    assert published_surface().deviation_beyond == results["deviation_beyond"] > 0.005

@@ -73,15 +73,16 @@ class SharedFolder:
             return None
 
     def set_change(self, change: Change | None) -> None:
-        """Note a change, or that the record has it.
-
-        Raises:
-            ConfigError: if it cannot be written.
-        """
-        if change is None:
+        """Note a change, or that the record has it; where it cannot be written, as memory is full,
+        none is told."""
+        try:
+            if change is not None:
+                save(change, self._change)
+                return
+        except ConfigError:
+            pass  # and the one before is no longer true
+        with contextlib.suppress(OSError):
             self._change.unlink(missing_ok=True)
-        else:
-            save(change, self._change)
 
     @property
     def is_asked_to_stop(self) -> bool:
@@ -89,7 +90,11 @@ class SharedFolder:
         return self._joining.exists()
 
     def ask_to_stop(self, *, asks: bool) -> None:
-        """Say whether the processes are to stop for others to join."""
+        """Say whether the processes are to stop for others to join.
+
+        Raises:
+            OSError: if it cannot be said.
+        """
         if asks:
             self._joining.touch()
         else:

@@ -349,8 +349,9 @@ class _Attempt:
         if self._shared is None or self._is_asked or self._signals.received:
             return
         if len(self._places.chosen()) > len(self._chosen):
-            self._is_asked = True
-            self._shared.ask_to_stop(asks=True)
+            with contextlib.suppress(OSError):  # memory is full: they are asked at the next look
+                self._shared.ask_to_stop(asks=True)
+                self._is_asked = True
 
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:
         if (loss := self._watch.lost_by_code(codes, beats)) is not None:

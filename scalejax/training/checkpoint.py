@@ -239,7 +239,7 @@ class Checkpoints:
         """
         if step in self._accuracies or (self._saving and self._saving.step == step):
             return
-        self._require_room(state)
+        decided_by_first(partial(self._require_room, state))
         with _naming_unwritable(self.folder):
             self._await_last_save()
             arrays = checksums(state)
@@ -343,6 +343,11 @@ class Checkpoints:
             self.close()
         decided_by_first(self.close)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this process's part of a save goes on in the background."""
+        return self._saving is not None and self._saving.goes_on
+
     def close(self) -> None:
         """Finish this process's part of pending saves, without waiting for other processes.
 
@@ -360,8 +365,8 @@ class Checkpoints:
             self._accuracies = saving.counted
 
     def _require_room(self, state: object) -> None:
-        """Refuse a state that does not fit on the disk: if the write failed in one process, the
-        others would wait for it.
+        """Refuse a state that does not fit on the disk, in all processes alike: if the write failed
+        in one, the others would wait for it.
 
         Raises:
             ConfigError: saying how much is free.
@@ -422,6 +427,11 @@ class _Saving:
             self._finish()
         except BaseException as error:  # noqa: BLE001  raised again by `result`
             self._error = error
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is not done."""
+        return self._thread.is_alive()
 
     def result(self) -> None:
         """Wait until it is done; raise what it raised."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import jax
 
@@ -18,8 +18,8 @@ from scalejax.core.elastic import COPY_SECONDS, MEMORY, SharedFolder
 from scalejax.core.errors import ConfigError, Unavailable
 from scalejax.core.units import format_bytes
 from scalejax.training.checkpoint import Checkpoints
-from scalejax.training.manifest import RunAtStep
-from scalejax.training.multihost import is_first
+from scalejax.training.manifest import MANIFEST, RunAtStep
+from scalejax.training.multihost import decided_by_first, is_first
 from scalejax.training.state import TrainState
 
 _KEPT = 2
@@ -57,9 +57,6 @@ class Copies:
             seconds: least time between two copies; 0 for none.
             say: is told why none are made.
             clock: monotonic clock in seconds.
-
-        Raises:
-            ConfigError: if the folder cannot be written.
         """
         self.shared = shared
         self._seconds = seconds
@@ -70,8 +67,42 @@ class Copies:
         self._is_first_copy = True
         self._has_told = False
         self._state_bytes = 0
-        self.store = Checkpoints(shared.copies, keep=_KEPT, keeps_damaged=False)
-        """The copies, as checkpoints."""
+        self.store: Checkpoints | None = None
+        """The copies, as checkpoints; None from when they could not be written."""
+        with self._optional():
+            self.store = Checkpoints(shared.copies, keep=_KEPT, keeps_damaged=False)
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """Make no copies any more where they cannot be written in the block: the run has its
+        checkpoints."""
+        try:
+            yield
+        except ConfigError as error:
+            self.store = None
+            self._tell(f"{error}")
+            if is_first():
+                self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Give back the memory of what never counts."""
+        with suppress(OSError):
+            for path in self.shared.copies.iterdir():
+                if not (path / MANIFEST).exists():
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _tell(self, reason: str) -> None:
+        """Say once why no copies are made."""
+        if not self._has_told:
+            self._has_told = True
+            reason = reason.removesuffix(".")
+            self._say(f"Note: no copies in memory, but checkpoints alone: {reason}.")
+
+    def go_on_from(self, step: int) -> None:
+        """As `Checkpoints.go_on_from`; every process must call it."""
+        with self._optional():
+            if self.store is not None:
+                self.store.go_on_from(step)
 
     def begin(self, state: TrainState) -> None:
         """Note that training begins from `state`; the first copy is due some seconds later."""
@@ -84,6 +115,13 @@ class Copies:
         if not is_first() or now < self._looked + _SECONDS_BETWEEN_LOOKS:
             return Wish.NOTHING
         self._looked = now
+        if self.store is not None:
+            # Here no other process waits for this one: with one that failed in the next copy, all
+            # would wait for it.
+            if self.store.is_saving:
+                return Wish.NOTHING
+            with self._optional():
+                self.store.close()
         if self.shared.is_asked_to_stop:
             return Wish.STOP if self._has_room() else Wish.SAVE_AND_STOP
         wait = max(self._seconds, _LEAST_SHARE * self._blocked_seconds)
@@ -92,15 +130,14 @@ class Copies:
 
     def _has_room(self) -> bool:
         """Whether a copy may be made: it is of memory, and twice what it takes is free there."""
-        if not self._seconds or MEMORY not in self.shared.path.parents:
+        if self.store is None or not self._seconds or MEMORY not in self.shared.path.parents:
             return False
         needed = 2 * self._state_bytes
         free = shutil.disk_usage(self.shared.path).free
-        if free < needed and not self._has_told:
-            self._has_told = True
-            self._say(
-                f"Note: no copies in memory, but checkpoints alone: {format_bytes(free)} are free "
-                f"in {MEMORY}, and two copies take {format_bytes(needed)}."
+        if free < needed:
+            self._tell(
+                f"{format_bytes(free)} are free in {MEMORY}, and two copies take "
+                f"{format_bytes(needed)}"
             )
         return free >= needed
 
@@ -108,24 +145,26 @@ class Copies:
         """Copy `state`; returns when the devices have given it away. Every process must call it.
 
         Raises:
-            Unavailable: if this copy, or the one before, could not be written.
+            Unavailable: if one of several processes could not begin it, and others wait for that.
         """
+        if self.store is None:
+            return
         begin = self._clock()
-        with _unavailable():
+        with self._optional() if jax.process_count() == 1 else _unavailable():
             self.store.save(step, state, runs=runs)
         is_first_copy, self._is_first_copy = self._is_first_copy, False
         self._last = self._looked = self._clock()
         # The first has its checksums compiled.
         self._blocked_seconds = 0.0 if is_first_copy else self._last - begin
 
-    def wait(self) -> None:
-        """Wait until the last copy counts; every process must call it.
-
-        Raises:
-            Unavailable: if it could not be written.
-        """
-        with _unavailable():
-            self.store.wait()
+    def wait(self) -> bool:
+        """Whether the last copy counts, once it does or could not be written; every process must
+        call it."""
+        with self._optional():
+            if self.store is not None:
+                self.store.close()
+        # The first process ends a copy, when the others have written theirs.
+        return bool(decided_by_first(lambda: self.store is not None))
 
 
 def copies_here(say: Callable[[str], None]) -> Copies | None:
@@ -139,7 +178,7 @@ def copies_here(say: Callable[[str], None]) -> Copies | None:
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Have the run be started again where memory is full: the checkpoints are on the disk."""
+    """Have the run be started again, from the copy or the checkpoint before."""
     try:
         yield
     except ConfigError as error:

@@ -396,15 +396,14 @@ class TrainingLoop:
             if self._config.compare_replicas_every_steps:
                 self._compare_replicas(state)
             runs = self._runs_at_step()
-            if wish == Wish.SAVE_AND_STOP:
+            if wish != Wish.SAVE_AND_STOP:
+                self._copies.save(self._step, state, runs)
+            is_stopping = wish != Wish.COPY
+            if wish == Wish.SAVE_AND_STOP or (is_stopping and not self._copies.wait()):
                 self._checkpoints.save(self._step, state, runs=runs, records=self._records())
                 self._checkpoints.wait()
-            else:
-                self._copies.save(self._step, state, runs)
-            if wish == Wish.STOP:
-                self._copies.wait()
         clock.finish_interval()
-        if wish != Wish.COPY:
+        if is_stopping:
             self._logger.heartbeat.at("finishing", self._step)
             raise Interrupted(128 + signal.SIGTERM)
         self._clock.restart(self._step)

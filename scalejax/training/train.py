@@ -139,7 +139,7 @@ def train(
             lock.take(folder)
             checkpoints.go_on_from(begin)
             if copies is not None:
-                copies.store.go_on_from(begin)
+                copies.go_on_from(begin)
             if on_compiled is not None:
                 on_compiled(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)

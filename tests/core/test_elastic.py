@@ -1,8 +1,12 @@
 """The folder in memory is there as long as its launcher, and not longer."""
 
+from dataclasses import replace
+
 import pytest
 
+from scalejax.core import elastic
 from scalejax.core.elastic import Change, SharedFolder, shared_folder
+from scalejax.core.errors import ConfigError
 
 CHANGE = Change(before=8, after=5, reason="process 0 was killed", step=57, since_seconds=12.5)
 
@@ -48,6 +52,20 @@ def test_what_is_not_in_the_record_yet_is_kept(tmp_path):
     assert shared.change is None
     shared.set_change(None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_change_that_cannot_be_told_ends_no_run(tmp_path, monkeypatch):
+    """As where memory is full; nor is the one before told then, which is no longer true."""
+
+    def full(*unused):
+        raise ConfigError("no space left")
+
+    shared = SharedFolder(tmp_path)
+    shared.set_change(CHANGE)
+    monkeypatch.setattr(elastic, "save", full)
+    shared.set_change(replace(CHANGE, after=4))
+
+    assert shared.change is None
 
 
 def test_the_wish_that_others_join_can_be_taken_back(tmp_path):

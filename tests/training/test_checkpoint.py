@@ -238,8 +238,8 @@ def test_no_process_goes_on_before_the_first_has_made_the_checkpoint_count(tmp_p
 
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         monkeypatch.setattr(module, "synced_files", slow)
-        monkeypatch.setattr(module, "decided_by_first", noting)
         checkpoints.save(3, state_on(2))
+        monkeypatch.setattr(module, "decided_by_first", noting)
         checkpoints.wait()
         assert events == [True]
     assert events == [True]

@@ -1,7 +1,9 @@
 """An elastic run goes on from the newest sound copy in memory, or checkpoint on the disk."""
 
+import errno
 import shutil
 import signal
+import time
 from functools import partial
 
 import jax
@@ -11,7 +13,8 @@ import pytest
 from scalejax.config.run import load_config
 from scalejax.core import elastic
 from scalejax.core.elastic import Change, SharedFolder
-from scalejax.core.errors import ConfigError, Unavailable
+from scalejax.core.errors import ConfigError
+from scalejax.training import checkpoint
 from scalejax.training import copies as module
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.copies import Copies, Wish
@@ -173,17 +176,52 @@ def test_without_room_there_are_checkpoints_alone(clocked, monkeypatch):
     ]
 
 
-def test_full_memory_has_the_run_be_started_again(clocked, monkeypatch):
-    """Not refused, as a disk that is full: the run has its checkpoints."""
+def full(*unused):
+    """Raises what the writers of files do where memory is full."""
+    raise ConfigError("no space left") from OSError(errno.ENOSPC, "No space left on device")
 
-    def full(*unused, **also):
-        raise ConfigError("no space left")
 
-    copies, _, _ = clocked
-    monkeypatch.setattr(copies.store, "save", full)
+@pytest.mark.parametrize("part", ["make_folder", "set_newest", "_require_room", "write_manifest"])
+def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
+    """When copies are opened, gone on from, begun, and written beside training: there are none from
+    then on, which is said once; who is to stop for others saves a checkpoint. What was not finished
+    takes no memory any more, and the copy before is kept."""
+    monkeypatch.setattr(module, "MEMORY", tmp_path)
+    now, said, shared = [0.0], [], SharedFolder(tmp_path / "shared")
+    shared.path.mkdir()
+    state = jax.tree.map(jax.numpy.asarray, STATE)
 
-    with pytest.raises(Unavailable, match="no copy could be made: no space left"):
-        copies.save(1, STATE, [])
+    def later_wish():
+        now[0] += 100
+        return copies.wish()
+
+    if part == "make_folder":
+        monkeypatch.setattr(checkpoint, part, full)
+    copies = Copies(shared, 10.0, said.append, lambda: now[0])
+    if part == "set_newest":
+        monkeypatch.setattr(checkpoint, part, full)
+    copies.go_on_from(0)
+    copies.begin(state)
+    copies.save(1, state, [])
+    if part in ("make_folder", "set_newest"):
+        assert not copies.wait()
+    else:
+        assert copies.wait()
+        owner = Checkpoints if part == "_require_room" else checkpoint
+        monkeypatch.setattr(owner, part, full)
+        copies.save(2, state, [])
+        while copies.store and copies.store.is_saving:
+            time.sleep(0.01)
+
+    assert later_wish() == Wish.NOTHING
+    assert not copies.wait()
+    shared.ask_to_stop(asks=True)
+    assert later_wish() == Wish.SAVE_AND_STOP
+    (note,) = said
+    assert note.startswith("Note: no copies in memory, but checkpoints alone: ")
+    assert "o space left" in note
+    kept = [] if part in ("make_folder", "set_newest") else ["1"]
+    assert [path.name for path in shared.path.glob("copies/*")] == kept
 
 
 @pytest.mark.slow  # three layouts are compiled

@@ -234,7 +234,8 @@ class DropoutConfig:
     GPT-2, 0.1 there). Not of attention's probabilities: fused kernels have them nowhere."""
     depth_rate: float = 0.0
     """Share of the samples, 0..1, for which attention or feed-forward of the last layer are left
-    out; of layer l of L it is l / L of that (Huang et al. 2016, arXiv 1603.09382, equation 4)."""
+    out; of layer l of L, with the block of multi-token prediction, it is l / L of that (Huang et
+    al. 2016, arXiv 1603.09382, equation 4)."""
 
     def __post_init__(self) -> None:
         for name in ("rate", "depth_rate"):

@@ -76,6 +76,8 @@ def through_blocks(
     remat: DecoderRemat,
     period: int = 1,
     is_staged: bool = True,
+    first: int = 0,
+    total: int | None = None,
 ) -> jax.Array:
     """The residual stream after every one of the stacked `blocks`, [B, S, D].
 
@@ -91,8 +93,11 @@ def through_blocks(
         period: layers after which the kinds of layers repeat.
         is_staged: whether stages of a pipeline each hold some of them; otherwise each computes all
             of them, for its share of the microbatches.
+        first: number of the first among the layers of the network.
+        total: layers of the network; None if these are all.
     """
-    return _through(blocks, x_BSD, dtype, remat, period, is_staged, is_reporting=False)[0]
+    scanned, stacked = _scanned(blocks, dtype, remat, period, first, total)
+    return _through(scanned, stacked, x_BSD, remat, is_staged, is_reporting=False)[0]
 
 
 def through_reporting_blocks(
@@ -103,24 +108,25 @@ def through_reporting_blocks(
     remat: DecoderRemat,
     period: int = 1,
     is_staged: bool = True,
+    first: int = 0,
+    total: int | None = None,
 ) -> tuple[jax.Array, Any]:
     """The residual stream after every one of the stacked `blocks`, [B, S, D], and what each
     reports, [layers, ...]; in a pipeline of each microbatch, [microbatches, layers, ...]. A block
     maps [B, S, D] to (the same, its report); arguments as for `through_blocks`."""
-    return _through(blocks, x_BSD, dtype, remat, period, is_staged, is_reporting=True)
+    scanned, stacked = _scanned(blocks, dtype, remat, period, first, total)
+    return _through(scanned, stacked, x_BSD, remat, is_staged, is_reporting=True)
 
 
 def _through(
-    blocks: nnx.Module,
+    scanned: Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]],
+    stacked: nnx.State,
     x_BSD: jax.Array,
-    dtype: jnp.dtype,
     remat: DecoderRemat,
-    period: int,
     is_staged: bool,
     *,
     is_reporting: bool,
 ) -> tuple[jax.Array, Any]:
-    scanned, stacked = _scanned(blocks, dtype, remat, period)
     if (stages := axis_size(PIPELINE)) == 1:
         return scanned(stacked, x_BSD)
     if is_staged:
@@ -129,7 +135,12 @@ def _through(
 
 
 def _scanned(
-    blocks: nnx.Module, dtype: jnp.dtype, remat: DecoderRemat, period: int
+    blocks: nnx.Module,
+    dtype: jnp.dtype,
+    remat: DecoderRemat,
+    period: int,
+    first: int,
+    total: int | None,
 ) -> tuple[Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]], nnx.State]:
     """The scan over stacked `blocks`, and the parameters to scan over."""
     structure, stacked = nnx.split(blocks)
@@ -147,7 +158,7 @@ def _scanned(
     def scanned(layers: nnx.State, x_BSD: jax.Array) -> tuple[jax.Array, Any]:
         return jax.lax.scan(block, x_BSD, layers)
 
-    stacked = numbered(stacked)
+    stacked = numbered(stacked, first, total)
     return scanned if period == 1 else _in_periods(structure, remat, period), stacked
 
 

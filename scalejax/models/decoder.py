@@ -42,6 +42,12 @@ class CausalNetwork(Network):
     """Whether the output layer is the token embedding."""
     period: int = 1
     """Layers after which the kinds of layers repeat."""
+    first: int = 0
+    """Layers before `blocks`."""
+    before_mtp: int = 0
+    """Layers before the block of multi-token prediction."""
+    total: int | None = None
+    """Layers, with the block of multi-token prediction, the last; None if `blocks` are all."""
     tokens: nnx.Embed
     """Token embedding."""
     blocks: nnx.Module
@@ -108,7 +114,13 @@ class CausalNetwork(Network):
     def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after the block of multi-token prediction, [B, S, D]."""
         return through_blocks(
-            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat, is_staged=False
+            self.mtp_blocks,
+            x_BSD,
+            dtype=self.dtype,
+            remat=self.remat,
+            is_staged=False,
+            first=self.before_mtp,
+            total=self.total,
         )
 
     def embedded(self, inputs: jax.Array) -> jax.Array:
@@ -122,7 +134,13 @@ class CausalNetwork(Network):
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after the blocks that this network holds, [B, S, D]."""
         return through_blocks(
-            self.blocks, x_BSD, dtype=self.dtype, remat=self.remat, period=self.period
+            self.blocks,
+            x_BSD,
+            dtype=self.dtype,
+            remat=self.remat,
+            period=self.period,
+            first=self.first,
+            total=self.total,
         )
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:

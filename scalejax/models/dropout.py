@@ -51,12 +51,14 @@ def dropping(config: DropoutConfig | None, numbers_B: jax.Array | None) -> Any:
     return _set(_Drawing(config, numbers_B, places=[]))
 
 
-def numbered(stacked: Any) -> Any:
-    """Parameters of stacked layers, with the number of each beside them if it is asked for."""
+def numbered(stacked: Any, first: int = 0, total: int | None = None) -> Any:
+    """Parameters of stacked layers, with the number of each beside them if it is asked for: from
+    `first`, of `total` layers of the network; None if these are all."""
     if _DRAWING.get() is None:
         return stacked
     count = jax.tree.leaves(stacked)[0].shape[0]
-    return jnp.arange(count), jnp.full(count, count), stacked
+    layers = count if total is None else total
+    return first + jnp.arange(count), jnp.full(count, layers), stacked
 
 
 @contextmanager

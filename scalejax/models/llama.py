@@ -402,6 +402,9 @@ class Llama(CausalNetwork, names=("llama",)):
             return stacked_blocks(lambda rngs: RoutedBlock(config, moe, rngs=rngs), count, rngs)
 
         self.moe = moe = config.moe
+        self.first = 0 if moe is None else moe.dense_layers
+        self.before_mtp = config.layers
+        self.total = config.layers + (config.mtp is not None)
         if moe is None:
             self.blocks = dense(config.layers)
         else:
@@ -432,6 +435,7 @@ class Llama(CausalNetwork, names=("llama",)):
             remat=self.remat,
             period=self.period,
             is_staged=False,
+            total=self.total,
         )
 
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
@@ -439,7 +443,13 @@ class Llama(CausalNetwork, names=("llama",)):
         if self.moe is None:
             return super().through_blocks(x_BSD)
         x_BSD, reports = through_reporting_blocks(
-            self.blocks, x_BSD, dtype=self.dtype, remat=self.remat, period=self.period
+            self.blocks,
+            x_BSD,
+            dtype=self.dtype,
+            remat=self.remat,
+            period=self.period,
+            first=self.first,
+            total=self.total,
         )
         self.routers = Routers(reports)
         _count_loads(self.blocks, self.moe, reports)
@@ -451,7 +461,13 @@ class Llama(CausalNetwork, names=("llama",)):
         if self.moe is None:
             return super().through_mtp_block(x_BSD)
         x_BSD, reports = through_reporting_blocks(
-            self.mtp_blocks, x_BSD, dtype=self.dtype, remat=self.remat, is_staged=False
+            self.mtp_blocks,
+            x_BSD,
+            dtype=self.dtype,
+            remat=self.remat,
+            is_staged=False,
+            first=self.before_mtp,
+            total=self.total,
         )
         before = getattr(self, "routers", None)
         _count_loads(self.mtp_blocks, self.moe, reports)

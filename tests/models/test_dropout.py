@@ -1,6 +1,7 @@
 """Promises of dropout and stochastic depth, of masks alone."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import pytest
 from flax import nnx
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import GptConfig, LlamaConfig, VitConfig
+from scalejax.config.model import GptConfig, LlamaConfig, MtpConfig, VitConfig
+from scalejax.config.moe import MoeConfig
 from scalejax.config.run import RunConfig
 from scalejax.config.training import DropoutConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.models import blocks as blocks_module
 from scalejax.models import gpt, llama, vit
 from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.dropout import dropped, dropping, in_layer, numbered
@@ -72,7 +75,7 @@ def test_deeper_layers_are_left_out_more_often():
     np.testing.assert_allclose(samples.mean(axis=(1, 2)), 1, atol=0.2)
 
 
-WIDTHS = {"layers": 1, "hidden": 16, "heads": 2, "compute_dtype": "float32"}
+WIDTHS: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "compute_dtype": "float32"}
 NEARLY_ALL = 1 - 1e-7
 
 
@@ -105,6 +108,32 @@ def test_vit_leaves_out_of_the_embedding():
     assert (network(inputs, is_training=True) != 0).all()
     with dropping(DropoutConfig(rate=NEARLY_ALL), jnp.arange(8, dtype=jnp.uint32)):
         np.testing.assert_array_equal(network(inputs, is_training=True), 0)
+
+
+def test_layers_of_several_stacks_are_numbered_through(monkeypatch):
+    """Dense blocks, those with experts, and that of multi-token prediction: no mask is repeated,
+    and rates grow from the first to the last."""
+    seen, real = [], blocks_module.numbered
+
+    def spy(stacked: Any, *which: int) -> Any:
+        with jax.ensure_compile_time_eval(), dropping(DropoutConfig(rate=0.5), NUMBERS):
+            numbers, totals, _ = real(stacked, *which)
+        seen.append((numbers.tolist(), set(totals.tolist())))
+        return real(stacked, *which)
+
+    monkeypatch.setattr(blocks_module, "numbered", spy)
+    experts = MoeConfig(experts=4, experts_per_token=2, dense_layers=1, expert_hidden=16)
+    config = LlamaConfig(**WIDTHS | {"layers": 3}, moe=experts, mtp=MtpConfig())
+    tokens = DatasetFacts(
+        train_examples=8, test_examples=8, input_shape=(8,), target_shape=(8,), classes=32
+    )
+
+    def traced(inputs: jax.Array) -> Any:
+        return llama.Llama(config, tokens, rngs=nnx.Rngs(0)).logits_of_two(inputs, inputs)
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((4, 8), jnp.int32))
+
+    assert seen == [([0], {4}), ([1, 2], {4}), ([3], {4})]
 
 
 def test_nothing_is_left_out_without_numbers():

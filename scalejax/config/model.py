@@ -15,6 +15,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_fraction,
+    require_import_path,
     require_multiple,
 )
 from scalejax.core.serialization import Family
@@ -897,9 +898,7 @@ class CustomConfig(ModelConfig):
     """Element type of activations."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.]+:\w+", self.path):
-            accepted = 'it must be "module:Class", such as "my_networks:Tiny"'
-            raise ConfigError(refusal("model.path", self.path, accepted))
+        require_import_path("model.path", self.path, "my_networks:Tiny")
 
     @property
     def own_module(self) -> str:

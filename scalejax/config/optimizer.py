@@ -3,7 +3,6 @@
 Each class checks its own fields when built; `training/optimizers/` builds what it names.
 """
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -13,6 +12,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_at_most,
+    require_import_path,
 )
 from scalejax.core.serialization import Family
 
@@ -542,14 +542,13 @@ class CustomOptimizerConfig(OptimizerConfig):
     path: str
     """Import path "module:function", such as "optax:adabelief". The function is called with the
     learning rate by update as its first argument, and gives an Optax transformation, whose updates
-    are added. The module is imported, which runs its code: name one that you trust."""
+    are added; one that needs more than gradients, state and parameters is refused. The module is
+    imported, which runs its code: name one that you trust."""
     options: dict[str, OptionValue] = field(default_factory=dict)
     """Keyword arguments of the function."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.]+:\w+", self.path):
-            accepted = 'it must be "module:function", such as "optax:adabelief"'
-            raise ConfigError(refusal("optimizer.path", self.path, accepted))
+        require_import_path("optimizer.path", self.path, "optax:adabelief")
 
     @property
     def own_module(self) -> str:

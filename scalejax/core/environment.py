@@ -1,4 +1,5 @@
-"""The environment of this process: JAX's platform, glibc's allocator, cores, its parent.
+"""The environment of this process: JAX's platform, glibc's allocator, cores, its parent, modules of
+the user's own.
 
 The platform is chosen before JAX is first used, from environment variables and device files; JAX
 is imported only to reconfigure it where it has been imported already.
@@ -6,6 +7,7 @@ is imported only to reconfigure it where it has been imported already.
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -13,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, in_one_line, refusal, require_at_least
 from scalejax.core.units import counted
 
 GPU_FLAGS = (
@@ -239,3 +241,24 @@ def usable_cores() -> int:
 def limit_cores(count: int) -> None:
     """Limit this process to `count` cores: other processes make batches on the rest."""
     _limits.append(count)
+
+
+# Code of the user's own.
+
+
+def own_module(field: str, path: str) -> ModuleType:
+    """The module of an import path "module:name" that `field` gives, imported from where Python
+    finds modules or from the working directory.
+
+    Raises:
+        ConfigError: if there is none, or its code fails.
+    """
+    name = path.partition(":")[0]
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        said = in_one_line(error)
+        accepted = f"{name!r}, installed or in {os.getcwd()}, must import, but {said}"
+        raise ConfigError(refusal(field, path, accepted)) from error

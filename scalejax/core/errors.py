@@ -173,6 +173,24 @@ def require_one_line(field: str, text: object) -> None:
             raise ConfigError(refusal(field, str(text), accepted))
 
 
+def require_import_path(field: str, path: str, example: str) -> None:
+    """Refuse a path that is not of the form "module:name", each part a name of Python.
+
+    Raises:
+        ConfigError: with the `example`.
+    """
+    module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        kind = "Class" if example.rpartition(":")[2][0].isupper() else "function"
+        accepted = f'it must be "module:{kind}", such as "{example}"'
+        raise ConfigError(refusal(field, path, accepted))
+
+
+def in_one_line(error: Exception) -> str:
+    """Kind and text of an error of code that is not ours, on one line."""
+    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
 def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:
     """The accepted name closest to `name`; None if no similarity is at least `alike`, 0..1."""
     matches = difflib.get_close_matches(name, list(accepted), n=1, cutoff=alike)

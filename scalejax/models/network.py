@@ -5,12 +5,9 @@ A network is a `flax.nnx` module over one batch. It knows its layers and the par
 parameters; it knows no mesh, no batch size and no optimizer.
 """
 
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import singledispatch
@@ -25,6 +22,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import CustomConfig, ModelConfig
 from scalejax.config.parallelism import PIPELINE
+from scalejax.core.environment import own_module
 from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.models.lora import ADAPTERS, adapted_path, adapter_specs
 from scalejax.models.normalization import BatchNormScope
@@ -185,13 +183,7 @@ def import_network(config: CustomConfig) -> type[Network]:
     """
     path = config.path
     module_name, class_name = path.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        accepted = f"{module_name!r}, installed or in {os.getcwd()}, must import ({error})"
-        raise ConfigError(refusal("model.path", path, accepted)) from error
+    module = own_module("model.path", path)
     found = getattr(module, class_name, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if inspect.isclass(value)]

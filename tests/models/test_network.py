@@ -261,6 +261,7 @@ def custom_module(tmp_path, monkeypatch):
     name = f"networks_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(CUSTOM_MODULE)
     (tmp_path / f"broken_{name}.py").write_text("import no_such_module_anywhere")
+    (tmp_path / f"raises_{name}.py").write_text("int('x')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     return name
@@ -281,7 +282,8 @@ def test_a_users_own_network_is_built_with_its_options(custom_module):
     ("path", "message"),
     [
         ("no_such_module:Tiny", "'no_such_module', installed or in .* must import"),
-        ("broken_{}:Tiny", "must import .*no_such_module_anywhere"),
+        ("broken_{}:Tiny", "must import, but .*no_such_module_anywhere"),
+        ("raises_{}:Tiny", "must import, but ValueError: "),
         ("{}:Tinny", "did you mean '.*:Tiny'"),
         ("{}:Stranger", r"Stranger must be a subclass of scalejax\.models\.Network"),
         ("{}:Unfinished", r"Unfinished must define __call__\(self, inputs, \*, is_training\)"),

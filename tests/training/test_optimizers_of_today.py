@@ -1,5 +1,6 @@
 """Optimizers of 2018 to 2025 against their papers' algorithms, written in NumPy in float64."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -319,7 +320,8 @@ def test_matrices_of_networks_are_told_by_their_paths():
 
 
 def test_an_optimizer_is_found_by_its_import_path():
-    """Another of Optax, with its options; it is given the schedule."""
+    """Another of Optax, with its options; it is given the schedule, and Optax can still tell which
+    of its state is of parameters."""
     config = build(
         OptimizerConfig,
         {"name": "custom", "path": "optax:adamax", "options": {"b1": 0.8}},
@@ -333,6 +335,12 @@ def test_an_optimizer_is_found_by_its_import_path():
         return state["m"] / (1 - 0.8**t) / state["u"]
 
     assert far(found, KERNEL, expected) < 1e-5
+    optimizer = build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=())
+    state = optimizer.init(nested(PARAMS))
+    doubled = optax.tree.map_params(optimizer, lambda leaf: leaf + 1, state)
+    assert sum(leaf.sum() for leaf in jax.tree.leaves(doubled)) == 2 * sum(
+        leaf.size for leaf in jax.tree.leaves(PARAMS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,19 +355,40 @@ def test_an_optimizer_is_found_by_its_import_path():
         ("optax:adamax", {"b9": 1}, r"optimizer\.options=.* is refused: .*'b9'"),
         ("optax:cosine_decay_schedule", {"decay_steps": 3}, "it gives function, where an optax"),
         ("optax:__version__", {}, "must be a function of the learning rate"),
+        ("builtins:dict", {}, r"function\(learning_rate, \*\*options\), but TypeError: "),
+        ("{}no_python:made", {}, "must import, but SyntaxError: "),
+        ("{}raises:made", {}, "must import, but RuntimeError: no licence found"),
+        ("{}sums:made", {"momentum": 0.9}, "but TypeError: unsupported operand"),
+        ("optax:lbfgs", {}, r"updates alone, but [A-Za-z]+Error: .*required keyword-only"),
+        ("optax:polyak_sgd", {}, "updates alone, but TypeError: .*'value'"),
+        ("{}sums:shorter", {}, "updates alone, but ValueError: .*other shapes"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(path, options, said):
+def test_what_is_no_optimizer_is_refused(tmp_path, monkeypatch, path, options, said):
     """Before anything is compiled, in one sentence."""
-    config = CustomOptimizerConfig(path=path, options=options)
-    with pytest.raises(ConfigError, match=said):
-        build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=())
+    own = f"optimizers_of_{tmp_path.name.replace('-', '_')}_"
+    (tmp_path / f"{own}no_python.py").write_text("def made(rate) return\n")
+    (tmp_path / f"{own}raises.py").write_text("raise RuntimeError('no licence\\nfound')")
+    (tmp_path / f"{own}sums.py").write_text(
+        "import jax, optax\n"
+        "def made(rate, momentum): return optax.sgd(rate, momentum=momentum + 'x')\n"
+        "def shorter(rate): return optax.stateless(lambda g, _: jax.tree.map(lambda x: x[0], g))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    config = CustomOptimizerConfig(path=path.format(own), options=options)
+    with pytest.raises(ConfigError, match=said) as refused:
+        build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=()).init(nested(PARAMS))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"name": "custom", "path": "optax"}, r"optimizer\.path='optax' is refused: it must be"),
+        ({"name": "custom", "path": ".own:made"}, r"path='\.own:made' is refused: it must be"),
+        ({"name": "custom", "path": "own..x:made"}, "is refused: it must be"),
+        ({"name": "custom", "path": "own:1"}, "is refused: it must be"),
         ({"name": "muon", "newton_schulz_steps": 0}, "newton_schulz_steps=0 is refused"),
         ({"name": "soap", "refresh_every_steps": 0}, "refresh_every_steps=0 is refused"),
         ({"name": "shampoo", "ridge": 0.0}, r"ridge=0\.0 is refused"),

@@ -3,15 +3,16 @@
 Knows import paths and Optax transformations; nothing of networks and meshes.
 """
 
-import importlib
 import inspect
-import os
-import sys
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from scalejax.config.optimizer import CustomOptimizerConfig
-from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.environment import own_module
+from scalejax.core.errors import ConfigError, in_one_line, refusal, unknown_name
 from scalejax.training.schedules import Schedule
 
 
@@ -22,17 +23,12 @@ def own_optimizer(
     found in the working directory too.
 
     Raises:
-        ConfigError: if there is no such module or function, it does not take the options, or gives
-            no transformation.
+        ConfigError: if there is no such module or function, its code fails, it does not take the
+            options, or gives no transformation; `init` of the transformation, if one of its
+            functions fails.
     """
     module_name, function_name = config.path.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        accepted = f"{module_name!r}, installed or in {os.getcwd()}, must import ({error})"
-        raise ConfigError(refusal("optimizer.path", config.path, accepted)) from error
+    module = own_module("optimizer.path", config.path)
     function = getattr(module, function_name, None)
     if function is None:
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
@@ -41,13 +37,45 @@ def own_optimizer(
     if not callable(function):
         accepted = f"{function_name} must be a function of the learning rate"
         raise ConfigError(refusal("optimizer.path", config.path, accepted))
+    called = f"{config.path} is called as function(learning_rate, **options), but"
     try:
         inspect.signature(function).bind(schedule, **config.options)
     except TypeError as error:
-        accepted = f"{config.path} is called as function(learning_rate, **options), but: {error}"
+        accepted = f"{called}: {error}"
         raise ConfigError(refusal("optimizer.options", config.options, accepted)) from error
-    made = function(schedule, **config.options)
+    except ValueError:
+        pass  # a built-in one has no signature: the call will say
+    try:
+        made = function(schedule, **config.options)
+    except Exception as error:
+        accepted = f"{called} {in_one_line(error)}"
+        raise ConfigError(refusal("optimizer.path", config.path, accepted)) from error
     if not isinstance(made, optax.GradientTransformation):
         accepted = f"it gives {type(made).__name__}, where an optax.GradientTransformation must be"
         raise ConfigError(refusal("optimizer.path", config.path, accepted))
-    return made
+    return _tried(config, made)
+
+
+def _tried(
+    config: CustomOptimizerConfig, made: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """`made`, whose `init` tries an update of these parameters too, by shapes alone, and refuses
+    what fails, such as one that needs the loss."""
+
+    def init(params: Any) -> Any:
+        try:
+            state = made.init(params)
+            if not jax.tree.leaves(params):  # a placeholder, by which Optax tells what state is of
+                return state
+            updates, _ = jax.eval_shape(made.update, params, state, params)
+            if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
+                raise ValueError("updates are of other shapes than parameters")
+        except Exception as error:
+            accepted = (
+                "it must make state of parameters, and of gradients, state and parameters updates "
+                f"alone, but {in_one_line(error)}"
+            )
+            raise ConfigError(refusal("optimizer.path", config.path, accepted)) from error
+        return state
+
+    return optax.GradientTransformation(init, made.update)

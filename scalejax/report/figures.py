@@ -5,8 +5,9 @@ Knows results; nothing of files, which `save_picture` writes.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from scalejax.core.units import GIB, counted
 from scalejax.planning.search import Candidate, pareto
 from scalejax.report.html.charts import DASHES, PALETTE, Row, Spec, colored, line_chart
 from scalejax.sweep.intervals import t_interval
-from scalejax.sweep.plan import in_words
+from scalejax.sweep.plan import in_words, short_names
 from scalejax.sweep.results import Arm, RunRow, arms
 from scalejax.validation import RowResult
 
@@ -147,8 +148,8 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
     """Final accuracy of each arm of a sweep over the numeric field with the most values.
 
     Of validation data if there are any, else of test data. Points are single runs; lines join
-    means, bars are 95 % intervals over seeds. A run that diverged is in no mean: it is a cross
-    at the bottom. Unfinished runs are left out.
+    means, bars are 95 % intervals over seeds. Arms of one place are drawn side by side. A run that
+    diverged is in no mean: it is a cross at the bottom. Unfinished runs are left out.
     """
     found = [arm for arm in arms(rows) if arm.rows]
     x_name = _numeric_field(found)
@@ -156,20 +157,23 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
     means: list[Row] = []
     single: list[Row] = []
     lost: list[Row] = []
-    for label, members in series.items():
+    places = sorted({place for members in series.values() for place, _ in members})
+    is_logarithmic = x_name is not None and min(places, default=0) > 0
+    for index, (label, members) in enumerate(series.items()):
         for place, arm in members:
-            point: Row = {"label": label, "x": place}
+            at = place
+            if x_name is not None:
+                at = _beside(place, index - (len(series) - 1) / 2, places, len(series))
+            point: Row = {"label": label, "x": place, "at": at}
             means.append({**point, **_spread(arm.accuracies)})
             single += [{**point, "y": accuracy} for accuracy in arm.accuracies]
             lost += [point] * len(arm.diverged)
-    places = sorted({place for members in series.values() for place, _ in members})
-    if x_name is None:
-        scale, axis = _NEAR, alt.Axis(labels=False, ticks=False)
-    else:
-        is_positive = places[0] > 0
-        scale = alt.Scale(type="log", base=2, nice=False, padding=20) if is_positive else _NEAR
-        axis = alt.Axis(values=places, format="~g") if is_positive else alt.Axis()
-    x = alt.X("x:Q", title=x_name or "arms of the sweep", scale=scale, axis=axis)
+    scale, axis = _NEAR, alt.Axis() if x_name else alt.Axis(labels=False, ticks=False)
+    if is_logarithmic:
+        scale = alt.Scale(type="log", base=2, nice=False, padding=20)
+        axis = alt.Axis(values=places, format="~g")
+    title = short_names([x_name])[0].replace("_", " ") if x_name else "arms of the sweep"
+    x = alt.X("at:Q", title=title, scale=scale, axis=axis)
     y = f"{_part(found)} accuracy at the end"
     near = _within_shares([*means, *single], has_crosses=bool(lost))
     base = line_chart(means, x, y).encode(y=_accuracy("y", y, near))
@@ -183,7 +187,19 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
         "label:N", title=None, legend=legend, scale=alt.Scale(domain=names, range=shapes)
     )
     runs = runs.encode(shape=shape)
-    return _picture(alt.layer(bars, base, runs, _crosses(base, lost), title=_diverged(found)))
+    title = _said(found, _intervals("lines: means; bars", means))
+    return _picture(alt.layer(bars, base, runs, _crosses(base, lost), title=title))
+
+
+def _beside(place: float, rank: float, places: Sequence[float], count: int) -> float:
+    """Where an arm is drawn that shares its place with others: `rank` from the middle of `count`,
+    at steps of 2.5 % of the axis, which is logarithmic where all `places` are positive, and all of
+    them within half the smallest gap."""
+    is_logarithmic = places[0] > 0
+    ticks = [math.log2(each) if is_logarithmic else each for each in places]
+    gaps = [after - before for before, after in pairwise(ticks)]
+    step = min(0.025 * sum(gaps), 0.5 * min(gaps, default=0) / count)
+    return place * 2 ** (rank * step) if is_logarithmic else place + rank * step
 
 
 def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
@@ -216,7 +232,9 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
         lost += [{"label": label, "x": row.planned.run.epoch_of(row.steps)} for row in arm.diverged]
     title = f"{_part(found)} accuracy"
     near = _within_shares([*whole, *rest], has_crosses=bool(lost))
-    x, y = alt.X("x:Q", title="epoch"), _accuracy("y", title, near)
+    last = max((float(row["x"]) for row in [*whole, *rest, *lost]), default=0)  # type: ignore[arg-type]
+    whole_epochs = alt.Axis(tickMinStep=1) if last >= 2 else alt.Axis()
+    x, y = alt.X("x:Q", title="epoch", axis=whole_epochs), _accuracy("y", title, near)
     names = [in_words(arm.varied) or "all runs" for arm in found]
     base = line_chart(whole, x, title, names=names).encode(y=y)
     band = base.mark_area(opacity=0.15, strokeWidth=0, clip=True)
@@ -227,7 +245,8 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
     left_out = len(every) - len(found)
     more = f"the first {len(found)} arms; {left_out} are left out" if left_out else ""
     layers = (band, base, ends, words, _crosses(base, lost))
-    return _picture(alt.layer(*layers, title=_diverged(found, more)))
+    bands = _intervals("lines: means; bands", [*whole, *rest])
+    return _picture(alt.layer(*layers, title=_said(found, more, bands)))
 
 
 def _part(found: Sequence[Arm]) -> str:
@@ -258,26 +277,34 @@ def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple
 
 
 def _spread(values: Sequence[float]) -> Row:
-    """Mean of accuracies, and the ends of its interval, which a single value has none of; None of
-    no value."""
+    """Mean of accuracies, and the ends of its interval, cut to 0..1, which a single value has none
+    of; None of no value."""
     found = t_interval(values)
     if found is None:
         return {"y": None, "low": None, "high": None}
-    return {"y": found.mean, "low": found.low, "high": found.high}
+    if found.low is None or found.high is None:
+        return {"y": found.mean, "low": None, "high": None}
+    return {"y": found.mean, "low": max(0.0, found.low), "high": min(1.0, found.high)}
+
+
+def _intervals(what: str, points: Sequence[Row]) -> str:
+    """What bars or bands are, if there are any."""
+    has_any = any(row["low"] is not None for row in points)
+    return f"{what}: 95 % t intervals over seeds" if has_any else ""
 
 
 def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
-    return alt.Y(f"{field}:Q", title=title, scale=scale)
+    """The axis of accuracies in per cent, as tables have them."""
+    axis = alt.Axis(labelExpr="format(100 * datum.value, '~g') + ' %'")
+    return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
 
 
 def _within_shares(points: Sequence[Row], *, has_crosses: bool) -> alt.Scale:
-    """The scale of accuracies: what is drawn, with intervals cut to 0..1 (two seeds that lie apart
-    have one that is wider than that, and would leave the means a line), and below it room for
-    crosses."""
+    """The scale of accuracies: what is drawn, and below it room for crosses."""
     values = [float(row[name]) for row in points for name in _ENDS if row.get(name) is not None]  # type: ignore[arg-type]
     if not values:
         return _NEAR
-    low, high = max(0.0, min(values)), min(1.0, max(values))
+    low, high = min(values), max(values)
     pad = 0.05 * (high - low) or 0.01
     below = low - 3 * pad if has_crosses else max(0.0, low - pad)
     return alt.Scale(zero=False, nice=False, domain=[below, min(1.0, high + pad)])
@@ -289,11 +316,11 @@ def _crosses(base: alt.Chart, lost: Sequence[Row]) -> alt.Chart:
     return crosses.encode(y=alt.value(alt.expr("height - 8"))).properties(data=_data(lost))
 
 
-def _diverged(found: Sequence[Arm], more: str = "") -> alt.TitleParams:
-    """The title of a chart: what is left out, and what its crosses are if there are any."""
+def _said(found: Sequence[Arm], *more: str) -> alt.TitleParams:
+    """The title of a chart: a line for each text, and what its crosses are if there are any."""
     count = sum(len(arm.diverged) for arm in found)
     crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
-    return alt.TitleParams([text for text in (more, crosses) if text], fontWeight="normal")
+    return alt.TitleParams([text for text in (*more, crosses) if text], fontWeight="normal")
 
 
 # For print.
@@ -344,7 +371,13 @@ def for_print(figure: Spec, width: PrintWidth) -> Spec:
             "font": _FONT,
             "axis": {
                 **{"gridColor": "#e6e6e6", "gridWidth": 0.5, "domainWidth": 0.6, "tickWidth": 0.6},
-                **{"labelColor": "black", "titleColor": "black", "tickSize": 3},
+                **{
+                    "labelColor": "black",
+                    "titleColor": "black",
+                    "tickSize": 3,
+                    "tickRound": False,
+                    "translate": 0,
+                },
                 **{"labelFontSize": _SMALL, "titleFontSize": _USUAL, "titleFontWeight": "normal"},
             },
             "legend": {

@@ -827,7 +827,7 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     bars, finals, points = figures.final_accuracies(rows)["layer"][:3]
     curves = figures.accuracy_curves(rows)["layer"][1]
 
-    assert finals["encoding"]["x"]["title"] == "batch.global_batch"
+    assert finals["encoding"]["x"]["title"] == "global batch"
     labels = ["warmup_epochs=0 warmup=none", "warmup_epochs=1 warmup=gradual"]
     assert finals["encoding"]["color"]["scale"]["domain"] == labels
     line = [row for row in finals["data"]["values"] if row["label"] == labels[0]]
@@ -836,8 +836,14 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     assert [row["y"] for row in line] == pytest.approx(means)
     half = 12.706 * math.sqrt(2) / 16 / math.sqrt(2)  # t(0.975; 1), s / sqrt(n)
     assert bars["data"]["values"][0]["high"] == pytest.approx(means[0] + half, rel=1e-4)
+    beside = [row for row in finals["data"]["values"] if row["label"] == labels[1]]
+    for one, other in zip(line, beside, strict=True):
+        assert one["at"] < one["x"] == other["x"] < other["at"] < 1.2 * one["at"]
+    assert max(row["high"] for row in bars["data"]["values"]) == 1  # 0.5625 + 0.79 is no share
     assert len(points["data"]["values"]) == 12
     assert len(curves["encoding"]["color"]["scale"]["domain"]) == 6
+    assert curves["encoding"]["x"]["axis"] == {"tickMinStep": 1}
+    assert all("' %'" in each["encoding"]["y"]["axis"]["labelExpr"] for each in (finals, curves))
     assert [row["y"] for row in curves["data"]["values"]][:2] == pytest.approx([0.1, means[0]])
 
 
@@ -901,11 +907,16 @@ def test_runs_that_diverged_are_crosses(run_file, tmp_path):
 
     drawn = (figures.final_accuracies(rows), figures.accuracy_curves(rows))
 
-    for chart, places in zip(drawn, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
+    for chart, places, what in zip(
+        drawn, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), ("bars", "bands"), strict=True
+    ):
         crosses = chart["layer"][-1]
         assert sorted(row["x"] for row in crosses["data"]["values"]) == places
         assert crosses["encoding"]["y"] == {"value": {"expr": "height - 8"}}
-        assert chart["title"]["text"] == ["crosses: diverged (5 runs, in no mean)"]
+        assert chart["title"]["text"] == [
+            f"lines: means; {what}: 95 % t intervals over seeds",
+            "crosses: diverged (5 runs, in no mean)",
+        ]
 
 
 @pytest.mark.parametrize(("width", "points"), [("column", 234), ("page", 486)])
@@ -924,6 +935,8 @@ def test_a_figure_for_print_has_the_width_of_its_place(run_file, tmp_path, width
         assert f'width="{points}pt"' in (tmp_path / "figure.svg").read_text()[:300]
         with Image.open(tmp_path / "figure.png") as image:
             assert image.width == pytest.approx(points / 72 * 300, abs=2)
+            inches = image.width / image.info["dpi"][0]
+            assert inches == pytest.approx(points / 72, abs=0.01)
         assert spec["config"]["legend"]["orient"] == "bottom"
         assert '"orient": "top"' not in json.dumps(spec)
         colours = spec["layer"][1]["encoding"]["color"]["scale"]["range"]

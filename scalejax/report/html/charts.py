@@ -73,7 +73,7 @@ def save_print(spec: Spec, path: Path) -> None:
         ConfigError: if the file cannot be written.
     """
     if path.suffix == ".png":
-        save_bytes(vl_convert.vegalite_to_png(spec, scale=300 / 72), path)
+        save_bytes(vl_convert.vegalite_to_png(spec, ppi=300), path)
     elif path.suffix == ".svg":
         drawn = vl_convert.vegalite_to_svg(spec)
         sized = re.sub(r'(width|height)="([0-9.]+)"', r'\1="\2pt"', drawn, count=2)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from scalejax.planning.time_to_target.run import ClusterOption
 
 _LOSS = "loss="
+_MOST = 10_000_000
+"""Devices, or samples of a batch, up to which plans go: a hundred times the largest of today."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +237,14 @@ def parse_range(field: str, text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        accepted = "it must be numbers above 0 such as 8,64,256, or doublings such as 8..4096"
+        accepted = (
+            f"it must be numbers from 1 to {_MOST:,} such as 8,64,256, or doublings such as 8..4096"
+        )
         try:
             low, high = int(first), int(last if dots else first)
         except ValueError as error:
             raise ConfigError(refusal(field, text, accepted)) from error
-        if low < 1 or high < low:
+        if low < 1 or high < low or high > _MOST:
             raise ConfigError(refusal(field, text, accepted))
         while low <= high:
             found.append(low)

@@ -235,4 +235,7 @@ def missed(plan: Plan) -> str:
 def nothing(plan: Plan) -> str:
     """Sentence on why no configuration could be planned."""
     reasons = "; ".join(f"{count} {reason}" for reason, count in plan.left_out)
-    return f"nothing can be planned with: {reasons}. Try --global-batch, or other --devices."
+    # Of a language model, the batches are chosen around the best one, and the flag is refused.
+    is_of_loss = plan.target.startswith("loss ")
+    other = "another target or model" if is_of_loss else "--global-batch"
+    return f"nothing can be planned with: {reasons}. Try {other}, or other --devices."

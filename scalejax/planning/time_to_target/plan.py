@@ -50,7 +50,9 @@ class PlanPoint:
     cost: float
     """Device-hours times the price of one, or device-hours where no price is given."""
     is_extrapolated: bool = False
-    """Whether the batch is larger than any measured to reach the target."""
+    """Whether the batch is beyond any measured to reach the target."""
+    are_steps_extrapolated: bool = False
+    """Whether the updates are of parameters or tokens beyond any run."""
     tokens: float | None = None
     """Tokens trained on until the target is reached, the median; None for other networks."""
     learning_rate: float | None = None

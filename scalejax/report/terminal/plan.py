@@ -45,14 +45,14 @@ def table(plan: Plan, *, is_wide: bool = False) -> Table:
                 "cluster": point.cluster if is_wide else point.cluster[:_LONGEST_NAME],
                 "devices": format(point.device_count, grouped),
                 "batch": "~" * point.is_extrapolated + format(point.global_batch, grouped),
-                "steps": notes.format_steps(point.steps),
+                "steps": "~" * point.are_steps_extrapolated + notes.format_steps(point.steps),
                 "step": format_seconds(point.step_seconds),
                 "goodput": format_fraction(point.goodput),
                 "time": seconds(point.run_seconds),
                 "p10": seconds(point.p10_run_seconds),
                 "p90": seconds(point.p90_run_seconds),
                 "cost" if plan.is_priced else "device-h": notes.format_cost(point.cost),
-                "": marks.get(position, ""),
+                "best": marks.get(position, ""),
             }
         )
     left_out = set() if is_wide else {"goodput", *(["cluster"] if len(clusters) == 1 else [])}

@@ -229,6 +229,10 @@ def main() -> None:
             divergence=fit_divergence(every),
             deviation=deviation,
             deviation_beyond=deviation_beyond,
+            batches=(
+                min(run.batch_tokens for run in used),
+                max(run.batch_tokens for run in used),
+            ),
             context=CONTEXT,
         )
         serialization.save(model, PUBLISHED)

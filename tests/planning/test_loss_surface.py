@@ -211,3 +211,20 @@ def test_errors_of_either_sign_do_not_cancel_in_the_band_beyond_the_runs():
     assert deviation_by_distance([0.01, -0.01, 0.5], [1.0, 1.0, 0.1]) == pytest.approx(0.01)
     results = json.loads((EXPERIMENT / "results.json").read_text())
     assert published_surface().deviation_beyond == results["deviation_beyond"] > 0.005
+
+
+def test_the_band_is_wider_for_batches_and_anchors_beyond_the_runs():
+    """A batch of 64 M tokens, 16 times the largest; an anchor of 3 trillion tokens."""
+    model = published_surface()
+    wide = replace(ORIGIN, batch_tokens=6.4e7)
+    near, far = model.loss(replace(wide, batch_tokens=4e6)), model.loss(wide)
+    assert far.p90 / far.p50 > 1.01 * near.p90 / near.p50
+    assert "batch_tokens" in model.beyond(4e8, 2e10, batch_tokens=6.4e7)[0]
+    assert "fewer batch_tokens" in model.beyond(4e8, 2e10, batch_tokens=1e4)[0]
+
+    there = replace(ORIGIN, tokens=3e12)
+    moved = anchored(model, [replace(there, loss=3.0)])
+    here = anchored(model, [replace(ORIGIN, loss=3.0)])
+    assert moved.scale_deviation > 2 * here.scale_deviation
+    assert "30 times the most tokens" in moved.anchored_beyond[0]
+    assert here.anchored_beyond == ()

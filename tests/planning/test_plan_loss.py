@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import JsonValue
 from scalejax.hardware import load_cluster
 from scalejax.planning.convergence.loss_surface import (
     FITTED,
     LanguageRun,
     LossModel,
     Surface,
+    anchored,
     fit_ladder,
     published_surface,
     relative_loss,
 )
+from scalejax.planning.time_to_target import notes
 from scalejax.planning.time_to_target.language import (
     anchors_of,
     ladder_of,
@@ -29,6 +33,7 @@ from scalejax.planning.time_to_target.language import (
     plan_loss,
     runs_in,
 )
+from scalejax.planning.time_to_target.plan import Plan
 from scalejax.planning.time_to_target.run import ClusterOption
 from scalejax.training.record import (
     EvaluationMeasurement,
@@ -140,6 +145,89 @@ def test_what_cannot_be_planned_is_refused(
     model = [] if "--model" in flags else ["--model", "llama-like:N=1b"]
     assert main(["plan", *flags, *model, "--clusters", "dgx-h100", "--devices", "8"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def plan_of(
+    model: LossModel,
+    loss: float,
+    devices: Sequence[int] = (1024,),
+    overrides: Mapping[str, JsonValue] | None = None,
+) -> Plan:
+    """A plan of a billion parameters on H100s."""
+    config = like_llama("llama-like:N=1b", overrides)
+    return plan_loss(
+        config, [ClusterOption(cluster=load_cluster("dgx-h100"))], devices, model, loss
+    )
+
+
+def test_no_row_of_a_ladder_needs_more_tokens_than_it_was_shown_for():
+    """95 billion at the best batch, of 100 that were shown: larger batches need more."""
+    model = replace(published_surface(), shown={"parameters": 1.0, "tokens": 1.0})
+    plan = plan_of(model, model.best(1e9, 0.95e11).loss)
+    assert plan.points
+    assert all(point.tokens is not None and point.tokens < 1.0001e11 for point in plan.points)
+    assert any("holds to" in reason for reason, _ in plan.left_out)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(50.0, "11.09"), (1e300, "11.09"), (11.0, "so few"), (5.8, "so few")],
+)
+def test_losses_that_nothing_needs_to_be_trained_for_are_refused(loss: float, said: str):
+    """What a network that knows nothing has, ln 65,536, and what fewer than 10 M tokens give."""
+    with pytest.raises(ConfigError, match=said):
+        plan_of(published_surface(), loss)
+
+
+def test_batches_and_tokens_beyond_the_runs_are_told_apart():
+    """~ is on what is beyond: 9 trillion tokens in one plan, and batches of 16 M tokens in the
+    other; batches more than four times beyond the runs are left out."""
+    model = published_surface()
+    far = plan_of(model, model.best(1e9, 9e12).loss, [64])
+    assert all(point.are_steps_extrapolated for point in far.points)
+    near = plan_of(BY_HAND, 1.1, [64])
+    assert not any(p.are_steps_extrapolated or p.is_extrapolated for p in near.points)
+    small = replace(BY_HAND, batches=(1e4, 4e4))
+    wide = plan_of(small, 1.1, [64])
+    assert not wide.points
+    assert any("4 times beyond" in reason for reason, _ in wide.left_out)
+    assert "--global-batch" not in notes.nothing(wide)
+
+
+def test_a_plan_needs_the_optimizer_of_the_runs_and_all_weights():
+    """Another optimizer is the first note; adapters are refused."""
+    plan = plan_of(published_surface(), 2.4, [64], {"optimizer.name": "lion"})
+    assert "lion" in plan.notes[0]
+    assert "AdamW" in plan.notes[0]
+    with pytest.raises(ConfigError, match="fine_tuning"):
+        plan_of(published_surface(), 2.4, [64], {"fine_tuning.trainable": ["blocks/1"]})
+
+
+@pytest.mark.parametrize(
+    ("anchor", "said"),
+    [
+        ("loss=3,tokens=1e300,parameters=1e9", "tokens"),
+        ("loss=3,tokens=2e10,parameters=1e300", "parameters"),
+        ("loss=0.001,tokens=2e10,parameters=1e9", "0.3 to 3"),
+        ("loss=1e300,tokens=2e10,parameters=1e9", "0.3 to 3"),
+        ("loss=3,tokens=2e10,parameters=1e9,learning_rate=100", "learning_rate"),
+        ("loss=3,tokens=2e10,parameters=1e9,batch_tokens=1e12", "batch_tokens"),
+        ("loss=3,tokens=2e10,parameters=1e9,loss=2", "twice"),
+    ],
+)
+def test_anchors_that_cannot_be_are_refused(anchor: str, said: str):
+    """With their bounds."""
+    model = published_surface()
+    with pytest.raises(ConfigError, match=said) as refused:
+        anchored(model, parse_anchor(anchor, model))
+    assert len(str(refused.value)) < 400
+
+
+def test_more_devices_than_can_be_are_refused(capsys: pytest.CaptureFixture[str]):
+    """Beyond 64 bits, with exit code 2."""
+    command = ["plan", "--target", "loss=2.3", "--model", "llama-like:N=1b", "--clusters"]
+    assert main([*command, "dgx-h100", "--devices", "99999999999999999999"]) == 2
+    assert "10,000,000" in capsys.readouterr().err
 
 
 def test_networks_like_llama_have_the_parameters_that_were_asked_for():

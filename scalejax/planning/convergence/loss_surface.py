@@ -65,7 +65,10 @@ runs that did, so that the two errors are about as likely."""
 FITTED = 1.1
 """Loss over the least of runs of equal size and tokens, up to which a run is fitted."""
 _Z90 = 1.2815515655446004
-_MOST_TOKENS = 1e18
+_LEAST_TOKENS, _MOST_TOKENS = 1e7, 1e18
+"""Between which tokens to a loss are looked for."""
+_SCALES = 0.3, 3.0
+"""Of an anchor: nats per token of other tokenizers and texts differ by less."""
 _ROUNDING = 1 + 1e-9
 _NEARLY = 1.05
 """Factor up to which a size counts as that of the nearest run."""
@@ -137,7 +140,8 @@ class Surface:
 
         Newton's method on a convex function of two logarithms, or one.
         """
-        at = np.log([2e-3, batch_tokens or 524288.0, parameters, tokens, sparsity]) - _ORIGIN
+        at = np.log([2e-3, float(batch_tokens or 524288.0), parameters, tokens, sparsity])
+        at -= _ORIGIN
         terms = np.array(self.terms)
         free = [0] if batch_tokens is not None else [0, 1]
         exponents = terms[:, 1:][:, free]
@@ -185,7 +189,7 @@ class Surface:
             return best.loss - loss
 
         # Beyond the least of the curve more tokens only pile up noise: look no further.
-        logs = np.linspace(math.log(1e7), math.log(_MOST_TOKENS), 60)
+        logs = np.linspace(math.log(_LEAST_TOKENS), math.log(_MOST_TOKENS), 60)
         low = float(logs[0])
         for high in logs[1:]:
             if excess(float(high)) <= 0:
@@ -218,10 +222,16 @@ class LossModel:
     deviation_beyond: float
     """Further standard deviation of ln loss for each factor e beyond the runs in parameters, tokens
     or sparsity, as largest sizes and numbers of tokens left out had."""
+    batches: tuple[float, float] | None = None
+    """Least and most tokens of an update that its runs have; None if it holds at any."""
+    optimizer: str = "adamw"
+    """Name of the optimizer of its runs."""
     scale: float = 1.0
     """Factor of the loss, by which it is anchored to another corpus."""
     scale_deviation: float = 0.0
     """Standard deviation of ln scale."""
+    anchored_beyond: tuple[str, ...] = ()
+    """Where its anchor lies beyond its runs, in words."""
     context: tuple[str, ...] = ()
     """What holds of all its runs: corpus, optimizer, schedule."""
     shown: dict[str, float] = field(default_factory=dict)
@@ -270,7 +280,13 @@ class LossModel:
             accepted = (
                 f"{parameters:.3g} parameters do not reach it with any number of tokens"
                 f"{'' if batch_tokens is None else ' at this batch'}: the least is above "
-                f"{least:.3f}; take a larger network"
+                f"{least:.4g}; take a larger network"
+            )
+            raise ConfigError(refusal("target loss", loss, accepted))
+        if middle <= _LEAST_TOKENS * _ROUNDING:
+            accepted = (
+                f"{parameters:.3g} parameters reach it with less than {_LEAST_TOKENS:.3g} tokens, "
+                "and no run has so few; ask for a lower loss"
             )
             raise ConfigError(refusal("target loss", loss, accepted))
         best = self.surface.best(parameters, middle, sparsity, batch_tokens=batch_tokens)
@@ -328,11 +344,22 @@ class LossModel:
                 )
                 raise ConfigError(refusal(name, f"{value:.3g}", accepted))
 
-    def beyond(self, parameters: float, tokens: float, sparsity: float = 1.0) -> tuple[str, ...]:
-        """Where such a run lies beyond those that the surface was fitted to, in words."""
+    def beyond(
+        self,
+        parameters: float,
+        tokens: float,
+        sparsity: float = 1.0,
+        *,
+        batch_tokens: float | None = None,
+    ) -> tuple[str, ...]:
+        """Where such a run lies beyond those that the surface was fitted to, in words; without a
+        batch, at any of theirs."""
         found = []
         values = {"parameters": parameters, "tokens": tokens, "sparsity": sparsity}
-        for what, (least, most) in self.ranges_of(sparsity).items():
+        ranges = self.ranges_of(sparsity)
+        if batch_tokens is not None and self.batches is not None:
+            values["batch_tokens"], ranges["batch_tokens"] = batch_tokens, self.batches
+        for what, (least, most) in ranges.items():
             value = values[what]
             if value > most * _NEARLY:
                 found.append(f"{value / most:.3g} times the most {what} of a run ({most:.3g})")
@@ -340,15 +367,22 @@ class LossModel:
                 found.append(f"{least / value:.3g} times fewer {what} than any run ({least:.3g})")
         return tuple(found)
 
-    def _apart(self, run: LanguageRun) -> float:
-        """Deviation of ln loss besides that of the constants."""
-        far = []
+    def batch_factor(self, batch_tokens: float) -> float:
+        """How many times beyond the batches of its runs one is, on either side; 1 within them."""
+        least, most = self.batches or (batch_tokens, batch_tokens)
+        return max(1.0, batch_tokens / most, least / batch_tokens)
+
+    def deviation_of_distance(self, run: LanguageRun) -> float:
+        """Deviation of ln loss by how far beyond its runs `run` is in each way."""
+        far = [math.log(self.batch_factor(run.batch_tokens))]
         for what, (least, most) in self.ranges_of(run.sparsity).items():
             value = getattr(run, what)
             far.append(max(0.0, math.log(value / most), math.log(least / value)))
-        return math.hypot(
-            self.deviation, self.scale_deviation, *(self.deviation_beyond * each for each in far)
-        )
+        return self.deviation_beyond * math.hypot(*far)
+
+    def _apart(self, run: LanguageRun) -> float:
+        """Deviation of ln loss besides that of the constants."""
+        return math.hypot(self.deviation, self.scale_deviation, self.deviation_of_distance(run))
 
 
 def _jackknife(logs: Sequence[float]) -> float:
@@ -369,21 +403,38 @@ def anchored(model: LossModel, anchors: Sequence[LanguageRun]) -> LossModel:
     """`model` with its losses scaled so that they agree with runs of another corpus or vocabulary.
 
     One factor for all losses, the geometric mean over `anchors`: nats per token differ by how long
-    the tokens are, and by how hard the text is. What several of them leave open is in the band; how
-    the exponents change is not.
+    the tokens are, and by how hard the text is. What several of them leave open is in the band, and
+    how far they are from the runs of `model`; how the exponents change is not.
 
     Raises:
-        ConfigError: if there is no run, or one without a loss.
+        ConfigError: if there is no run, or one without a loss, or the factor is none of a corpus.
     """
     logs = [math.log(each.loss / model.surface.loss(each)) for each in anchors if each.loss]
     if not logs or len(logs) < len(anchors):
         raise ConfigError(refusal("anchor", "no loss", "each needs a loss, and one is needed"))
     # A run differs from the surface by its own scatter, however many agree.
     spread = float(np.std(logs, ddof=1)) if len(logs) > 1 else model.deviation
+    scale = math.exp(float(np.mean(logs)))
+    if not _SCALES[0] <= scale <= _SCALES[1]:
+        accepted = (
+            f"its loss is {scale:.4g} times what {model.name} says, and of another corpus or "
+            f"vocabulary that is {_SCALES[0]:g} to {_SCALES[1]:g}; loss is in nats per token"
+        )
+        raise ConfigError(refusal("anchor loss", anchors[0].loss, accepted))
+    # What is not known of a surface far from its runs, several anchors there have in common.
+    apart = float(np.mean([model.deviation_of_distance(each) for each in anchors]))
+    beyond = [
+        words
+        for each in anchors
+        for words in model.beyond(
+            each.parameters, each.tokens, each.sparsity, batch_tokens=each.batch_tokens
+        )
+    ]
     return replace(
         model,
-        scale=math.exp(float(np.mean(logs))),
-        scale_deviation=max(spread, model.deviation) / math.sqrt(len(logs)),
+        scale=scale,
+        scale_deviation=math.hypot(max(spread, model.deviation) / math.sqrt(len(logs)), apart),
+        anchored_beyond=tuple(dict.fromkeys(beyond)),
     )
 
 
@@ -475,8 +526,15 @@ def fit_ladder(
         divergence=fit_divergence(runs),
         deviation=math.sqrt(float(np.mean(np.square(errors)))),
         deviation_beyond=math.sqrt(float(np.mean(np.square(slopes)))) if slopes else 0.0,
+        batches=_batches(usable),
         shown=shown,
     )
+
+
+def _batches(runs: Sequence[LanguageRun]) -> tuple[float, float]:
+    """Least and most tokens of an update."""
+    sizes = [run.batch_tokens for run in runs]
+    return min(sizes), max(sizes)
 
 
 def _error(surface: Surface, runs: Sequence[LanguageRun]) -> float:

@@ -47,8 +47,11 @@ _SHARDED = 512
 _SIZES = {"": 1.0, "m": 1e6, "b": 1e9, "t": 1e12}
 _BATCHES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Batches that are planned with, over the best one."""
-_WIDEST_BATCH = 2048 * 2048
-"""Tokens of the largest batch of the published runs."""
+_MOST_BEYOND = 4.0
+"""Factor beyond the batches of its runs up to which a surface is asked: it has a band there by
+sizes and tokens that were left out, and nobody left out batches."""
+_TOO_FAR = f"a batch more than {_MOST_BEYOND:g} times beyond those of the runs"
+_NOT_SHOWN = "the batch needs more tokens than the ladder holds to"
 _TOO_MANY = "more devices than the cluster has"
 _NO_LAYOUT = "no common layout fits or divides; scalejax search tries all, with pipelines"
 _NOT_REACHED = "the batch is so large that no number of tokens reaches the loss"
@@ -162,6 +165,19 @@ def plan_loss(
     counts = sorted(set(device_counts))
     require_at_least("devices", min(counts, default=0), 1)
     shape = shape_of(config, options[0].cluster.chip, facts, compiler=installed_compiler())
+    if config.fine_tuning is not None:
+        accepted = (
+            "runs of the surface train all weights from the start: leave fine_tuning out; "
+            "--convergence with a test metric plans a run that goes on from a network"
+        )
+        raise ConfigError(refusal("fine_tuning", "given", accepted))
+    guess = math.log(shape.vocabulary)
+    if loss >= guess:
+        accepted = (
+            f"it must be below {guess:.4g}, ln(vocabulary={shape.vocabulary:,}), which is what a "
+            "network has that knows nothing"
+        )
+        raise ConfigError(refusal("target loss", loss, accepted))
     parameters, sparsity = parameters_of(shape), sparsity_of(shape)
     model.require_shown(parameters, 0.0, sparsity)
     best = model.tokens_to(loss, parameters, sparsity)
@@ -169,12 +185,19 @@ def plan_loss(
     optimum = model.best(parameters, best.p50, sparsity)
 
     @cache
-    def batch_of(samples: int) -> _Batch | None:
+    def batch_of(samples: int) -> _Batch | str:
+        """The batch, or why it is left out."""
         size = samples * shape.tokens
+        if model.batch_factor(size) > _MOST_BEYOND:
+            return _TOO_FAR
         try:
             tokens = model.tokens_to(loss, parameters, sparsity, batch_tokens=size)
         except ConfigError:
-            return None
+            return _NOT_REACHED
+        try:
+            model.require_shown(parameters, tokens.p50, sparsity)
+        except ConfigError:
+            return _NOT_SHOWN
         found = model.best(parameters, tokens.p50, sparsity, batch_tokens=size)
         return _Batch(samples=samples, tokens=tokens, learning_rate=found.learning_rate)
 
@@ -192,14 +215,17 @@ def plan_loss(
             site=option.site,
             moments=config.optimizer.moments,
         )
+        is_any_batch = False
         timed: list[tuple[float, _Batch, Candidate]] = []
         for samples in _samples(optimum.batch_tokens / shape.tokens, count):
-            if (batch := batch_of(samples)) is None:
-                left_out[_NOT_REACHED] += 1
-            elif (fastest := _fastest(spec, count, samples)) is not None:
+            if isinstance(batch := batch_of(samples), str):
+                left_out[batch] += 1
+                continue
+            is_any_batch = True
+            if (fastest := _fastest(spec, count, samples)) is not None:
                 steps = batch.tokens.p50 / (samples * shape.tokens)
                 timed.append((steps * fastest.step_seconds, batch, fastest))
-        if not timed:
+        if is_any_batch and not timed:
             left_out[_NO_LAYOUT] += 1
         # Device-hours are those seconds times the same count, so that soonest is cheapest too.
         for _, batch, candidate in sorted(timed, key=lambda each: each[0])[:1]:
@@ -213,13 +239,15 @@ def plan_loss(
                 prediction,
                 batch.tokens.divided_by(batch.samples * shape.tokens),
                 price_per_device_hour=option.price_per_device_hour,
-                is_extrapolated=bool(model.beyond(parameters, batch.tokens.p50, sparsity))
-                or batch.samples * shape.tokens > _WIDEST_BATCH,
+                is_extrapolated=model.batch_factor(batch.samples * shape.tokens) > 1,
             )
             watts = option.watts_per_device
             points.append(
                 replace(
                     point,
+                    are_steps_extrapolated=bool(
+                        model.beyond(parameters, batch.tokens.p50, sparsity)
+                    ),
                     tokens=batch.tokens.p50,
                     learning_rate=batch.learning_rate,
                     strategy=in_words(candidate.strategy),
@@ -244,7 +272,12 @@ def plan_loss(
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=(*_notes(model, run, best, shape, options), *notes, *predicted_notes),
+        notes=(
+            *_of_optimizer(config, model),
+            *_notes(model, run, best, shape, options),
+            *notes,
+            *predicted_notes,
+        ),
     )
     return answered(plan)
 
@@ -286,6 +319,18 @@ def _source(model: LossModel, run: LanguageRun, tokens: Estimate, shape: Transfo
     )
 
 
+def _of_optimizer(config: RunConfig, model: LossModel) -> list[str]:
+    """That the network is trained otherwise than the runs, if so."""
+    if config.optimizer.name == model.optimizer:
+        return []
+    theirs = "AdamW" if model.optimizer == "adamw" else model.optimizer
+    return [
+        f"the runs were trained with {theirs}, and this one trains with {config.optimizer.name}: "
+        "nobody measured the loss, rate and tokens that it needs, and all of these are those of a "
+        f"run which learns as {theirs} did"
+    ]
+
+
 def _notes(
     model: LossModel,
     run: LanguageRun,
@@ -315,8 +360,13 @@ def _notes(
         )
     else:
         found.append(
-            f"losses are {model.scale:.3f} times those of {model.name}, by the anchor; that they "
+            f"losses are {model.scale:.4g} times those of {model.name}, by the anchor; that they "
             "fall with tokens and parameters as there is assumed"
+        )
+    if model.anchored_beyond:
+        found.append(
+            f"the anchor itself is beyond the runs ({'; '.join(model.anchored_beyond)}): the band "
+            "is wider for that"
         )
     found += model.context
     if shape.tokens != _TOKENS and model.context:
@@ -324,8 +374,8 @@ def _notes(
     if (chance := model.divergence_probability(run)) > DIVERGES_ABOVE:
         found.append(f"a run at that rate diverges with probability {chance:.0%}")
     found.append(
-        "~ marks batches, sizes or tokens beyond any run; layouts are data, fsdp, expert, and "
-        "tensor within a node: scalejax search tries all"
+        "~ marks batches beyond any run, and steps where parameters or tokens are; layouts are "
+        "data, fsdp, expert, and tensor within a node: scalejax search tries all"
     )
     if options[0].price_per_device_hour is None:
         found.append("no price: --price P,P,... of a device-hour gives costs")
@@ -333,6 +383,16 @@ def _notes(
         found.append("no energy: --watts W,W,... of a device, host and cooling included, gives it")
     found.append("start-up, evaluations and checkpoints are not counted")
     return found
+
+
+_ANCHORS = {
+    "tokens": (1e6, 1e16),
+    "parameters": (1e5, 1e14),
+    "batch_tokens": (1.0, 1e10),
+    "learning_rate": (1e-7, 1.0),
+    "sparsity": (1.0, 1e4),
+}
+"""Least and most of what an anchor says: wider than any run that was ever made."""
 
 
 def anchors_of(text: str, model: LossModel) -> list[LanguageRun]:
@@ -390,7 +450,7 @@ def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
     rate are the best ones unless given as batch_tokens and learning_rate.
 
     Raises:
-        ConfigError: if there is anything else in it.
+        ConfigError: if there is anything else in it, or a value that no run has (`_ANCHORS`).
     """
     accepted = (
         "it must be loss=L,tokens=D,parameters=N and may have batch_tokens=B, learning_rate=R and "
@@ -401,6 +461,8 @@ def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
         values: dict[str, float] = {}
         for pair in part.split(","):
             key, _, value = pair.partition("=")
+            if key.strip() in values:
+                raise ConfigError(refusal("anchor", text, f"{key.strip()} is in it twice"))
             try:
                 values[key.strip()] = _number(value)
             except ValueError as error:
@@ -410,6 +472,13 @@ def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
             raise ConfigError(refusal("anchor", text, accepted))
         for field, value in values.items():
             require_above(field, value, 0)
+            least, most = _ANCHORS.get(field, (value, value))
+            if not least <= value <= most:
+                accepted = f"of an anchor it must be {least:g} to {most:g}"
+                raise ConfigError(refusal(field, value, accepted))
+        if values.get("batch_tokens", 0.0) > values["tokens"]:
+            accepted = f"it must be at most the anchor's tokens, {values['tokens']:.4g}"
+            raise ConfigError(refusal("batch_tokens", values["batch_tokens"], accepted))
         best = model.best(
             values["parameters"],
             values["tokens"],

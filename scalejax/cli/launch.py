@@ -32,6 +32,7 @@ from scalejax.launch.peers import require_stuck_seconds
 from scalejax.launch.places import Elastic
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.launch.watchdog import STUCK_SECONDS
+from scalejax.training.manifest import save_newest_copy
 from scalejax.training.record import RunFolder
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
@@ -243,6 +244,7 @@ class LaunchRun(RunFileCommand):
             processes=-self.np,
             elastic=bounds,
             can_train=can_train,
+            save_copy=lambda copies: save_newest_copy(copies, run),
             folder=folder / "processes",
             environment={GO_ON: shlex.join(["scalejax", *typed])}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),

@@ -84,6 +84,16 @@ class SharedFolder:
         with contextlib.suppress(OSError):
             self._change.unlink(missing_ok=True)
 
+    def keep(self) -> Path:
+        """Have the folder outlive its launcher, and the next one; where it is then.
+
+        Raises:
+            OSError: if it cannot be renamed.
+        """
+        kept = self.path.with_name(f"kept-{self.path.name}")
+        self.path.rename(kept)
+        return kept
+
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether the processes are to stop at the next copy, for others to join."""
@@ -112,7 +122,7 @@ class SharedFolder:
 @contextmanager
 def shared_folder(memory: Path = MEMORY) -> Iterator[SharedFolder]:
     """A new folder in `memory`, or where the system has none with its temporary files, for as long
-    as the block; those of launchers that were killed are removed.
+    as the block, unless it is to be kept; those of launchers that were killed are removed.
 
     Raises:
         ConfigError: if it cannot be made.

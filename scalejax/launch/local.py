@@ -23,7 +23,7 @@ from typing import BinaryIO, TextIO
 from scalejax.core import elastic, heartbeat, process_group
 from scalejax.core.elastic import Change, SharedFolder, shared_folder
 from scalejax.core.environment import handling, process_fields
-from scalejax.core.errors import ConfigError, ExitCode, require_at_least
+from scalejax.core.errors import ConfigError, ExitCode, ScalejaxError, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
 from scalejax.launch.gpus import share
 from scalejax.launch.places import Elastic, Places
@@ -63,6 +63,9 @@ class Launch:
     """How far their number may fall and rise; None: always as many."""
     can_train: Callable[[int], bool] = bool
     """Whether so many processes can train the run, such as share its global batch."""
+    save_copy: Callable[[Path], int | None] = lambda _: None
+    """Saves the newest of the copies in a folder in memory, which goes with the launcher, as a
+    checkpoint: its step; None if one on the disk is as new."""
     shows_all: bool = False
     """Whether to forward the output of all processes; else of the first, and the end of one that
     fails."""
@@ -89,7 +92,8 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     stopped them, after a checkpoint. Where `most_restarts` are used up: 75 if the network or a
     store failed, else 5, as one of them was lost; 4 if what is stored is damaged, also in a second
     try, which takes what was stored before it. Signals to this
-    process are forwarded to them; the second one kills them.
+    process are forwarded to them; the second one kills them. The newest state that an elastic run
+    has in memory alone is saved.
 
     Args:
         job: the processes to start.
@@ -99,50 +103,75 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     Raises:
         ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
     """
+    with (
+        contextlib.nullcontext(signals) if signals else Signals() as signals,
+        shared_folder() if job.elastic else contextlib.nullcontext() as shared,
+    ):
+        code = None
+        try:
+            code = _joint_code(job, out, signals, shared)
+            return code
+        finally:
+            if shared is not None and code not in (ExitCode.COMPLETED, ExitCode.DIVERGED):
+                _save_copy(job, shared, out)
+
+
+def _save_copy(job: Launch, shared: SharedFolder, out: TextIO) -> None:
+    """Save the newest state in memory; where that fails keep it there, and say where."""
+    try:
+        step = job.save_copy(shared.copies)
+    except (OSError, ScalejaxError) as error:
+        print(
+            f"The newest state could not be saved ({str(error).removesuffix('.')}): it is kept in "
+            f"{shared.keep() / shared.copies.name}. Move the folder of the highest step there to "
+            "the checkpoints of the run, and --resume goes on from it.",
+            file=out,
+        )
+        return
+    if step is not None:
+        print(f"saved the copy of step {step} in memory; --resume goes on from it", file=out)
+
+
+def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFolder | None) -> int:
+    """As `launch`."""
     restarts, futile, was_damaged, most_steps = 0, 0, False, 0
     bounds = job.elastic or Elastic(
         least=job.processes, most=job.processes, rejoin_seconds=0, copy_seconds=0
     )
     places = Places(bounds, job.processes, job.can_train if job.elastic else bool)
-    with (
-        contextlib.nullcontext(signals) if signals else Signals() as signals,
-        shared_folder() if job.elastic else contextlib.nullcontext() as shared,
-    ):
-        chosen = _free_places(places, bounds, signals, out)
+    chosen = _free_places(places, bounds, signals, out)
+    if not chosen:
+        return 128 + signals.received[-1]
+    while True:
+        command = job.command + (job.again() if restarts else job.once)
+        may_restart = futile < job.most_restarts or (job.elastic and job.most_restarts > 0)
+        attempt = _Attempt(job, command, chosen, places, shared, out, signals, bool(may_restart))
+        ended = attempt.ended()
+        if isinstance(ended, int):
+            return ended
+        if isinstance(ended, Loss):
+            print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
+            if job.elastic is not None and attempt.step > most_steps:
+                futile = 0
+            may_restart = futile < job.most_restarts
+            is_damaged = ended.exit_code == ExitCode.DAMAGED
+            # What was passed over once is not found again: the same end twice is for a person.
+            if not may_restart or signals.received or (is_damaged and was_damaged):
+                return ended.exit_code
+            was_damaged = is_damaged
+            if ended.exit_code == ExitCode.LOST:
+                places.lose(chosen[each] for each in (ended.process, *ended.others))
+            futile += 1
+        most_steps = max(most_steps, attempt.step)
+        restarts += 1
+        before, chosen = chosen, _free_places(places, bounds, signals, out)
         if not chosen:
             return 128 + signals.received[-1]
-        while True:
-            command = job.command + (job.again() if restarts else job.once)
-            may_restart = futile < job.most_restarts or (job.elastic and job.most_restarts > 0)
-            attempt = _Attempt(
-                job, command, chosen, places, shared, out, signals, bool(may_restart)
-            )
-            ended = attempt.ended()
-            if isinstance(ended, int):
-                return ended
-            if isinstance(ended, Loss):
-                print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
-                if job.elastic is not None and attempt.step > most_steps:
-                    futile = 0
-                may_restart = futile < job.most_restarts
-                is_damaged = ended.exit_code == ExitCode.DAMAGED
-                # What was passed over once is not found again: the same end twice is for a person.
-                if not may_restart or signals.received or (is_damaged and was_damaged):
-                    return ended.exit_code
-                was_damaged = is_damaged
-                if ended.exit_code == ExitCode.LOST:
-                    places.lose(chosen[each] for each in (ended.process, *ended.others))
-                futile += 1
-            most_steps = max(most_steps, attempt.step)
-            restarts += 1
-            before, chosen = chosen, _free_places(places, bounds, signals, out)
-            if not chosen:
-                return 128 + signals.received[-1]
-            words = f"{len(chosen)} process{'es' if len(chosen) > 1 else ''}"
-            of = f"restart {restarts} of {job.most_restarts}"
-            print(f"{f'restart {restarts}' if job.elastic else of}, {words}", file=out)
-            if shared is not None:
-                shared.set_change(_change(shared.change, before, chosen, attempt, ended))
+        words = f"{len(chosen)} process{'es' if len(chosen) > 1 else ''}"
+        of = f"restart {restarts} of {job.most_restarts}"
+        print(f"{f'restart {restarts}' if job.elastic else of}, {words}", file=out)
+        if shared is not None:
+            shared.set_change(_change(shared.change, before, chosen, attempt, ended))
 
 
 def _free_places(

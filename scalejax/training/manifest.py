@@ -8,10 +8,12 @@ is whole. Knows files and their sums; neither arrays nor how a run is trained.
 import errno
 import hashlib
 import json
+import shutil
 import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from scalejax.core.serialization import (
     build,
     document,
     load,
+    make_folder,
     plain,
     save,
+    save_bytes,
     save_text,
     stamped,
     sync_file,
@@ -214,6 +218,66 @@ def newest(folder: Path) -> int | None:
 def set_newest(folder: Path, step: int) -> None:
     """Note that the newest checkpoint in `folder` is that of `step`."""
     save(Newest(step=step), newest_file(folder))
+
+
+def save_newest_copy(copies: Path, files: RunFolder) -> int | None:
+    """Have the newest sound copy of the state be a checkpoint of the run, by its manifest last: its
+    step; None if there is none, or a checkpoint is as new.
+
+    Args:
+        copies: copies by step, which nobody writes any more.
+        files: the run.
+
+    Raises:
+        ConfigError: if it cannot be written.
+        Unavailable: if what is there cannot be read at present.
+    """
+    folder = files.checkpoints
+    saved = max(_whole(folder), default=0)
+    for step, manifest in sorted(_whole(copies).items(), reverse=True):
+        if step <= saved:
+            break
+        if first_difference(copies / str(step), manifest.files) is None:
+            if files.measurements.exists():
+                sync_file(files.measurements)
+            _copy(copies / str(step), folder / str(step), manifest)
+            set_newest(folder, step)
+            return step
+    return None
+
+
+def _whole(folder: Path) -> dict[int, Manifest]:
+    """The manifests in `folder`, by step."""
+    found = {}
+    for path in folder.glob("*"):
+        if path.name.isdecimal():
+            with suppress(Damaged):
+                found[int(path.name)] = read_manifest(path)
+    return found
+
+
+def _copy(source: Path, target: Path, manifest: Manifest) -> None:
+    """Copy the files of a checkpoint, its manifest last; nothing is left of them if that fails.
+
+    Raises:
+        ConfigError: if they cannot be written.
+    """
+    try:
+        if not (target / MANIFEST).exists():  # a save was not finished
+            shutil.rmtree(target, ignore_errors=True)
+        make_folder(target.parent)
+        target.mkdir()
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}.") from error
+    try:
+        ignored = shutil.ignore_patterns(MANIFEST)
+        shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
+        if synced_files(target) != manifest.files:
+            raise OSError("what is there is not what was written")
+        save_bytes((source / MANIFEST).read_bytes(), target / MANIFEST)
+    except (OSError, ConfigError) as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise ConfigError(f"{target} cannot be written: {error}.") from error
 
 
 def _files_below(folder: Path) -> Iterable[Path]:

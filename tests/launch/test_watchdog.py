@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.config.data import FashionMnistConfig, ParquetConfig
 from scalejax.core.elastic import MEMORY
-from scalejax.core.errors import ExitCode
+from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, packed, read_beat, unpacked
 from scalejax.core.remote import deadlines
 from scalejax.launch.local import Launch, launch
@@ -327,6 +328,28 @@ def elastic_job(tmp_path, code, **changed):
         folder=tmp_path,
         **{"most_restarts": 1, **changed},
     )
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_what_is_in_memory_alone_is_saved(tmp_path, code):
+    """Unless all has ended well. It is kept where it cannot be, and the next launcher leaves it."""
+    said = io.StringIO()
+
+    def save_copy(folder):
+        folder.mkdir()
+        raise ConfigError("the disk is full.")
+
+    job = replace(elastic_job(tmp_path, ""), command=("sh", "-c", f"exit {code}"), most_restarts=0)
+    for save, words in ((lambda folder: 14, "saved the copy of step 14"), (save_copy, "kept in ")):
+        assert launch(replace(job, save_copy=save), said) == code
+        assert (words in said.getvalue()) == bool(code)
+    if code:
+        assert "(the disk is full)" in said.getvalue()
+        kept = Path(said.getvalue().partition("kept in ")[2].partition(". Move")[0])
+        assert kept.is_dir()
+        launch(job, said)
+        assert kept.is_dir()
+        shutil.rmtree(kept.parent)
 
 
 def test_those_that_are_left_go_on_and_others_join_them(tmp_path):

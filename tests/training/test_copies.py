@@ -18,7 +18,7 @@ from scalejax.training import checkpoint
 from scalejax.training import copies as module
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.copies import Copies, Wish
-from scalejax.training.manifest import newest
+from scalejax.training.manifest import newest, save_newest_copy
 from scalejax.training.record import RunFolder, RunRecord, figures
 from scalejax.training.reporter import Silent
 from scalejax.training.resume import checkpoint_to_go_on_from
@@ -118,6 +118,27 @@ def test_a_later_checkpoint_is_gone_on_from(stores, tmp_path):
     damage(tmp_path / "checkpoints" / "20")
     assert begun(stores, []) == (14, True)
     assert (tmp_path / "checkpoints" / "damaged-20").exists()
+
+
+def test_what_is_in_memory_alone_is_saved_before_memory_is_given_back(stores, tmp_path):
+    """The newest sound copy, as a checkpoint that proves itself; not where one is as new, and
+    nothing is left of one that cannot be written."""
+    memory, files = tmp_path / "copies", RunFolder(path=tmp_path)
+    damage(memory / "14")
+    assert save_newest_copy(memory, files) == 12
+    assert save_newest_copy(memory, files) is None
+    assert newest(files.checkpoints) == 12
+    shutil.rmtree(memory)
+    copies, checkpoints = stores()
+    assert begun(lambda: (copies, checkpoints), []) == (12, False)
+    np.testing.assert_array_equal(checkpoints.restore(12, STATE)["weights"], STATE["weights"])
+
+    copies.save(20, jax.tree.map(jax.numpy.asarray, STATE))
+    copies.wait()
+    (memory / "20" / "more").touch()
+    with pytest.raises(ConfigError, match="20 cannot be written"):
+        save_newest_copy(memory, files)
+    assert not (files.checkpoints / "20").exists()
 
 
 @pytest.fixture

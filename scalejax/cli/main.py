@@ -47,6 +47,11 @@ _FIELDS_WITHOUT_DOT = (
 )
 """The seed, and whole tables: --optimizer='{name = "lamb"}' replaces all fields of the table."""
 
+_ALIKE = 0.75
+"""Similarity from which a flag is taken for another mistyped: --lr is not --folder."""
+_MOST_MEANT = 3
+"""Most flags that are suggested: the name of a table is in too many of them."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, or that of the error.
@@ -194,8 +199,8 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in (*flags, "--help"):
-            closest = nearest_name(flag, flags)
-            hint = f" (did you mean {closest}?)" if closest else f" (see scalejax {name} --help)"
+            meant = " or ".join(_meant(flag, kind, flags))
+            hint = f" (did you mean {meant}?)" if meant else f" (see scalejax {name} --help)"
             raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
     printed, refused = _Captured(sys.stdout), io.StringIO()
     try:
@@ -208,6 +213,21 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
             raise
         message = _first_paragraph(refused.getvalue())
         raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
+
+
+def _meant(flag: str, kind: type[Command], flags: Iterable[str]) -> list[str]:
+    """The flags of a command that `flag` may be meant for: those of `flags`, and of a command
+    that takes fields of a run.toml, the fields of which it is the last part; none if too far."""
+    known = {each[2:].replace("-", "_"): [each] for each in flags}
+    if issubclass(kind, OverridingCommand):
+        from scalejax.config.reference import run_reference  # reads sources, in 0.3 s
+
+        names = dict.fromkeys(field.name for table in run_reference() for field in table.fields)
+        for field in names:
+            known.setdefault(field.rpartition(".")[2], []).append(f"--{field}")
+    closest = nearest_name(flag[2:].replace("-", "_"), known, alike=_ALIKE)
+    found = known[closest] if closest else []
+    return found if len(found) <= _MOST_MEANT else []
 
 
 class _Captured(io.TextIOWrapper):

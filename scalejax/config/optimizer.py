@@ -277,8 +277,9 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOptimizerConfig(OptimizerConfig):
-    """What optimizers of matrices have in common: hidden matrices are theirs, and embeddings, the
-    head, biases, norms, routers and adapters are AdamW's. Matrices that are kept side by side,
+    """What optimizers of matrices have in common: hidden matrices are theirs, and embeddings,
+    patches, the head, filters of one channel each (layers named "depthwise"), biases, norms,
+    routers and adapters are AdamW's. Matrices that are kept side by side,
     queries, keys and values of gpt or gate and up of llama, count each by itself; queries, keys and
     values of llama, whose heads have groups, count as one, and a convolution as (height x width x
     in) by out."""

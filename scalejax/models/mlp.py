@@ -39,6 +39,11 @@ class Mlp(Network, names=("mlp",)):
         return constrained_by_row(self.layers[-1](hidden).astype(jnp.float32))
 
     @staticmethod
+    def output_layers(config: MlpConfig) -> tuple[str, ...]:
+        """The last of the layers."""
+        return (f"layers/{len(config.hidden)}",)
+
+    @staticmethod
     def partition_rules() -> PartitionRules:
         """Megatron's pairs (arXiv 1909.08053): by column, then by row, one sum for the two."""
         return (

@@ -75,6 +75,16 @@ class Network(nnx.Module):
         """
 
     @staticmethod
+    def output_layers(config: Any) -> tuple[str, ...]:
+        """Paths of the layers that make the logits, beside those with a part named "head": Muon,
+        SOAP and Shampoo leave them, and layers named "depthwise", to AdamW.
+
+        Args:
+            config: of the network.
+        """
+        return ()
+
+    @staticmethod
     def partition_rules() -> PartitionRules:
         """Sharding of parameters over mesh axes: the first rule that matches a path applies; a
         parameter without one is replicated."""

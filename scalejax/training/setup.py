@@ -74,7 +74,13 @@ def train_setup(
     network = network_class(run.config.model)
     stacked = network.stacked
     described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
-    optimizer = build_optimizer(described, schedule, stacked=stacked, fused=network.fused)
+    optimizer = build_optimizer(
+        described,
+        schedule,
+        stacked=stacked,
+        fused=network.fused,
+        output_layers=network.output_layers(model),
+    )
     optimizer = with_clipping(run.config.clipping, optimizer, stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":

@@ -21,10 +21,14 @@ from scalejax.config.optimizer import (
     ShampooConfig,
     SoapConfig,
 )
+from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.models import parameter_path
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.matrices import HiddenMatrices
+from scalejax.training.setup import train_setup
+from scalejax.training.state import abstract_state
 
 RNG = np.random.default_rng(0)
 UPDATES = 6
@@ -294,7 +298,7 @@ def test_cautious_steps_leave_out_what_points_against_the_gradient(kind):
 def test_matrices_of_networks_are_told_by_their_paths():
     """Layers and experts count matrices, as do gates beside others; a convolution is one matrix;
     what reads the input or makes the logits is none, nor is one filter for each channel."""
-    hidden = HiddenMatrices(("blocks",), (("gated", 1), ("qkv", 1)))
+    hidden = HiddenMatrices(("blocks",), (("gated", 1), ("qkv", 1)), ("layers/2",))
 
     def axes(path: str, *shape: int) -> Any:
         (found,) = jax.tree.leaves(
@@ -314,9 +318,44 @@ def test_matrices_of_networks_are_told_by_their_paths():
         (4,),
     )
     assert axes("stages/0/kernel", 3, 3, 8, 16) == ((), (0, 1, 2), (3,))
-    assert axes("stages/0/kernel", 3, 3, 1, 16) is None
-    for end in ("head/kernel", "output/embedding", "tokens/embedding", "blocks/router"):
+    assert axes("stem/kernel", 3, 3, 1, 16) == ((), (0, 1, 2), (3,))  # whatever its channels
+    assert axes("units/0/depthwise/kernel", 3, 3, 1, 16) is None
+    assert axes("units/0/depthwise/layer/kernel", 3, 3, 16) is None
+    assert axes("layers/1/kernel", 2, 8) == ((), (0,), (1,))
+    ends = ("head/kernel", "linear/head/kernel", "layers/2/kernel", "output/embedding")
+    for end in (*ends, "tokens/embedding", "blocks/router"):
         assert axes(end, 2, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "channels", "others"),
+    [
+        ({"name": "mlp", "hidden": [8, 8]}, 1, {"layers/2/kernel"}),
+        ({"name": "alexnet"}, 3, {"linear/head/kernel"}),
+        ({"name": "cnn"}, 1, {"head/kernel"}),
+        (
+            {"name": "efficientnet_lite0"},
+            3,
+            {"head/kernel", *(f"blocks/{at}/depthwise/layer/kernel" for at in range(16))},
+        ),
+    ],
+    ids=lambda each: each.get("name") if isinstance(each, dict) else "",
+)
+def test_all_kernels_but_heads_and_depthwise_filters_are_hidden_matrices(model, channels, others):
+    """Of networks of images as they are built: what Muon leaves to AdamW."""
+    data = {"name": "synthetic_images", "image_size": 96, "channels": channels, "classes": 10}
+    fields = {"model": model, "data": data, "batch": {"global_batch": 8}}
+    fields |= {"optimizer": {"name": "muon"}, "schedule": {"base_learning_rate": 0.1}}
+    setup = train_setup(resolve(build(RunConfig, fields), 1))
+
+    state = abstract_state(setup)
+
+    paths = [
+        (parameter_path(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]
+    ]
+    of_adamw = {path.rpartition("nu/")[2] for path, _ in paths if "/nu/" in path}
+    assert {path for path in of_adamw if path.endswith("kernel")} == others
 
 
 def test_an_optimizer_is_found_by_its_import_path():

@@ -54,6 +54,7 @@ def build_optimizer(
     *,
     stacked: tuple[str, ...],
     fused: tuple[tuple[str, int], ...] = (),
+    output_layers: tuple[str, ...] = (),
 ) -> GradientTransformation:
     """The Optax transformation that `config` names; its updates are added to the parameters.
 
@@ -64,6 +65,7 @@ def build_optimizer(
         schedule: the learning rate by step.
         stacked: `Network.stacked`; in LARS and LAMB each layer in there has its own trust ratio.
         fused: `Network.fused`; in Muon, SOAP and Shampoo each of these is a matrix.
+        output_layers: `Network.output_layers`; these are none.
     """
     raise NotImplementedError(f"build_optimizer is not registered for {type(config).__name__}")
 
@@ -166,8 +168,9 @@ def _muon(
     *,
     stacked: tuple[str, ...],
     fused: tuple[tuple[str, int], ...] = (),
+    output_layers: tuple[str, ...] = (),
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused)
+    hidden = HiddenMatrices(stacked, fused, output_layers)
 
     def numbers(axes: MatrixAxes | None, _: Any) -> Any:
         assert axes is not None  # noqa: S101  masked otherwise
@@ -198,8 +201,9 @@ def _soap(
     *,
     stacked: tuple[str, ...],
     fused: tuple[tuple[str, int], ...] = (),
+    output_layers: tuple[str, ...] = (),
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused)
+    hidden = HiddenMatrices(stacked, fused, output_layers)
     return _with_adamw(config, hidden, scale_by_soap(config, hidden), schedule)
 
 
@@ -210,8 +214,9 @@ def _shampoo(
     *,
     stacked: tuple[str, ...],
     fused: tuple[tuple[str, int], ...] = (),
+    output_layers: tuple[str, ...] = (),
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused)
+    hidden = HiddenMatrices(stacked, fused, output_layers)
     return _with_adamw(config, hidden, scale_by_shampoo(config, hidden), schedule)
 
 

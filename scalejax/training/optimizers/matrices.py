@@ -13,8 +13,8 @@ from jax.tree_util import tree_map_with_path
 
 from scalejax.models import parameter_path
 
-_ENDS = ("head", "output", "patches")
-"""First parts of paths of the layers that read the input or make the logits."""
+_ENDS = ("output", "patches")
+"""First parts of paths of the layers that read the input or make the logits; "head" may be any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,18 @@ class HiddenMatrices:
     """`Network.stacked`."""
     fused: tuple[tuple[str, int], ...]
     """`Network.fused`."""
+    output_layers: tuple[str, ...] = ()
+    """`Network.output_layers`."""
 
     def axes(self, path: tuple[Any, ...], leaf: Any) -> MatrixAxes | None:
         """The dimensions of the matrices of a parameter; None if it is no hidden matrix."""
         *parts, last = parameter_path(path).split("/")
         if last != "kernel" or not parts or parts[0] in _ENDS:
             return None
+        if "head" in parts or "/".join(parts) in self.output_layers:
+            return None
+        if "depthwise" in parts:
+            return None  # a filter for each channel: shapes alone do not tell it from a first layer
         is_stacked = parts[0] in self.stacked
         batch = list(range(is_stacked + ("experts" in parts)))
         rest = list(range(len(batch), len(leaf.shape)))
@@ -71,8 +77,6 @@ class HiddenMatrices:
         if len(rest) < 2:
             return None
         is_convolution = len(rest) == 4 and not is_stacked
-        if is_convolution and leaf.shape[rest[2]] == 1:
-            return None  # one filter for each channel
         split = -1 if is_convolution or parts[-1] == "projection" else 1
         return MatrixAxes(tuple(batch), tuple(rest[:split]), tuple(rest[split:]))
 

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import textwrap
 import types
 import typing
@@ -162,9 +163,16 @@ def _accepted(hint: object) -> str:
 
 
 def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
-    if field.default is not dataclasses.MISSING:
-        return "absent" if field.default is None else str(field.default)
-    return "none" if field.default_factory is not dataclasses.MISSING else "required"
+    """As TOML, but for names and texts, which have no quotes here as in what is accepted."""
+    value = field.default
+    if value is dataclasses.MISSING:
+        return "none" if field.default_factory is not dataclasses.MISSING else "required"
+    if value is None:
+        return "absent"
+    if dataclasses.is_dataclass(value):
+        return "none"
+    # JSON's notation of numbers, lists and booleans is TOML's too.
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def meanings(kind: type) -> dict[str, str]:

@@ -6,6 +6,7 @@ from scalejax.cli.main import main
 from scalejax.config.presets import PRESETS
 from scalejax.config.reference import containing, named_reference, run_reference
 from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import parse_toml
 
 
 def test_every_field_is_listed_with_what_it_takes_and_means():
@@ -20,6 +21,22 @@ def test_every_field_is_listed_with_what_it_takes_and_means():
     assert fields["train.early_stopping.patience"].accepted == "int"
     assert fields["model.hidden"].name in fields
     assert fields["seed"].default == "0"
+
+
+def test_defaults_are_as_toml_wants_them():
+    """Not as Python writes them: True, (128, 128) and () are refused in a run.toml."""
+    fields = [each for table in run_reference() for each in table.fields]
+    values = [
+        (each.name, parse_toml(f"value = {each.default}")["value"])
+        for each in fields
+        if each.accepted in ("int", "float", "true | false") or each.accepted.startswith("list of ")
+        if each.default not in ("absent", "none", "required")
+    ]
+
+    assert ("model.hidden", [128, 128]) in values
+    assert ("averaging.is_evaluated", True) in values
+    assert ("schedule.decay_epochs", []) in values
+    assert len(values) > 100
 
 
 def test_every_kind_of_a_table_is_listed():

@@ -20,7 +20,13 @@ from scalejax.models import BatchNormScope
 from scalejax.models.normalization import MOMENTUM, moving_norms, weigh_rows
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.data_parallel import with_constraints
-from scalejax.training.gradients import Batch, normalised, sample_metrics, with_target_weights
+from scalejax.training.gradients import (
+    Batch,
+    normalised,
+    sample_metrics,
+    split_microbatches,
+    with_target_weights,
+)
 from scalejax.training.mesh import batch_sharding, build_mesh, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
@@ -103,18 +109,32 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
 def _batch_statistics(
     setup: TrainSetup, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
 ) -> PyTree:
-    """Means and variances of one training batch with these parameters, its groups averaged; those
-    of a frozen BatchNorm, which normalises by them, are those of `model_state`."""
-    params, groups = gathered_params(setup, mesh, params), setup.run.bn_groups
-    network = network_with(setup, BatchNormScope(groups=groups), params, model_state)
-    moving = [part for norm in moving_norms(network) for part in (norm.mean, norm.var)]
-    for part in moving:
-        part.set_value(jnp.zeros_like(part[...]))
-    if "weights" in batch:
-        weigh_rows(network, batch["weights"])
-    sample_metrics(setup, network, batch, is_training=True)
-    for part in moving:
-        part.set_value(part[...] / (1 - MOMENTUM))
+    """Means and variances of one training batch with these parameters: of each of its microbatches,
+    as in training, averaged over the groups of rows in which any counts. Those of a frozen
+    BatchNorm, which normalises by them, are those of `model_state`."""
+    params, run = gathered_params(setup, mesh, params), setup.run
+    scope = BatchNormScope(groups=run.bn_groups)
+
+    def network_and_parts() -> tuple[nnx.Module, list[nnx.BatchStat]]:
+        network = network_with(setup, scope, params, model_state)
+        return network, [part for norm in moving_norms(network) for part in (norm.mean, norm.var)]
+
+    def of_microbatch(rows: Batch) -> tuple[list[jax.Array], jax.Array]:
+        """Statistics times the share of groups that count, and this share."""
+        (network, moving), counted = network_and_parts(), jnp.ones(())
+        for part in moving:
+            part.set_value(jnp.zeros_like(part[...]))
+        if "weights" in rows:
+            weigh_rows(network, rows["weights"])
+            counted = (rows["weights"].reshape(run.bn_groups, -1) > 0).any(axis=1).mean()
+        sample_metrics(setup, network, rows, is_training=True)
+        return [part[...] / (1 - MOMENTUM) for part in moving], counted
+
+    split = partial(split_microbatches, run.split.microbatches, 2 if "mix" in batch else 1)
+    values, counted = jax.lax.map(of_microbatch, jax.tree.map(split, batch))
+    network, moving = network_and_parts()
+    for part, of_microbatches in zip(moving, values, strict=True):
+        part.set_value(of_microbatches.sum(axis=0) / counted.sum())
     return nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
 
 

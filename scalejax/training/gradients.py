@@ -303,7 +303,7 @@ def gradients(
         gradient, amaxes, model_state, metrics = of_part(model_state, batch)
     else:
         zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
-        split = partial(_split_microbatches, microbatches, 2 if "mix" in batch else 1)
+        split = partial(split_microbatches, microbatches, 2 if "mix" in batch else 1)
         (gradient, amaxes, model_state), metrics = lax.scan(
             accumulate, (zeros, _zeros_like(scales), model_state), jax.tree.map(split, batch)
         )
@@ -422,7 +422,7 @@ def by_timetable(
     ordered = {
         name: in_token_order(leaf) if leaf.ndim > 1 else leaf for name, leaf in batch.items()
     }
-    rows = jax.tree.map(partial(_split_microbatches, microbatches, 1), ordered)
+    rows = jax.tree.map(partial(split_microbatches, microbatches, 1), ordered)
     if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
         rows["scale"] = jnp.broadcast_to(scale, microbatches)
     if mtp is not None:
@@ -504,7 +504,7 @@ def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def _split_microbatches(microbatches: int, group: int, rows: jax.Array) -> jax.Array:
+def split_microbatches(microbatches: int, group: int, rows: jax.Array) -> jax.Array:
     """Rows split round-robin in groups of `group`: (microbatches, rows / microbatches, ...).
 
     Round-robin, not in blocks, so that the rows of a device stay on it.

@@ -146,6 +146,7 @@ class TrainingLoop:
         """The last checkpoint of this session before which replicas were compared."""
         self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
+        self._last_weights: tuple[TrainState, tuple[Any, Any]] | None = None
         self._of_seed = {run.config.seed: run for run in runs}
         self._skipped: dict[Split, list[Skipped]] = {
             part: [Skipped() for _ in self._of_seed] for part in ("train", "validation", "test")
@@ -361,7 +362,8 @@ class TrainingLoop:
         if self._run.is_evaluated(self._step) and not signal_number:
             self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
-                signal_number = self._evaluate(self._weights(state))
+                weights, signal_number = self._weights(state)
+                signal_number = signal_number or self._evaluate(weights)
         self._logger.heartbeat.at("saving", self._step)
         is_due = time.perf_counter() >= self._last_checkpoint + self._checkpoint_seconds
         has_diverged = all(each.status.has_diverged for each in self._open)
@@ -507,8 +509,10 @@ class TrainingLoop:
         begin = time.perf_counter()
         self._logger.heartbeat.at("evaluating", self._step)
         with self._logger.clock.within("evaluation"):
-            weights = self._weights(self._final_state(tested[0], state))
-            parts, signal_number = self._evaluation_of(weights, "test")
+            weights, signal_number = self._weights(self._final_state(tested[0], state))
+            parts: list[Any] = []
+            if not signal_number:
+                parts, signal_number = self._evaluation_of(weights, "test")
         if signal_number:
             self._interrupt(signal_number)
         seconds = time.perf_counter() - begin
@@ -597,18 +601,23 @@ class TrainingLoop:
 
     def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
         """Final parameters and running statistics: of the best epoch, if so configured."""
-        params, model_state = self._weights(self._final_state(member, state))
+        (params, model_state), signal_number = self._weights(self._final_state(member, state))
+        if signal_number:
+            self._interrupt(signal_number)
         weights = {"params": params, "model_state": model_state}
         return self._programs.of_run(member.index, weights)
 
-    def _weights(self, state: TrainState) -> Any:
-        """The parameters and statistics to evaluate: those of BatchNorm, of an average of samples
-        of the run, are the mean over the batches of an epoch (Izmailov et al. 2018, section 3.2;
-        `torch.optim.swa_utils.update_bn`)."""
+    def _weights(self, state: TrainState) -> tuple[tuple[Any, Any], int]:
+        """The parameters and statistics to evaluate, and the signal that interrupted it, or 0:
+        those of BatchNorm, of an average of samples of the run, are the mean over the batches of
+        an epoch (Izmailov et al. 2018, section 3.2; `torch.optim.swa_utils.update_bn`). At the last
+        step they are taken once, for validation, test and what is saved."""
         evaluation = self._programs.evaluation
         params, model_state = evaluation.weights(state)
         if evaluation.statistics is None:
-            return params, model_state
+            return (params, model_state), 0
+        if self._last_weights is not None and self._last_weights[0] is state:
+            return self._last_weights[1], 0
         phase = self._run.phases[0]
         batches = self._programs.training_batches(
             self._run,
@@ -626,7 +635,12 @@ class TrainingLoop:
                 of_batch = evaluation.statistics(params, model_state, batch)
                 total = jax.tree.map(jnp.add, total, of_batch)
                 jax.block_until_ready(total)  # else a fast host queues unlimited batches
-        return params, jax.tree.map(lambda leaf: leaf / phase.steps_per_epoch, total)
+                if signal_number := self._signals.agreed("evaluating"):
+                    return (params, model_state), signal_number
+        weights = params, jax.tree.map(lambda leaf: leaf / phase.steps_per_epoch, total)
+        if self._is_last:
+            self._last_weights = state, weights
+        return weights, 0
 
     def _final_state(self, member: _Member, state: TrainState) -> TrainState:
         """The state whose weights a run ends with, where it is at `state`."""

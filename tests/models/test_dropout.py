@@ -75,7 +75,7 @@ def test_deeper_layers_are_left_out_more_often():
     np.testing.assert_allclose(samples.mean(axis=(1, 2)), 1, atol=0.2)
 
 
-WIDTHS: dict[str, Any] = {"layers": 1, "hidden": 16, "heads": 2, "compute_dtype": "float32"}
+WIDTHS: dict[str, Any] = {"hidden": 16, "heads": 2, "compute_dtype": "float32"}
 NEARLY_ALL = 1 - 1e-7
 
 
@@ -101,7 +101,7 @@ def test_vit_leaves_out_of_the_embedding():
     images = DatasetFacts(
         train_examples=8, test_examples=8, input_shape=(8, 8, 1), target_shape=(), classes=8
     )
-    network = vit.Vit(VitConfig(**WIDTHS, patch=4), images, rngs=nnx.Rngs(0))
+    network = vit.Vit(VitConfig(**WIDTHS, layers=1, patch=4), images, rngs=nnx.Rngs(0))
     network.head.kernel.set_value(jnp.ones_like(network.head.kernel[...]).at[0].set(2))
     inputs = jax.random.normal(jax.random.key(1), (8, 8, 8, 1))
 
@@ -123,7 +123,7 @@ def test_layers_of_several_stacks_are_numbered_through(monkeypatch):
 
     monkeypatch.setattr(blocks_module, "numbered", spy)
     experts = MoeConfig(experts=4, experts_per_token=2, dense_layers=1, expert_hidden=16)
-    config = LlamaConfig(**WIDTHS | {"layers": 3}, moe=experts, mtp=MtpConfig())
+    config = LlamaConfig(**WIDTHS, layers=3, moe=experts, mtp=MtpConfig())
     tokens = DatasetFacts(
         train_examples=8, test_examples=8, input_shape=(8,), target_shape=(8,), classes=32
     )

@@ -1,5 +1,7 @@
 """Averages of parameters: closed forms, what is evaluated, and a run that is resumed."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
-from scalejax.training.evaluation import build_evaluation, trained_weights
+from scalejax.training.evaluation import Evaluation, build_evaluation, trained_weights
 from scalejax.training.gradients import normalised
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.record import RunRecord
 from scalejax.training.reporter import Silent
+from scalejax.training.signals import Interrupted
 from scalejax.training.step import build_step, init_state
 from scalejax.training.train import train
 
@@ -42,6 +45,9 @@ TABLES: dict[str, Any] = {
 def run_of(averaging, **others):
     """A run of 15 updates."""
     return resolve(build(RunConfig, TABLES | {"averaging": averaging} | others), 1)
+
+
+CNN: dict[str, Any] = TABLES | {"model": {"name": "cnn", "channels": [4]}}
 
 
 def averages(averaging, weights):
@@ -164,8 +170,7 @@ def test_a_resumed_run_ends_with_the_same_bits(setup, tmp_path):
 def test_averages_have_batch_norm_statistics_of_their_own(average, tmp_path):
     """Those of the first layer by hand: its convolution of the images of each batch of an epoch,
     by the average that the run ends with. Two runs of a network with BatchNorm are compiled."""
-    tables = TABLES | {"model": {"name": "cnn", "channels": [4]}} | average
-    config = build(RunConfig, tables)
+    config = build(RunConfig, CNN | average)
     train(config, tmp_path / "run", device_count=2, reporter=Silent())
     run = resolve(config, 2)
     weights = trained_weights(run, tmp_path / "run")
@@ -174,19 +179,70 @@ def test_averages_have_batch_norm_statistics_of_their_own(average, tmp_path):
     order, moments = np.random.default_rng([0, 0]).permutation(40), []
     for at in range(0, 40, 8):
         images = source.take(order[at : at + 8])["inputs"]
-        made = jax.lax.conv_general_dilated(
-            normalised(jnp.asarray(images), run.dataset),
-            kernel,
-            (2, 2),
-            [(1, 1), (1, 1)],
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        made = _convolved(normalised(jnp.asarray(images), run.dataset), kernel)
         moments.append([made.mean((0, 1, 2)), made.var((0, 1, 2))])
     mean, var = np.mean(np.asarray(moments), axis=0)
 
     norm = weights["model_state"]["norms"][0]
     np.testing.assert_allclose(norm["mean"], mean, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(norm["var"], var, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_are_of_microbatches_in_which_a_row_counts():
+    """As in training, rows i and i + 4 are a microbatch of four, and only rows 0, 1 and 6 count."""
+    run = run_of(
+        {"name": "swa", "start_epoch": 1},
+        model={"name": "cnn", "channels": [4]},
+        batch={"global_batch": 8, "microbatches": 4},
+        input={"unreadable": "skip"},
+    )
+    mesh = build_mesh(run.layout)
+    evaluation, state = build_evaluation(run, mesh), init_state(run, mesh)
+    images = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1)).astype(np.uint8)
+    weights = np.asarray([1, 1, 0, 0, 0, 0, 1, 0], np.float32)
+    batch = {"inputs": images, "targets": np.zeros(8, np.int32), "weights": weights}
+    found = evaluation.statistics(*evaluation.weights(state), batch)["norms"][0]
+
+    kernel = state.params["convolutions"][0]["kernel"]
+    made = _convolved(normalised(jnp.asarray(images), run.dataset), kernel)[np.asarray([0, 1, 6])]
+    np.testing.assert_allclose(found["mean"], made.mean((0, 1, 2)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["var"], made.var((1, 2)).mean(0), rtol=1e-4, atol=1e-5)
+
+
+def _convolved(images: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+        images, kernel, (2, 2), [(1, 1), (1, 1)], dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def test_a_signal_stops_the_pass_for_statistics(tmp_path, monkeypatch):
+    """After its first batch, not after an epoch; and once they are taken at the last step they are
+    those of validation, test and weights."""
+    config = build(RunConfig, CNN | {"averaging": {"name": "swa", "start_epoch": 1}})
+    passes, real = [], Evaluation.__init__
+
+    def counting(self: Evaluation, **fields: Any) -> None:
+        statistics = fields["statistics"]
+
+        def counted(*arguments: Any) -> Any:
+            passes.append(len(passes))
+            if len(passes) == 6 and stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return statistics(*arguments)
+
+        changed: dict[str, Any] = fields | {"statistics": counted}
+        real(self, **changed)
+
+    monkeypatch.setattr(Evaluation, "__init__", counting)
+    stops = True
+    with pytest.raises(Interrupted) as stopped:
+        train(config, tmp_path, device_count=1, reporter=Silent())
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(passes) == 6  # an epoch has 5 batches
+
+    stops = False
+    train(config, tmp_path, device_count=1, resume=True, reporter=Silent())
+    assert len(passes) == 6 + 5 + 5
 
 
 @pytest.mark.parametrize(

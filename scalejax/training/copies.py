@@ -23,6 +23,8 @@ from scalejax.training.multihost import decided_by_first, is_first
 from scalejax.training.state import TrainState
 
 _KEPT = 2
+_OVERHEAD_BYTES = 2**20
+"""What a copy takes besides the state, at most."""
 _LEAST_SHARE = 50
 """A copy is made after so many times the time for which the last one held training up."""
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -79,8 +81,8 @@ class Copies:
         try:
             yield
         except ConfigError as error:
+            self._tell(f"{error}", self.store and self.store.latest_step)
             self.store = None
-            self._tell(f"{error}")
             if is_first():
                 self._remove_unfinished()
 
@@ -91,12 +93,13 @@ class Copies:
                 if not (path / MANIFEST).exists():
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _tell(self, reason: str) -> None:
-        """Say once why no copies are made."""
+    def _tell(self, reason: str, newest_step: int | None) -> None:
+        """Say once why no copies are made, or no more than those that there are."""
         if not self._has_told:
             self._has_told = True
             reason = reason.removesuffix(".")
-            self._say(f"Note: no copies in memory, but checkpoints alone: {reason}.")
+            after = "" if newest_step is None else f" after that of step {newest_step}"
+            self._say(f"Note: no copies in memory{after}, but checkpoints alone: {reason}.")
 
     def go_on_from(self, step: int) -> None:
         """As `Checkpoints.go_on_from`; every process must call it."""
@@ -129,15 +132,18 @@ class Copies:
         return Wish.COPY if is_due and self._has_room() else Wish.NOTHING
 
     def _has_room(self) -> bool:
-        """Whether a copy may be made: it is of memory, and twice what it takes is free there."""
+        """Whether a copy may be made: it is of memory, which has room for those that are kept and
+        for the next, before which none is removed."""
         if self.store is None or not self._seconds or MEMORY not in self.shared.path.parents:
             return False
-        needed = 2 * self._state_bytes
+        missing = max(1, _KEPT + 1 - len(self.store.steps))
+        needed = missing * (self._state_bytes + _OVERHEAD_BYTES)
         free = shutil.disk_usage(self.shared.path).free
         if free < needed:
             self._tell(
-                f"{format_bytes(free)} are free in {MEMORY}, and two copies take "
-                f"{format_bytes(needed)}"
+                f"{format_bytes(free)} are free in {MEMORY}, and copies take "
+                f"{format_bytes(needed)} more",
+                self.store.latest_step,
             )
         return free >= needed
 

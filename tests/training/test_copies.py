@@ -26,6 +26,8 @@ from scalejax.training.signals import Interrupted
 from scalejax.training.train import train
 
 STATE = {"weights": np.arange(6.0, dtype=np.float32)}
+ONE_COPY = 24 + 2**20
+"""Bytes that a copy of it takes at most."""
 RUN = """
 seed = 3
 [model]
@@ -182,8 +184,7 @@ def test_copies_hold_training_up_for_a_fiftieth_at_most(clocked, monkeypatch):
 def test_without_room_there_are_checkpoints_alone(clocked, monkeypatch):
     """Which is said once; who is to stop for others then saves one."""
     copies, now, said = clocked
-    usage = shutil.disk_usage(copies.shared.path)._replace(free=47)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    limit_memory(monkeypatch, 2 * 2**20)
     for _ in range(3):
         now[0] += 20
         assert copies.wish() == Wish.NOTHING
@@ -192,9 +193,33 @@ def test_without_room_there_are_checkpoints_alone(clocked, monkeypatch):
 
     assert copies.wish() == Wish.SAVE_AND_STOP
     assert said == [
-        f"Note: no copies in memory, but checkpoints alone: 47 B are free in {module.MEMORY}, and "
-        "two copies take 48 B."
+        "Note: no copies in memory, but checkpoints alone: 2.0 MiB are free in "
+        f"{module.MEMORY}, and copies take 3.0 MiB more."
     ]
+
+
+def test_three_times_the_state_is_room_for_two_copies_and_the_next(clocked, monkeypatch):
+    """Of what is free, two thirds are taken once two are kept: the room for the third is enough.
+    With less there are no further copies, and the note says that there are some."""
+    copies, now, said = clocked
+    for step in range(1, 5):
+        limit_memory(monkeypatch, (3 - min(step - 1, 2)) * ONE_COPY)
+        now[0] += 20
+        assert copies.wish() == Wish.COPY
+        copies.save(step, jax.tree.map(jax.numpy.asarray, STATE), [])
+        assert copies.wait()
+    limit_memory(monkeypatch, ONE_COPY - 1)
+    now[0] += 20
+
+    assert copies.wish() == Wish.NOTHING
+    (note,) = said
+    assert note.startswith("Note: no copies in memory after that of step 4, but checkpoints alone:")
+
+
+def limit_memory(monkeypatch, free):
+    """Have so many bytes be free."""
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
 
 
 def full(*unused):
@@ -239,7 +264,8 @@ def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
     shared.ask_to_stop(asks=True)
     assert later_wish() == Wish.SAVE_AND_STOP
     (note,) = said
-    assert note.startswith("Note: no copies in memory, but checkpoints alone: ")
+    after = "" if part in ("make_folder", "set_newest") else " after that of step 1"
+    assert note.startswith(f"Note: no copies in memory{after}, but checkpoints alone: ")
     assert "o space left" in note
     kept = [] if part in ("make_folder", "set_newest") else ["1"]
     assert [path.name for path in shared.path.glob("copies/*")] == kept

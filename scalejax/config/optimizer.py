@@ -392,13 +392,15 @@ class SoapConfig(PreconditionedConfig):
 class ShampooConfig(PreconditionedConfig):
     """Shampoo: L^-1/4 M R^-1/4 of the momentum M of a matrix (Gupta et al. 2018, arXiv 1802.09568,
     algorithm 1), with means in place of sums, and steps as long as Adam's (grafting; Shi et al.
-    2023, arXiv 2309.06497, section 2.4). Roots are computed by products alone."""
+    2023, arXiv 2309.06497, section 2.4). Where only one side has a preconditioner, L^-1/2 M or
+    M R^-1/2: of k sides each has the exponent -1 / (2 k) (as in Distributed Shampoo, Anil et al.
+    2020). Roots are computed by products alone."""
 
     name: Literal["shampoo"] = "shampoo"
     """Selects this optimizer."""
     root_steps: int = 25
-    """Iterations of the coupled Newton method of the roots, each of four products (Guo & Higham
-    2006; as in Anil et al. 2020, arXiv 2002.09018, section 5)."""
+    """Iterations of the coupled Newton method of the roots, each of four products, three for a
+    square root (Guo & Higham 2006; as in Anil et al. 2020, arXiv 2002.09018, section 5)."""
 
     def __post_init__(self) -> None:
         PreconditionedConfig.__post_init__(self)

@@ -187,16 +187,23 @@ def test_soap_without_refreshed_bases_is_adam():
     assert far(found, KERNEL, lambda g, s, t: adam(g, s, t, 0.95, 0.95)) < 1e-5
 
 
-def test_shampoo_divides_by_fourth_roots_of_both_sides():
+@pytest.mark.parametrize(
+    ("path", "largest_side"), [(SQUARE, 8192), (KERNEL, 5)], ids=["both sides", "columns alone"]
+)
+def test_shampoo_divides_by_roots_of_its_sides(path, largest_side):
     """Gupta et al. 2018, algorithm 1, with means, the ridge relative to the largest row sum, and
-    each matrix's step of the length of Adam's; roots by eigenvalues."""
+    each matrix's step of the length of Adam's; roots by eigenvalues: -1 / (2 sides), fourth roots
+    of two and square roots of one (Anil et al. 2020)."""
+    exponent = -0.25 if path == SQUARE else -0.5
 
     def root(mean):
+        if len(mean) > largest_side:
+            return np.eye(len(mean))
         values, vectors = np.linalg.eigh(ridged(mean))
-        return vectors @ np.diag(values**-0.25) @ vectors.T
+        return vectors @ np.diag(values**exponent) @ vectors.T
 
     def expected(g, state, t):
-        rows, columns = state.setdefault("roots", (np.eye(5), np.eye(5)))
+        rows, columns = state.setdefault("roots", [np.eye(size) for size in g.shape])
         wanted = np.linalg.norm(adam(g, state, t, 0.95, 0.95))
         step = rows @ state["m"] @ columns
         state["L"] = 0.95 * state.get("L", 0) + 0.05 * g @ g.T
@@ -205,9 +212,11 @@ def test_shampoo_divides_by_fourth_roots_of_both_sides():
             state["roots"] = (root(state["L"]), root(state["R"]))
         return step * wanted / np.linalg.norm(step)
 
-    found = updates_of(ShampooConfig(weight_decay=0, refresh_every_steps=3))
+    found = updates_of(
+        ShampooConfig(weight_decay=0, refresh_every_steps=3, largest_side=largest_side)
+    )
 
-    assert far(found, SQUARE, expected) < 1e-3
+    assert far(found, path, expected) < 1e-3
 
 
 @pytest.mark.parametrize("kind", [SoapConfig, ShampooConfig], ids=lambda kind: kind.__name__)

@@ -46,14 +46,15 @@ def scale_by_soap(config: SoapConfig, hidden: HiddenMatrices) -> optax.GradientT
         step = _adam(_multiplied(left, mu, right, is_back=False), nu, config, count)
         return _multiplied(left, step, right, is_back=True), nu
 
-    def basis(mean: jax.Array, largest: jax.Array, before: jax.Array) -> jax.Array:
+    def basis(mean: jax.Array, largest: jax.Array, before: jax.Array, sides: int) -> jax.Array:
         return jnp.linalg.qr(mean @ before)[0]
 
     return _preconditioned(config, hidden, direction, basis)
 
 
 def scale_by_shampoo(config: ShampooConfig, hidden: HiddenMatrices) -> optax.GradientTransformation:
-    """L^-1/4 M R^-1/4, of the length of Adam's step of each matrix."""
+    """L^-1/4 M R^-1/4, or the inverse square root of the only side that has a preconditioner, of
+    the length of Adam's step of each matrix."""
 
     def direction(
         gradient: jax.Array, mu: jax.Array, nu: jax.Array, left: Any, right: Any, count: jax.Array
@@ -64,8 +65,9 @@ def scale_by_shampoo(config: ShampooConfig, hidden: HiddenMatrices) -> optax.Gra
         wanted, made = lengths
         return step * jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 0), nu
 
-    def root(mean: jax.Array, largest: jax.Array, before: jax.Array) -> jax.Array:
-        return _inverse_fourth_root(mean, largest, config.root_steps)
+    def root(mean: jax.Array, largest: jax.Array, before: jax.Array, sides: int) -> jax.Array:
+        # Of each 1 / (2 sides), so that the step has no power of the gradient's scale.
+        return _inverse_root(mean, largest, 2 * sides, config.root_steps)
 
     return _preconditioned(config, hidden, direction, root)
 
@@ -74,19 +76,20 @@ def _preconditioned(
     config: PreconditionedConfig,
     hidden: HiddenMatrices,
     direction: Callable[..., tuple[jax.Array, jax.Array]],
-    factor: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    factor: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> optax.GradientTransformation:
     """The transformation of matrices of (gradient, moments, factors) by `direction`, with factors
-    made by `factor` of the means with their ridge, a bound on their eigenvalues, and those before.
-    """
+    made by `factor` of the means with their ridge, a bound on their eigenvalues, those before, and
+    the number of sides that have one."""
 
-    def refreshed_factor(mean: jax.Array, before: jax.Array) -> jax.Array:
+    def refreshed_factor(mean: jax.Array, before: jax.Array, sides: int) -> jax.Array:
         if _or_none(mean) is None:
             return before
         one = jnp.broadcast_to(jnp.eye(mean.shape[-1], dtype=mean.dtype), mean.shape)
         largest = jnp.max(jnp.sum(jnp.abs(mean), axis=-1), axis=-1)[..., None, None]
         largest = jnp.where(largest > 0, largest, 1)
-        return factor(mean + config.ridge * largest * one, largest * (1 + config.ridge), before)
+        mean, bound = mean + config.ridge * largest * one, largest * (1 + config.ridge)
+        return factor(mean, bound, before, sides)
 
     def side(axes: MatrixAxes | None, leaf: jax.Array, which: int, *, is_one: bool) -> jax.Array:
         assert axes is not None  # noqa: S101  masked otherwise
@@ -132,11 +135,12 @@ def _preconditioned(
                 product = jnp.einsum(products, gradient, gradient)
                 mean = config.beta2 * mean + (1 - config.beta2) * product
             means.append(mean)
+        sides = sum(_or_none(mean) is not None for mean in means)
         with jax.named_scope(REFRESH):
             refreshed = lax.cond(
                 (count - 1) % config.refresh_every_steps == 0,
                 lambda means, factors: [
-                    refreshed_factor(mean, before)
+                    refreshed_factor(mean, before, sides)
                     for mean, before in zip(means, factors, strict=True)
                 ],
                 lambda _, factors: factors,
@@ -188,18 +192,19 @@ def _adam(
     return mu / (jnp.sqrt(nu) + config.epsilon)
 
 
-def _inverse_fourth_root(mean: jax.Array, largest: jax.Array, steps: int) -> jax.Array:
-    """A^-1/4 of symmetric positive A with no eigenvalue above `largest`, by the coupled Newton
-    method: X -> X T, M -> T^4 M with T = (5 I - M) / 4, from M = z A with no eigenvalue above 5 / 2
-    and X = z^1/4 I, until M is I."""
+def _inverse_root(mean: jax.Array, largest: jax.Array, degree: int, steps: int) -> jax.Array:
+    """A^-1/p of symmetric positive A with no eigenvalue above `largest`, p being 2 or 4, by
+    the coupled Newton method: X -> X T, M -> T^p M with T = ((p + 1) I - M) / p, from M = z A
+    with no eigenvalue above (p + 1) / 2 and X = z^1/p I, until M is I."""
     one = jnp.broadcast_to(jnp.eye(mean.shape[-1], dtype=mean.dtype), mean.shape)
-    factor = 2.5 / largest
+    factor = (degree + 1) / 2 / largest
 
     def improved(_: Any, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         root, product = pair
-        step = (5 * one - product) / 4
+        step = ((degree + 1) * one - product) / degree
         square = step @ step
-        return root @ step, square @ square @ product
+        power = square if degree == 2 else square @ square
+        return root @ step, power @ product
 
-    root, _ = lax.fori_loop(0, steps, improved, (one * factor**0.25, mean * factor))
+    root, _ = lax.fori_loop(0, steps, improved, (one * factor ** (1 / degree), mean * factor))
     return root

@@ -39,6 +39,7 @@ from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
     RunFolder,
+    Status,
     StatusChange,
     TrainMeasurement,
 )
@@ -324,11 +325,13 @@ base_learning_rate = {rate}
 
 def sweep_of_decoders(folder: Path) -> list[LanguageRun]:
     """A sweep's folder as `scalejax sweep` leaves it, of twelve decoders of three sizes, whose
-    losses are 30 % above the published surface; and one that was stopped."""
+    losses are 30 % above the published surface; one that was stopped, and one that diverged."""
     model, runs = published_surface(), []
     sizes = [(2, 128), (3, 256), (4, 384)]
     rows = [(size, batch, rate) for size in sizes for batch in (64, 128) for rate in (1e-3, 4e-3)]
-    for index, ((layers, hidden), batch, rate) in enumerate([*rows, (sizes[0], 64, 2e-3)]):
+    for index, ((layers, hidden), batch, rate) in enumerate(
+        [*rows, (sizes[0], 64, 2e-3), (sizes[1], 64, 0.3)]
+    ):
         path = RunFolder(path=folder / "runs" / f"{index:04d}")
         path.path.mkdir(parents=True)
         text = RUN.format(layers=layers, hidden=hidden, heads=hidden // 64, batch=batch, rate=rate)
@@ -357,11 +360,12 @@ def sweep_of_decoders(folder: Path) -> list[LanguageRun]:
                 elapsed_seconds=float(steps),
             )
         )  # fmt: skip
-        is_last = index == len(rows)
-        status = "interrupted" if is_last else "completed"
+        status: Status = "completed"
+        if index >= len(rows):
+            status = "interrupted" if index == len(rows) else "diverged"
         log.append(StatusChange(status=status, message="", step=steps, elapsed_seconds=9.0))
         log.close()
-        if not is_last:
+        if status == "completed":
             runs.append(replace(run, loss=loss))
     return runs
 
@@ -378,7 +382,13 @@ def test_a_sweep_made_here_says_what_a_larger_decoder_needs_and_no_more(
     assert [run.loss for run in found] == pytest.approx([run.loss for run in runs])
     assert [run.tokens for run in found] == pytest.approx([run.tokens for run in runs], rel=1e-3)
     ladder = ladder_of(tmp_path)
-    assert "12 runs of 3 sizes" in ladder.name
+    assert "12 of 14 runs, of 3 sizes" in ladder.name
+    assert "1 diverged" in ladder.name
+    hot, cool = (
+        ladder.divergence_probability(replace(runs[4], learning_rate=rate)) for rate in (0.3, 1e-3)
+    )
+    assert hot > 0.4
+    assert cool < 0.1
     larger = replace(runs[-1], parameters=2 * runs[-1].parameters, loss=None)
     wanted = 1.3 * published_surface().surface.loss(larger)
     assert ladder.surface.loss(larger) == pytest.approx(wanted, rel=0.02)

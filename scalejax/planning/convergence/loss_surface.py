@@ -493,7 +493,12 @@ def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Sur
 
 
 def fit_ladder(
-    runs: Sequence[LanguageRun], near: Surface | None = None, *, name: str = "the ladder"
+    runs: Sequence[LanguageRun],
+    near: Surface | None = None,
+    *,
+    name: str = "the ladder",
+    diverged: Sequence[LanguageRun] = (),
+    optimizer: str = "adamw",
 ) -> LossModel:
     """Model of a ladder of small runs, which says how far beyond them it may be used.
 
@@ -501,6 +506,8 @@ def fit_ladder(
         runs: runs of three sizes or more, with losses.
         near: see `fit_surface`.
         name: what the runs are.
+        diverged: runs that diverged, whose losses are no result: of divergence alone.
+        optimizer: name of their optimizer.
 
     Raises:
         ConfigError: if there are fewer sizes, or runs than constants without another surface.
@@ -523,10 +530,11 @@ def fit_ladder(
         surface=fit_surface(usable, near),
         cells=tuple(cells),
         left_out=tuple(left_out),
-        divergence=fit_divergence(runs),
+        divergence=fit_divergence(runs, diverged),
         deviation=math.sqrt(float(np.mean(np.square(errors)))),
         deviation_beyond=math.sqrt(float(np.mean(np.square(slopes)))) if slopes else 0.0,
         batches=_batches(usable),
+        optimizer=optimizer,
         shown=shown,
     )
 
@@ -564,10 +572,13 @@ def _shown(
     return factor, slopes
 
 
-def fit_divergence(runs: Sequence[LanguageRun]) -> tuple[float, ...]:
-    """Logistic regression of whether runs diverged (`DIVERGED`), by Newton's method with a weak
-    normal prior about 0; empty where none did."""
-    diverged = relative_loss(runs) > DIVERGED
+def fit_divergence(
+    runs: Sequence[LanguageRun], known: Sequence[LanguageRun] = ()
+) -> tuple[float, ...]:
+    """Logistic regression of whether runs diverged (`DIVERGED`, and all that are `known` to), by
+    Newton's method with a weak normal prior about 0; empty where none did."""
+    diverged = np.append(relative_loss(runs) > DIVERGED, np.ones(len(known), bool))
+    runs = [*runs, *known]
     if not diverged.any():
         return ()
     features = _with_constant(_logarithms(runs))

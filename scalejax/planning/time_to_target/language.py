@@ -24,10 +24,12 @@ from scalejax.hardware import load_chip
 from scalejax.planning.convergence.hyperbola import Estimate
 from scalejax.planning.convergence.loss_surface import (
     DIVERGES_ABOVE,
+    FITTED,
     LanguageRun,
     LossModel,
     fit_ladder,
     published_surface,
+    relative_loss,
 )
 from scalejax.planning.search.costs import Candidate
 from scalejax.planning.search.parallel import SearchSpec, candidates
@@ -413,36 +415,53 @@ def runs_in(folder: Path) -> list[LanguageRun]:
     Raises:
         ConfigError: if there is none.
     """
-    runs = sorted((folder / "runs").glob("*")) if (folder / "runs").is_dir() else [folder]
-    found = [run for each in runs if (run := _run_in(each)) is not None]
+    return _with_losses(folder, [_run_in(each) for each in _folders(folder)])
+
+
+def _with_losses(folder: Path, runs: Sequence[LanguageRun | None]) -> list[LanguageRun]:
+    found = [run for run in runs if run is not None and run.loss]
     if not found:
         accepted = "it must hold a decoder that was trained to its end, at one batch"
         raise ConfigError(refusal("folder", str(folder), accepted))
     return found
 
 
+def _folders(folder: Path) -> list[Path]:
+    """The folders of the runs of a sweep, or of a run."""
+    return sorted((folder / "runs").glob("*")) if (folder / "runs").is_dir() else [folder]
+
+
 def _run_in(folder: Path) -> LanguageRun | None:
+    """A run that completed, or without a loss one that diverged, as it was meant to be; else
+    None."""
     record = RunRecord.load(folder)
     config = load_config(folder / "run.toml")
     batches = {line.global_batch for line in record.training}
-    if record.status != "completed" or len(batches) != 1 or None in batches:
+    if record.status not in ("completed", "diverged") or len(batches) != 1 or None in batches:
         return None
     facts = facts_of(config, folder / "run.toml", {}, None)
     shape = shape_of(config, load_chip("h100"), facts, compiler=installed_compiler())
+    samples = batches.pop() or 0
     evaluated = [each.test_loss for each in record.evaluations]
     last = [line.loss for line in record.training][-max(1, len(record.training) // 10) :]
     losses = evaluated[-1:] or last
-    if any(loss is None for loss in losses):
-        return None
-    samples = batches.pop() or 0
-    return LanguageRun(
+    run = LanguageRun(
         parameters=parameters_of(shape),
         tokens=float(record.training[-1].step * samples * shape.tokens),
         batch_tokens=float(samples * shape.tokens),
         learning_rate=max(line.learning_rate for line in record.training),
         sparsity=sparsity_of(shape),
-        loss=fmean(loss for loss in losses if loss is not None),
     )
+    if record.status == "diverged":
+        # It may have ended in the warmup: what it was meant for says whether another diverges.
+        peak, _ = config.schedule.scaled(samples)
+        tokens = float(config.train.epochs * facts.train_examples * shape.tokens)
+        return replace(
+            run, learning_rate=max(peak, run.learning_rate), tokens=max(tokens, run.tokens)
+        )
+    if any(loss is None for loss in losses):
+        return None
+    return replace(run, loss=fmean(loss for loss in losses if loss is not None))
 
 
 def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
@@ -507,7 +526,22 @@ def ladder_of(folder: Path) -> LossModel:
     Raises:
         ConfigError: see `runs_in` and `fit_ladder`.
     """
-    runs = runs_in(folder)
+    folders = _folders(folder)
+    every = [_run_in(each) for each in folders]
+    runs = _with_losses(folder, every)
+    diverged = [run for run in every if run is not None and run.loss is None]
+    used = sum(off < FITTED for off in relative_loss(runs))
     sizes = {run.parameters for run in runs}
-    words = f"{counted(len(runs), 'run')} of {counted(len(sizes), 'size')} in {folder}"
-    return fit_ladder(runs, published_surface().surface, name=words)
+    words = (
+        f"{used} of {counted(len(folders), 'run')}, of {counted(len(sizes), 'size')}, in {folder}"
+    )
+    if diverged:
+        words += f" ({len(diverged)} diverged)"
+    optimizers = {load_config(each / "run.toml").optimizer.name for each in folders}
+    return fit_ladder(
+        runs,
+        published_surface().surface,
+        name=words,
+        diverged=diverged,
+        optimizer=" and ".join(sorted(optimizers)),
+    )

@@ -175,7 +175,8 @@ class Sweep(RunFileCommand):
         rows = read_rows(sweep, files)
         print()
         tables.show(sweep_tables.results(sweep, rows))
-        print(f"wrote {files.results}; evaluations, arms (.json too) and timings.parquet beside it")
+        print(f"wrote {files.results}")
+        print("  and evaluations, arms (.json too) and timings.parquet beside it")
         if any(row.evaluations for row in rows if row.is_finished):
             save_picture(final_accuracies(rows), files.path / "final.png")
             save_picture(accuracy_curves(rows), files.path / "curves.png")

@@ -6,6 +6,7 @@ Knows measurements and streams; no devices and no files.
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from textwrap import TextWrapper
 from typing import TextIO
 
 from rich.console import Console
@@ -150,8 +151,15 @@ class ProgressBar(Reporter):
         self._progress.start()
 
     def say(self, text: str) -> None:
-        """Write a line above the bar."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        """Write a line above the bar, wrapped between words, which stay whole."""
+        broken = TextWrapper(
+            self._console.width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines():
+            self._console.print(broken.fill(line), markup=False, soft_wrap=True)
 
     def measured(self, measurement: Measurement) -> None:
         """Move the bar, or write a line above it."""

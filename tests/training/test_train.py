@@ -30,7 +30,7 @@ from scalejax.training.evaluation import build_evaluation, trained_weights
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord, StatusChange, figures
-from scalejax.training.reporter import PlainLines, Silent, reporter_for
+from scalejax.training.reporter import PlainLines, ProgressBar, Silent, reporter_for
 from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import describe_run, refuse_other_run
 from scalejax.training.time_accounting import RunClock
@@ -624,6 +624,19 @@ def test_a_terminal_is_told_of_the_compiler(monkeypatch):
     drawn = terminal.getvalue()
     assert re.search(r"compiling\b.*0:00:00", drawn)
     assert drawn.endswith("\x1b[2K")
+
+
+def test_lines_above_the_bar_fit_the_terminal(monkeypatch):
+    """Broken between words; a path stays whole."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal, path = io.StringIO(), "runs/" * 12 + "checkpoint"
+
+    ProgressBar(terminal).say(f"stopped early: no validation loss was lower for 3 epochs: {path}")
+
+    lines = terminal.getvalue().splitlines()
+    assert lines[:2] == ["stopped early: no validation loss was", "  lower for 3 epochs:"]
+    assert [line.strip() for line in lines[2:]] == [path]
 
 
 LLAMA = """

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ FOLDER, COPY_SECONDS = "SCALEJAX_ELASTIC", "SCALEJAX_COPY_SECONDS"
 """Variables, set by the launcher: the folder; least seconds between two copies, 0 for none."""
 MEMORY = Path("/dev/shm")  # a tmpfs: shm_overview(7)
 _OWNER = "owner"
+_SECONDS_TO_LOCK = 600.0
+"""A folder that nobody has locked for so long is abandoned."""
 
 
 @document("change_of_processes")
@@ -139,7 +142,7 @@ def shared_folder(memory: Path = MEMORY) -> Iterator[SharedFolder]:
     try:
         yield SharedFolder(path)
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         os.close(owner)
 
 
@@ -157,9 +160,24 @@ def _remove_abandoned(path: Path) -> None:
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.stat().st_uid != os.getuid():
             return
+        if not (path / _OWNER).exists():  # a launcher is about to lock it, or was killed before
+            if time.time() > path.stat().st_mtime + _SECONDS_TO_LOCK:
+                _remove(path)
+            return
         file = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while it is there
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         finally:
             os.close(file)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, and last what tells whose it is."""
+    with contextlib.suppress(OSError):
+        for each in path.iterdir():
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            elif each.name != _OWNER:
+                each.unlink()
+    shutil.rmtree(path, ignore_errors=True)

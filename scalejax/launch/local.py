@@ -218,7 +218,8 @@ def _change(
 
 
 class Signals(contextlib.ExitStack):
-    """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end."""
+    """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end; the
+    end of a terminal, SIGHUP, counts as SIGTERM, unless it is ignored, as by nohup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,9 +227,14 @@ class Signals(contextlib.ExitStack):
         """Those that came, in order."""
 
     def __enter__(self) -> "Signals":
-        noted = handling(lambda n, _: self.received.append(n), signal.SIGINT, signal.SIGTERM)
-        self.enter_context(noted)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.enter_context(handling(self._note, *numbers))
         return self
+
+    def _note(self, number: int, _: object) -> None:
+        self.received.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def require_none(self) -> None:
         """Raise KeyboardInterrupt if any came."""
@@ -463,7 +469,8 @@ class _Attempt:
                     if log is not None:
                         log.write(line)
                 if not gloo.holds_back(line) and is_shown:
-                    with self._speaking:
+                    # Nor must a terminal that is closed: the process would wait for a reader.
+                    with self._speaking, contextlib.suppress(OSError):
                         self._out.write(prefix + line.decode(errors="replace"))
                         self._out.flush()
 

@@ -1,5 +1,7 @@
 """The folder in memory is there as long as its launcher, and not longer."""
 
+import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -26,19 +28,23 @@ def test_the_folder_goes_with_its_launcher(tmp_path):
 
 
 def test_the_next_launcher_removes_what_one_that_was_killed_left(tmp_path):
-    """Which could not do so itself; those of launchers that are there stay, and what is not a
-    folder of a launcher."""
+    """Which could not do so itself; those of launchers that are there stay, or are about to be, and
+    what is not a folder of a launcher."""
     with shared_folder(tmp_path) as living:
         prefix = living.path.name.rpartition("-")[0]
-        killed, strange = tmp_path / f"{prefix}-killed", tmp_path / f"{prefix}-strange"
-        for folder in (killed, strange):
+        killed, begun = tmp_path / f"{prefix}-killed", tmp_path / f"{prefix}-begun"
+        half_removed = tmp_path / f"{prefix}-half"
+        for folder in (killed, begun, half_removed):
             (folder / "copies").mkdir(parents=True)
         (killed / "owner").touch()
+        then = time.time() - 700
+        os.utime(half_removed, (then, then))
         (tmp_path / f"{prefix}-link").symlink_to(living.path)
         with shared_folder(tmp_path):
             assert not killed.exists()
+            assert not half_removed.exists()
         assert living.path.exists()
-        assert strange.exists()
+        assert begun.exists()
 
 
 def test_what_is_not_in_the_record_yet_is_kept(tmp_path):

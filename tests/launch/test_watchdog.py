@@ -1,5 +1,6 @@
 """Which process was lost is told by exit codes, heartbeats and what the system says."""
 
+import errno
 import io
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.config.data import FashionMnistConfig, ParquetConfig
 from scalejax.core.elastic import MEMORY
+from scalejax.core.environment import handling
 from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, packed, read_beat, unpacked
 from scalejax.core.remote import deadlines
@@ -250,6 +252,23 @@ def test_processes_are_watched_also_after_a_signal(tmp_path):
 
     assert code == ExitCode.LOST
     assert "process 1 has been stopped" in said.getvalue()
+
+
+def test_the_end_of_a_terminal_is_a_wish_to_stop(tmp_path):
+    """Of which processes know SIGTERM; what cannot be shown any more holds none of them up."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            if "ready" in text:
+                os.kill(os.getpid(), signal.SIGHUP)
+            raise OSError(errno.EIO, "Input/output error")
+
+    says_much = "yes | head -c 200000; echo ready; exec sleep 60"
+    job = Launch(command=("sh", "-c", says_much), processes=1, folder=tmp_path)
+
+    with handling(signal.SIG_DFL, signal.SIGHUP):  # nohup has it ignored
+        assert launch(job, Closed()) == 128 + signal.SIGTERM
+    assert (tmp_path / "0.log").stat().st_size > 200000
 
 
 LOSES_TWO = """

@@ -200,9 +200,10 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
             f"{unreadable_in_words(measurement.rows, part)}: {_first_of(measurement)}"
         )
     if isinstance(measurement, ProcessesChange):
+        processes = "process" if measurement.after == 1 else "processes"
         return (
-            f"step {measurement.step}/{total_steps}: went on in {measurement.after} processes, of "
-            f"{measurement.before} before ({measurement.reason}), after "
+            f"step {measurement.step}/{total_steps}: went on in {measurement.after} {processes}, "
+            f"of {measurement.before} before ({measurement.reason}), after "
             f"{format_seconds(measurement.seconds)}, "
             f"{counted(measurement.repeated_steps, 'step')} again"
         )

@@ -1,7 +1,9 @@
 """The record of a run survives what happens to runs."""
 
+import io
 import math
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,7 @@ from scalejax.training.record import (
     finite,
     has_steps,
 )
+from scalejax.training.reporter import PlainLines
 
 
 def update(step, loss: float | None = 0.5):
@@ -150,3 +153,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run: it has no measurements\.jsonl"):
         RunRecord.load(tmp_path)
     assert not RunFolder(path=tmp_path).holds_run
+
+
+def test_one_process_is_told_as_one():
+    """As is one step that is trained again."""
+    out = io.StringIO()
+    reporter = PlainLines(out)
+    reporter.begin(2, 9)
+    reporter.measured(replace(CHANGE, after=1, repeated_steps=1))
+
+    assert "went on in 1 process, of 8 before" in out.getvalue()
+    assert "1 step again" in out.getvalue()

@@ -118,8 +118,8 @@ def test_a_run_that_was_cut_off_is_begun_anew(run_file, tmp_path, monkeypatch):
 
     real = run.Lines.evaluated
 
-    def interrupted(*arguments):
-        real(*arguments)
+    def interrupted(*arguments, **options):
+        real(*arguments, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -127,10 +127,10 @@ def test_a_run_that_was_cut_off_is_begun_anew(run_file, tmp_path, monkeypatch):
         assert main(["emulate", "run.toml", "--folder", "a"]) == 130
     assert RunRecord.load(tmp_path / "a").status == "interrupted"
 
-    def swallowed(*arguments):  # as in a callback of a garbage collection
+    def swallowed(*arguments, **options):  # as in a callback of a garbage collection
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        real(*arguments)
+        real(*arguments, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(run.Lines, "evaluated", swallowed)

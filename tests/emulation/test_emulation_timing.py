@@ -164,7 +164,11 @@ def test_times_by_hand_come_before_those_of_the_cluster():
             {"input.augmentation": {"mixup_alpha": 0.2}},
             r"mixup_alpha=0.2 is refused: it mixes neighbours .* workers divide",
         ),
-        (SYNCHRONOUS, {"train.early_stopping": {}}, r"\[train.early_stopping\] is refused"),
+        (
+            SYNCHRONOUS,
+            {"train.early_stopping": {}, "data.validation_fraction": 0.1},
+            r"\[train.early_stopping\] is refused",
+        ),
         (
             SYNCHRONOUS,
             {"train.metric_average": "devices"},

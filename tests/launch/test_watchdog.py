@@ -11,17 +11,19 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from scalejax.cli.main import main
 from scalejax.config.data import FashionMnistConfig, ParquetConfig
-from scalejax.core.elastic import MEMORY
+from scalejax.core.elastic import shared_folder
 from scalejax.core.environment import handling
 from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.core.heartbeat import Beat, Heartbeat, packed, read_beat, unpacked
 from scalejax.core.remote import deadlines
+from scalejax.launch import local
 from scalejax.launch.local import Launch, launch
 from scalejax.launch.places import Elastic
 from scalejax.launch.watchdog import Watch
@@ -371,11 +373,13 @@ def test_what_is_in_memory_alone_is_saved(tmp_path, code):
         shutil.rmtree(kept.parent)
 
 
-def test_those_that_are_left_go_on_and_others_join_them(tmp_path):
+def test_those_that_are_left_go_on_and_others_join_them(tmp_path, monkeypatch):
     """Two of four are killed, the first among them: two go on, and stop when asked for the others
     to join. What the record is to say of both is one change, where it has not said the first yet;
     nothing is left in memory."""
-    said, before = io.StringIO(), set(MEMORY.glob("scalejax-*"))
+    said, memory = io.StringIO(), tmp_path / "memory"  # no other test's
+    memory.mkdir()
+    monkeypatch.setattr(local, "shared_folder", partial(shared_folder, memory))
 
     assert launch(elastic_job(tmp_path, LOST), said) == 0
 
@@ -388,7 +392,7 @@ def test_those_that_are_left_go_on_and_others_join_them(tmp_path):
     first, second = re.findall(r"Change\(before=4, after=(\d).*?step=(\d+)", lines)
     assert (first, second) == (("2", "10"), ("4", "20"))
     assert "at step 10, and 1 more; others joined" in lines
-    assert set(MEMORY.glob("scalejax-*")) == before
+    assert not list(memory.iterdir())
 
 
 def test_one_that_is_asked_to_go_takes_nothing_along(tmp_path):

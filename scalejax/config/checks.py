@@ -15,6 +15,7 @@ from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.schedule import LearningRateConfig
 from scalejax.config.training import (
+    MOST_STEPS,
     AveragingConfig,
     BatchConfig,
     DropoutConfig,
@@ -574,8 +575,6 @@ def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devic
 
 # Limits on the number of steps: devices count updates in int32.
 
-MOST_STEPS = 2**31 - 1
-"""Largest number of steps, of int32, JAX's default integers."""
 MOST_RATES = 2**22
 """Most steps whose learning rates are listed one by one: some seconds, and 0.1 GB of Python's
 numbers; 90 epochs of ImageNet, 32 images at a time, are 3.6 million."""

@@ -694,7 +694,7 @@ class LlamaConfig(DecoderConfig):
             )
             raise ConfigError(refusal("model.moe.capacity_factor", moe.capacity_factor, accepted))
         if moe.dense_layers >= self.layers:
-            accepted = f"below model.layers={self.layers}, as some layer has experts"
+            accepted = f"it must be below model.layers={self.layers}, as some layer has experts"
             raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))
         if moe.dense_layers and self.period > 1:
             accepted = "local and global layers are counted from the first with experts; use 0"

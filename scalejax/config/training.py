@@ -18,6 +18,9 @@ from scalejax.core.errors import (
 )
 from scalejax.core.serialization import Family
 
+MOST_STEPS = 2**31 - 1
+"""Largest number of steps, of int32, JAX's default integers."""
+
 _LARGEST_BATCH = 1e12
 """Samples of an update: more than of any data set."""
 
@@ -528,6 +531,8 @@ class TrainConfig:
         ):
             if getattr(self, name) is not None:
                 require_at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("evaluate_every_epochs", "evaluate_every_steps", "log_every_steps"):
+            require_at_most(f"train.{name}", getattr(self, name), MOST_STEPS)
         if self.evaluate_every_steps is not None and self.early_stopping is not None:
             accepted = "train.early_stopping counts epochs; use train.evaluate_every_epochs"
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Parsing and formatting of quantities: the only file that knows prefixes, others use SI units."""
 
+import math
 import re
 
 from scalejax.core.errors import ConfigError, refusal
@@ -37,7 +38,7 @@ def unit_of_axis(longest_seconds: float) -> tuple[str, float]:
 
 def format_seconds(seconds: float | None) -> str:
     """A duration in the unit a person would use: "850 us", "12.4 ms", "3.21 s", "1 h 02 min"."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalejax.config.checks import MOST_STEPS
+from scalejax.config.training import MOST_STEPS
 from scalejax.core.errors import ConfigError, Damaged, Unavailable
 from scalejax.core.serialization import (
     JsonValue,

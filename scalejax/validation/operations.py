@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
 
-from scalejax.core.errors import ConfigError, ScalejaxError
+from scalejax.core.errors import ConfigError, ScalejaxError, require_at_most
 from scalejax.hardware import (
     Chip,
     Cluster,
@@ -224,6 +224,10 @@ def _operation(name: str) -> str:
     return _OPERATIONS.get(re.sub("[^a-z]", "", name.lower()), name)
 
 
+_MOST_DEVICES = 10_000_000
+"""More than any cluster has; each has its seat in the route of a group."""
+
+
 def _collective(
     name: str,
     payload_bytes: int,
@@ -234,10 +238,11 @@ def _collective(
     """Time of a collective, and the deviation of its library.
 
     Raises:
-        ConfigError: if there is no such collective.
+        ConfigError: if there is no such collective, or no cluster of so many devices.
     """
     if _operation(name) not in _OPERATIONS.values():
         raise ConfigError(f"no collective {name!r}")
+    require_at_most("devices", devices, _MOST_DEVICES)
     collective = Collective(
         name=cast(CollectiveName, _operation(name)),
         payload_bytes=payload_bytes,

@@ -84,6 +84,10 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ({"train.epochs": "3"}, r"train\.epochs='3' is refused: it must be a whole number"),
         ({"train.epochs": True}, r"train\.epochs=True is refused"),
         ({"train.epochs": 0}, r"train\.epochs=0 is refused: it must be at least 1"),
+        (
+            {"train.evaluate_every_epochs": 2**40},
+            r"train\.evaluate_every_epochs=1099511627776 is refused: it must be at most 2\.1",
+        ),
         ({"model.hidden": [3, "a"]}, r"model\.hidden\.1='a' is refused"),
         ({"layout": 3}, r"layout=3 is refused: it must be a table"),
         ({"schedule": 3}, r"schedule=3 is refused: it must be a table"),

@@ -432,6 +432,18 @@ def test_plan_is_read_back_from_its_folder(tmp_path):
         measured_runs(read_summaries(found, folder), folder, [4])
 
 
+@pytest.mark.parametrize("entry", [[], "job", {"name": 3}, {"name": "job", "fields": []}])
+def test_a_damaged_plan_is_refused(tmp_path, entry):
+    """By the file, whatever stands in place of a benchmark."""
+    folder = finished(planned(tmp_path, "-V", "devices=[1]"), tmp_path / "bench", {1: [0.1]})
+    written = json.loads(folder.plan.read_text())
+    written["benchmarks"] = [entry]
+    folder.plan.write_text(json.dumps(written))
+
+    with pytest.raises(ConfigError, match="is no plan of scalejax bench: an entry is damaged"):
+        read_plan(folder)
+
+
 def test_calibrate_refuses_what_is_not_measured(tmp_path, capsys):
     """By the field, and before anything is fitted."""
     plan = planned(tmp_path, "-V", "devices=[1,2]")

@@ -1,11 +1,12 @@
 """Tables say what is known, and tell nothing from unknown."""
 
+import math
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from scalejax.core.units import counted
+from scalejax.core.units import counted, format_seconds
 from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import Framework, Software
 from scalejax.simulator.frameworks.software import Rates
@@ -74,3 +75,8 @@ def test_one_of_a_thing_is_no_plural():
     counts = [counted(count, "device") for count in (0, 1, 2, "1", "8,16")]
 
     assert counts == ["0 devices", "1 device", "2 devices", "1 device", "8,16 devices"]
+
+
+def test_a_duration_that_is_none_is_unknown():
+    """Stored predictions may hold any number."""
+    assert [format_seconds(each) for each in (None, math.nan, math.inf)] == ["n/a"] * 3

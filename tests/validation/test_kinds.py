@@ -344,6 +344,16 @@ def test_columns_of_no_kind_are_refused_with_the_kinds(tmp_path: Path, capsys):
         assert " ".join(required_columns(kind)) in message.replace(" error: ", " ")
 
 
+def test_collectives_of_more_devices_than_there_can_be_are_skipped(tmp_path: Path):
+    """Each of a group's devices has its seat: 80 billion took all memory."""
+    _, cells = ROWS["expert_dispatch_combine_deepep"]
+    name = "expert_dispatch_combine_deepep"
+
+    (found,) = validate(written(tmp_path, cells | {"nodes": 10**10}, name=name)).rows
+
+    assert "devices=80000000000 is refused: it must be at most 1e+07" in found.status
+
+
 def test_nothing_predicted_is_exit_code_1(tmp_path: Path, capsys):
     """One row that is predicted among skipped ones is enough for 0."""
     unknown = RESNET | {"model": "mamba"}

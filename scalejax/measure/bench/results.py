@@ -166,6 +166,8 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
         raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")
     benchmarks = []
     for entry in entries:
+        if not _is_entry(entry):
+            raise ConfigError(f"{folder.plan} is no plan of scalejax bench: an entry is damaged.")
         path = folder.job(str(entry["name"]))
         if path.is_file():
             job = serialization.load(Job, path)
@@ -179,6 +181,15 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
             )
     text = folder.run_file.read_text(encoding="utf-8")
     return BenchPlan(text=text, benchmarks=tuple(benchmarks), repeats=repeats)
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether it has the name, fields and varied fields of a benchmark."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and all(isinstance(entry.get(each), dict) for each in ("fields", "varied"))
+    )
 
 
 def groups(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:

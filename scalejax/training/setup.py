@@ -32,9 +32,9 @@ from scalejax.models.attention_blocks import has_fused_blocks
 from scalejax.models.fsdp import in_float8
 from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
-from scalejax.training.optimizers.clipping import with_clipping
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
+from scalejax.training.optimizers.transformations import with_clipping
 from scalejax.training.schedules import Schedule, learning_rate_schedule
 
 

@@ -26,7 +26,7 @@ from scalejax.config.optimizer import (
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.training.optimizers import build_optimizer, evaluated_params
-from scalejax.training.optimizers.clipping import with_clipping
+from scalejax.training.optimizers.transformations import with_clipping
 
 RNG = np.random.default_rng(0)
 

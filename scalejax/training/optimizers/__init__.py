@@ -32,11 +32,11 @@ from scalejax.config.optimizer import (
 )
 from scalejax.models import parameter_path
 from scalejax.models.lora import ADAPTERS
-from scalejax.training.optimizers.gradient_directions import cautious, corrected_by_the_last
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
 from scalejax.training.optimizers.own import own_optimizer
 from scalejax.training.optimizers.preconditioned import scale_by_shampoo, scale_by_soap
+from scalejax.training.optimizers.transformations import cautious, corrected_by_the_last
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
 

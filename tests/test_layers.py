@@ -5,11 +5,14 @@ files inside a package import each other in no circle.
 """
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -226,3 +229,29 @@ def test_step_and_evaluation_are_the_only_modules_that_jit_a_run():
 def test_check_for_jit_can_fail(source: str):
     """The calls are recognised."""
     assert jit_calls(ast.parse(source))
+
+
+def test_what_every_module_imports_is_installed_with_scalejax():
+    """Of other projects, at the top of a file: what only an extra brings is imported where it is
+    used. The tests' own environment has those of all extras, and would notice nothing."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[<>=,; ]", each)[0].lower() for each in project["dependencies"]}
+    declared |= {  # pydantic_core comes with pydantic
+        re.split(r"[\[<>=,; ]", each)[0].lower().replace("-", "_")
+        for name in declared
+        for each in requires(name) or ()
+        if "extra ==" not in each
+    }
+    brought_by = packages_distributions()
+    missing = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in {each.partition(".")[0] for each in names}:
+                found = {each.lower() for each in brought_by.get(name, [])}
+                found |= {each.replace("-", "_") for each in found}
+                if found and name != "scalejax" and not found & declared:
+                    missing.add((path.relative_to(ROOT).as_posix(), name))
+    assert not missing

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 from scipy.special import expit
@@ -596,7 +595,7 @@ def _with_constant(logs: Floats) -> Floats:
     return np.column_stack([np.ones(len(logs)), logs])
 
 
-def _logarithms(runs: Sequence[LanguageRun]) -> Float[np.ndarray, "runs 5"]:
+def _logarithms(runs: Sequence[LanguageRun]) -> NDArray[np.float64]:
     """Logarithms of what the loss depends on, about `_ORIGIN`."""
     return np.log([[getattr(run, name) for name in _COLUMNS] for run in runs]) - _ORIGIN
 

@@ -297,38 +297,18 @@ def finish(process):
     return said
 
 
-@pytest.mark.slow  # three sweeps are begun, in processes that import JAX
-def test_a_sweep_that_was_killed_ends_with_the_same_tables(run_file, tmp_path):
-    """SIGKILL at a random moment, of the process that was started alone: nothing is lost, nothing
-    is trained twice that was finished, the workers die with it, and the files are the same bytes.
+@pytest.mark.slow  # four sweeps are begun, in processes that import JAX
+def test_a_sweep_that_was_interrupted_and_killed_ends_with_the_same_tables(run_file, tmp_path):
+    """Ctrl-C and SIGKILL reach the command alone; its workers save and end, or die with it.
+
+    Nothing is lost, nothing is trained twice that was finished, and the files are the same bytes.
     """
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    flags = ("-P", "train.epochs=10", "--one-by-one")
-    finish(start(run_file, whole, *flags))
-    process = start(run_file, killed, *flags)
-    wait_for_lines(process, killed, random.randrange(1, lines_written(whole) * 2 // 3))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert_nothing_runs(killed)
-    records = {path: path.read_text() for path in killed.glob("runs/*/measurements.jsonl")}
-
-    finish(start(run_file, killed, *flags, "--resume"))
-
-    assert_same_tables(killed, whole)
-    for path, text in records.items():
-        if '"completed"' in text:
-            assert path.read_text() == text
-
-
-@pytest.mark.slow  # three sweeps are begun, in processes that import JAX
-def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_file, tmp_path):
-    """Ctrl-C reaches the command alone; its workers save, end, and the next goes on there."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = ("-P", "train.epochs=100", "--processes", "1")
+    flags = ("-P", "train.epochs=16", "--one-by-one")
     finish(start(run_file, whole, *flags))
+    lines = lines_written(whole)
     process = start(run_file, cut, *flags)
-    wait_for_lines(process, cut, lines_written(whole) // 12)
+    wait_for_lines(process, cut, lines // 12)
 
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=100)
@@ -339,11 +319,22 @@ def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_
     assert_nothing_runs(cut)
     assert "interrupted" in {RunRecord.load(path).status for path in (cut / "runs").iterdir()}
 
+    process = start(run_file, cut, *flags, "--resume")
+    wait_for_lines(process, cut, random.randrange(lines // 12, lines // 2))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert_nothing_runs(cut)
+    records = {path: path.read_text() for path in cut.glob("runs/*/measurements.jsonl")}
+
     finish(start(run_file, cut, *flags, "--resume"))
 
+    assert_same_tables(cut, whole)
     statuses = (RunRecord.load(path).statuses for path in (cut / "runs").iterdir())
     assert "resumed" in {change.status for changes in statuses for change in changes}
-    assert_same_tables(cut, whole)
+    for path, text in records.items():
+        if '"completed"' in text:
+            assert path.read_text() == text
 
 
 def assert_same_tables(some, others):

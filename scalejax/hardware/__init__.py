@@ -34,6 +34,8 @@ from scalejax.hardware.cluster import (
     HostMemory,
     Link,
     Network,
+    Power,
+    Price,
     SharedChip,
 )
 from scalejax.hardware.host import (
@@ -87,6 +89,8 @@ __all__ = [
     "MeasuredRates",
     "MeasuredTimes",
     "Network",
+    "Power",
+    "Price",
     "RateType",
     "ReadRates",
     "Residuals",

@@ -5,7 +5,9 @@ A node here is the set of devices that one kind of link connects: a server of 8 
 """
 
 import math
+import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from scalejax.core.errors import (
@@ -305,6 +307,60 @@ class SharedChip:
         require_at_least("shared.device_count", self.device_count, 2)
 
 
+_DATE = re.compile(r"[0-9]{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """List price at which a device is rented."""
+
+    dollars_per_device_hour: float
+    """US dollars for an hour of one device with its share of host and network, on demand."""
+    date: str
+    """When that was the price: "2025-10-22", or the month or year, as far as it is known."""
+
+    def __post_init__(self) -> None:
+        require_above("price.dollars_per_device_hour", self.dollars_per_device_hour, 0)
+        if not _DATE.fullmatch(self.date):
+            accepted = 'it must be a day, month or year, such as "2025-10-22"'
+            raise ConfigError(refusal("price.date", self.date, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """Electric power of a device with its share of its node: host, fans, network cards."""
+
+    max_watts: float | None = None
+    """Most that it may draw, as its node is rated; None if unknown."""
+    training_watts: float | None = None
+    """What it draws while it trains, as measured; None if unknown."""
+    idle_watts: float | None = None
+    """What it draws while nothing runs; None if unknown."""
+    pue: float | None = None
+    """Power of the whole data centre over that of its machines, 1 or more; None if unknown."""
+
+    def __post_init__(self) -> None:
+        known = [
+            (name, watts)
+            for name in ("idle_watts", "training_watts", "max_watts")
+            if (watts := getattr(self, name)) is not None
+        ]
+        for name, watts in known:
+            require_above(f"power.{name}", watts, 0)
+        for (less, low), (more, high) in pairwise(known):
+            if low > high:
+                raise ConfigError(
+                    refusal(f"power.{less}", low, f"it must be at most {more}={high}")
+                )
+        require_at_least("power.pue", self.pue, 1)
+        require_at_most("power.pue", self.pue, 10)
+
+    @property
+    def watts(self) -> float | None:
+        """What a device of a run draws: as measured, or else at most; None if unknown."""
+        return self.max_watts if self.training_watts is None else self.training_watts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes of equal devices; devices are numbered node by node.
@@ -343,6 +399,10 @@ class Cluster:
     shared: tuple[SharedChip, ...] = ()
     """The chip when several devices of a node are busy, by rising number of them; () where devices
     do not slow each other down."""
+    price: Price | None = None
+    """List price of a device; None if none is known."""
+    power: Power | None = None
+    """Electric power of a device; None if unknown."""
     calibrated: CalibratedRange | None = None
     """Runs that the constants were fitted to; None if they come from elsewhere."""
     sources: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from scalejax.core.serialization import build, plain
 from scalejax.hardware import (
     Chip,
     Cluster,
+    Power,
+    Price,
     chip_names,
     cluster_names,
     load_attention_rates,
@@ -236,6 +238,30 @@ def test_a_chip_that_cannot_be_is_refused(owner: str, changes: dict[str, float],
 
     with pytest.raises(ConfigError, match=f"^{field} is refused"):
         replace(getattr(chip, owner) if owner else chip, **changes)
+
+
+@pytest.mark.parametrize(
+    ("build_it", "message"),
+    [
+        (lambda: Price(dollars_per_device_hour=0, date="2025"), "^price.dollars_per_device_hour=0"),
+        (lambda: Price(dollars_per_device_hour=2, date="May 2025"), '^price.date=.*"2025-10-22"'),
+        (lambda: Price(dollars_per_device_hour=2, date="2025-13"), "^price.date="),
+        (lambda: Power(max_watts=0), "^power.max_watts=0"),
+        (lambda: Power(max_watts=900, training_watts=1000), "^power.training_watts=1000.*max"),
+        (lambda: Power(pue=0.9), r"^power\.pue=0\.9"),
+    ],
+)
+def test_prices_and_watts_that_cannot_be_are_refused(build_it: Callable[[], object], message: str):
+    """A device that costs nothing, days that are none, more watts than the most."""
+    with pytest.raises(ConfigError, match=message):
+        build_it()
+
+
+def test_energy_is_of_what_was_measured_in_training_or_else_of_the_most():
+    """A rating is an upper bound, and better than nothing."""
+    assert Power(max_watts=1000, training_watts=700).watts == 700
+    assert Power(max_watts=1000).watts == 1000
+    assert Power(idle_watts=100).watts is None
 
 
 def test_a_node_of_more_devices_than_there_are_is_refused():

@@ -17,6 +17,7 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import parse_seconds
 from scalejax.hardware import RunConditions, Site, load_cluster
+from scalejax.planning.bill import Rates
 from scalejax.planning.convergence import ConvergenceData, Estimate, Point
 from scalejax.planning.time_to_target.notes import missed
 from scalejax.planning.time_to_target.plan import (
@@ -122,7 +123,7 @@ BY_HAND = (point(1, 10), point(2, 6), point(4, 4), point(8, 3.5), point(16, 3.4)
 
 def test_time_to_target_is_steps_times_step():
     """1000 steps of 3.6 s on 8 devices: an hour, 8 device-hours, 20 at a price of 2.5."""
-    found = plan_point(prediction_of(8, 3.6), 1000, price_per_device_hour=2.5)
+    found = plan_point(prediction_of(8, 3.6), 1000, rates=Rates(price_per_device_hour=2.5))
 
     assert found.run_seconds == pytest.approx(3600)
     assert (found.device_hours, found.cost) == (pytest.approx(8), pytest.approx(20))

@@ -240,10 +240,9 @@ def plan_loss(
             point = plan_point(
                 prediction,
                 batch.tokens.divided_by(batch.samples * shape.tokens),
-                price_per_device_hour=option.price_per_device_hour,
+                rates=option.rates,
                 is_extrapolated=model.batch_factor(batch.samples * shape.tokens) > 1,
             )
-            watts = option.watts_per_device
             points.append(
                 replace(
                     point,
@@ -253,7 +252,6 @@ def plan_loss(
                     tokens=batch.tokens.p50,
                     learning_rate=batch.learning_rate,
                     strategy=in_words(candidate.strategy),
-                    energy_joules=watts and watts * point.device_hours * 3600.0,
                 )
             )
     clusters = ", ".join(option.cluster.name for option in options)

@@ -12,11 +12,11 @@ from statistics import NormalDist
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
+from scalejax.planning.bill import NO_RATES, Rates, bill
 from scalejax.planning.convergence import Estimate
 from scalejax.simulator.predict import Prediction
 from scalejax.simulator.uncertainty import Z_OF_P90
 
-_HOUR = 3600.0
 _WIDE = 5
 
 
@@ -147,7 +147,7 @@ def plan_point(
     prediction: Prediction,
     steps: Estimate | float,
     *,
-    price_per_device_hour: float | None = None,
+    rates: Rates = NO_RATES,
     is_extrapolated: bool = False,
 ) -> PlanPoint:
     """Time and cost to target with the devices and batch of `prediction`.
@@ -155,7 +155,7 @@ def plan_point(
     Args:
         prediction: prediction of one step; its batch must be known.
         steps: updates to target with its batch; a number if its uncertainty is unknown.
-        price_per_device_hour: price of a device-hour, in any currency.
+        rates: price and power of a device.
         is_extrapolated: whether the batch is larger than any measured to reach the target.
 
     Raises:
@@ -166,7 +166,7 @@ def plan_point(
     needed = steps if isinstance(steps, float | int) else steps.p50
     run_seconds = needed * prediction.step_seconds / (prediction.goodput or 1.0)
     low, high = _run_range(prediction, steps)
-    device_hours = run_seconds / _HOUR * prediction.device_count
+    found = bill(run_seconds, prediction.device_count, rates)
     return PlanPoint(
         cluster=prediction.cluster,
         device_count=prediction.device_count,
@@ -179,8 +179,9 @@ def plan_point(
         p10_run_seconds=low and run_seconds * low,
         # Infinite where one run in ten never gets there.
         p90_run_seconds=run_seconds * high if high is not None and math.isfinite(high) else None,
-        device_hours=device_hours,
-        cost=device_hours * (1.0 if price_per_device_hour is None else price_per_device_hour),
+        device_hours=found.device_hours,
+        cost=found.device_hours if found.price is None else found.price,
+        energy_joules=found.energy_joules,
         is_extrapolated=is_extrapolated,
     )
 

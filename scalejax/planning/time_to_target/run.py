@@ -16,6 +16,7 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.planning.bill import Rates
 from scalejax.planning.convergence import (
     ConvergenceData,
     fit,
@@ -61,8 +62,15 @@ class ClusterOption:
     """Power of a device with its share of host, network and cooling; None if unknown."""
 
     def __post_init__(self) -> None:
-        require_above("watts", self.watts_per_device, 0)
-        require_at_least("price", self.price_per_device_hour, 0)
+        _ = self.rates  # refuses what no price and no power is
+
+    @property
+    def rates(self) -> Rates:
+        """Price and power of a device, as they were given."""
+        return Rates(
+            price_per_device_hour=self.price_per_device_hour,
+            watts_per_device=self.watts_per_device,
+        )
 
 
 def find_convergence(
@@ -201,7 +209,7 @@ def plan_run(
             plan_point(
                 prediction,
                 curve.steps(batch, recipe=recipe) if curve else float(run.total_steps),
-                price_per_device_hour=option.price_per_device_hour,
+                rates=option.rates,
                 is_extrapolated=convergence is not None and batch > convergence.largest_reached,
             )
         )

@@ -127,7 +127,7 @@ class ConfigShow(RunFileCommand):
         run = _resolve_here(self.run_file, overrides, self.devices)
         learning = None if run.config.fine_tuning is None else _learning_count(run)
         shown = tables.run(run, _learning_rates(run))
-        notes = (*notes_of(run), *_missing_weights(run))
+        notes = (*notes_of(run), *_missing(run))
         tables.show(chain(shown, data_tables.update(run, learning, notes)))
 
 
@@ -240,12 +240,15 @@ def _learning_count(run: ResolvedRun) -> tuple[int, int]:
     return learning_count(run)
 
 
-def _missing_weights(run: ResolvedRun) -> tuple[str, ...]:
-    """A warning if pretrained weights are missing, which `train` needs and `predict` does not."""
+def _missing(run: ResolvedRun) -> tuple[str, ...]:
+    """A warning if what `train` needs and `predict` does not is missing: pretrained weights, the
+    packages of trackers."""
     from scalejax.models.pretrained import require_weights
+    from scalejax.training.trackers import require_trackers
 
     try:
         require_weights(run.config.model)
+        require_trackers(run.config.tracking)
     except ConfigError as error:
         return (f"train will not begin: {str(error).removesuffix('.')}",)
     return ()

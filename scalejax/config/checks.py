@@ -517,6 +517,9 @@ def require_compatible_gradient_sync(
             "of the two out"
         )
         raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
+    if train.layer_gradient_norms and gradient_sync.averages_parameters:
+        accepted = "every device has a gradient of its own; leave train.layer_gradient_norms out"
+        raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
     # With loss scaling, error feedback would be of another scale, or not finite.
     hides_overflow = gradient_sync.keeps_state or gradient_sync.is_lossy
     if model.compute_dtype == "float16" and hides_overflow:

@@ -71,6 +71,7 @@ from scalejax.config.training import (
     FineTuningConfig,
     LayoutConfig,
     LossConfig,
+    TrackingConfig,
     TrainConfig,
 )
 from scalejax.core import metrics
@@ -132,6 +133,8 @@ class RunConfig:
     """The input pipeline: workers, prefetch, augmentation."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The training loop."""
+    tracking: TrackingConfig | None = None
+    """Programs that its metrics are written for, besides its record; if absent, none."""
     emulation: EmulationConfig | None = None
     """How `scalejax emulate` trains it with many workers in virtual time; `train` ignores it."""
     seed: int = 0

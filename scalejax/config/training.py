@@ -4,8 +4,9 @@ Each class checks its own fields when built; what involves two of them is checke
 """
 
 import math
+import re
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from scalejax.config.parallelism import MODEL_AXES, ContextStrategy
 from scalejax.config.pipeline_schedule import PipelineSchedule
@@ -515,6 +516,8 @@ class TrainConfig:
     """When a diverged run is stopped."""
     noise_scale: NoiseScaleConfig | None = None
     """Measurement of the gradient noise scale; if absent, it is not measured."""
+    layer_gradient_norms: bool = False
+    """Whether the norm of the gradient of each layer is measured: before it is clipped."""
 
     @property
     def measures_gradient_norm(self) -> bool:
@@ -538,3 +541,33 @@ class TrainConfig:
             raise ConfigError(
                 refusal("train.evaluate_every_steps", self.evaluate_every_steps, accepted)
             )
+
+
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+"""A program that shows the metrics of runs: TensorBoard, Weights & Biases, MLflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingConfig:
+    """Programs that the metrics of a run are written for, besides its record."""
+
+    trackers: tuple[Tracker, ...]
+    """Which; their packages are brought by `pip install 'scalejax[trackers]'`. They write to files
+    below `trackers/` in the folder of the run, and use no network, unless the environment asks for
+    it: WANDB_MODE=online, or an MLFLOW_TRACKING_URI."""
+    project: str = "scalejax"
+    """Project of Weights & Biases and experiment of MLflow that the run belongs to."""
+    run_name: str | None = None
+    """Name of the run in them; if absent, that of its folder."""
+
+    def __post_init__(self) -> None:
+        if not self.trackers or len(set(self.trackers)) < len(self.trackers):
+            accepted = f"each once, of {', '.join(get_args(Tracker))}; or leave [tracking] out"
+            raise ConfigError(refusal("tracking.trackers", list(self.trackers), accepted))
+        for name, value in (("project", self.project), ("run_name", self.run_name)):
+            if value is not None and not _TRACKED_NAME.fullmatch(value):
+                accepted = "1 to 100 letters, digits, spaces, dots, dashes and underscores"
+                raise ConfigError(refusal(f"tracking.{name}", value, accepted))
+
+
+_TRACKED_NAME = re.compile(r"[\w .-]{1,100}")

@@ -45,6 +45,7 @@ from scalejax.training.signals import StopSignals
 from scalejax.training.state import PyTree, TrainState
 from scalejax.training.step import Step, build_step, init_state
 from scalejax.training.time_accounting import RunClock
+from scalejax.training.trackers import require_trackers
 
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
 """Time between checkpoints: at most this much training is repeated after a kill."""
@@ -199,6 +200,8 @@ def train_together(
     Raises:
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
+    for run in runs:
+        require_trackers(run.config.tracking)
     halves = checkpoints / "halves"  # once halved, always: a resumed job may find more memory
     programs = None if halves.exists() else mapped_programs(runs)
     limit = math.inf if memory_bytes is None or len(runs) == 1 else memory_bytes
@@ -267,6 +270,7 @@ def _train_at_once(
                 after_step=begin,
                 proved=resumed.runs[index].record if resumed else EMPTY_RECORD,
                 runs_together=len(runs),
+                config=runs[index].config,
             )
             loggers.append(open_logs.enter_context(closing(logger)))
         loop = TrainingLoop(

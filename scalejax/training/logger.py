@@ -5,7 +5,7 @@ Knows metrics by name and a clock; no devices. Only the first process writes.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax.config.data import Split
-from scalejax.config.run import ResolvedRun
+from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
 from scalejax.models.moe import ROUTER_METRICS, WINDOW_METRIC
@@ -27,6 +27,7 @@ from scalejax.training.record import (
     RecordPosition,
     RunFolder,
     RunRecord,
+    Status,
     StatusChange,
     TrainMeasurement,
     ValidationMeasurement,
@@ -34,6 +35,7 @@ from scalejax.training.record import (
 )
 from scalejax.training.reporter import Reporter
 from scalejax.training.time_accounting import RunClock
+from scalejax.training.trackers import Tracker, open_trackers, tracked_values
 
 
 class UpdateClock:
@@ -75,7 +77,8 @@ def train_measurement(
         data_wait_seconds: mean wait for a batch in it; None if it was not measured.
         elapsed_seconds: time since training began.
     """
-    values = {name: float(value) for name, value in metrics.items()}
+    of_layers = metrics.get(_LAYERS)
+    values = {name: float(value) for name, value in metrics.items() if name != _LAYERS}
     skipped = values.get("skipped_updates")
     global_batch = run.phase_of(step - 1).split.global_batch
     scale = finite(values.get("noise_scale", math.nan)) or 0.0
@@ -93,11 +96,27 @@ def train_measurement(
         loss_scale=values.get("loss_scale"),
         skipped_updates=None if skipped is None else int(skipped),
         gradient_norm=finite(values.get("gradient_norm", math.nan)),
+        layer_gradient_norms=None if of_layers is None else _by_layer(of_layers),
         noise_scale=scale if scale > 0 else None,
         mtp_loss=finite(values.get("mtp_loss", math.nan)),
         expert_load_of_window=values.get(WINDOW_METRIC) or None,
         **{name: values[name] for name in ROUTER_METRICS if name in values},  # type: ignore[arg-type]
     )
+
+
+_LAYERS = "layer_gradient_norms"
+
+
+def _by_layer(norms: Mapping[str, Any]) -> dict[str, float | None]:
+    """A number for each layer, also of those that are stacked in one array."""
+    found: dict[str, float | None] = {}
+    for name, norm in norms.items():
+        if np.ndim(norm):
+            numbered = enumerate(np.asarray(norm).tolist())
+            found |= {f"{name}/{index}": finite(value) for index, value in numbered}
+        else:
+            found[name] = finite(float(norm))
+    return found
 
 
 def evaluation_measurement(
@@ -183,6 +202,7 @@ class MetricsLogger:
         after_step: int,
         proved: RecordPosition | None = None,
         runs_together: int = 1,
+        config: RunConfig | None = None,
     ) -> None:
         """Open the record in `files`.
 
@@ -195,6 +215,7 @@ class MetricsLogger:
             proved: where the record was when its checkpoint was saved: what is before is kept as it
                 is; None if there is no checkpoint.
             runs_together: its time is a share of that of so many runs in one program.
+            config: the run, for its trackers; if None, it has none.
 
         Raises:
             Damaged: if what is before `proved` is not what was written.
@@ -216,6 +237,11 @@ class MetricsLogger:
         elif after_step:  # filtered again: a shared disk may still show the old file
             measurements = RunRecord.load(files.path).measurements
             self.earlier = tuple(m for m in measurements if m.step <= after_step)
+        self._status: Status | None = None
+        self._trackers = open_trackers(config, files) if config and is_first() else []
+        self._unix_zero = time.time() - self.elapsed_seconds
+        for measurement in self.earlier:
+            self._track(measurement)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -234,10 +260,32 @@ class MetricsLogger:
             is_change = isinstance(measurement, StatusChange)
             if is_change and measurement.status not in ("started", "resumed"):
                 self._log.sync()
+        self._track(measurement)
         self.reporter.measured(measurement)
+
+    def _track(self, measurement: Measurement) -> None:
+        """Pass a line to the trackers."""
+        if isinstance(measurement, StatusChange):
+            self._status = measurement.status
+        if not self._trackers or not (values := tracked_values(measurement)):
+            return
+        unix_seconds = self._unix_zero + measurement.elapsed_seconds
+        self._tell_trackers(lambda each: each.write(measurement.step, values, unix_seconds))
+
+    def _tell_trackers(self, told: Callable[[Tracker], None]) -> None:
+        """Have each tracker do something; one that fails is left out until the run is resumed."""
+        for each in tuple(self._trackers):
+            try:
+                told(each)
+            except each.errors as error:
+                self._trackers.remove(each)
+                self.reporter.say(
+                    f"Note: {each.name} is left out from here on, as it failed: {error}"
+                )
 
     def close(self) -> None:
         """End the record of this session."""
         self.reporter.end()
+        self._tell_trackers(lambda each: each.close(self._status))
         if self._log is not None:
             self._log.close()

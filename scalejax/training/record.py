@@ -73,6 +73,8 @@ class TrainMeasurement:
     overflowed float16; None except in float16."""
     gradient_norm: float | None = None
     """Norm of the gradient of the update; None if it was not finite, or not measured."""
+    layer_gradient_norms: dict[str, float | None] | None = None
+    """Norm of the gradient of each layer, by its name; None if they were not measured."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
     not measured, or the updates are too few for an estimate."""
@@ -271,6 +273,8 @@ class RunFolder:
     """Final parameters and running statistics, the best ones if so configured."""
     traces = FileIn("traces")
     """Profiler traces, by their first step."""
+    trackers = FileIn("trackers")
+    """What TensorBoard, Weights & Biases and MLflow read, a folder for each."""
     readme = FileIn("README.txt")
     """Description of the files, for readers of the folder."""
 

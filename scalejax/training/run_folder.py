@@ -41,6 +41,7 @@ checkpoints/         states to resume from, by step, and the best by validation 
 checkpoints.json     the step of the newest of them
 weights/             final parameters; none if the run diverged
 traces/              profiler traces, if requested (--profile)
+trackers/            what TensorBoard, Weights & Biases and MLflow show, if requested ([tracking])
 processes/, slurm/   output of each process, if `scalejax launch` started them
 
 Read it all as one page:  scalejax report {path}
@@ -61,6 +62,10 @@ _CHANGEABLE = HOW_IT_IS_READ | {
     "train.divergence.patience",
     "train.divergence.stops_dead",
     "train.divergence.stops_not_finite",
+    "tracking.project",
+    "tracking.run_name",
+    "tracking.trackers",
+    "train.layer_gradient_norms",
     "train.log_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
@@ -76,6 +81,7 @@ _PROGRAM_PREFIXES = (
     "input.remainder",
     "input.unreadable",
     "train.divergence.max_gradient_growth",
+    "train.layer_gradient_norms",
 )
 """Prefixes of the fields that change the compiled step of a resumed run."""
 

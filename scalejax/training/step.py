@@ -18,7 +18,7 @@ from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import ImageNetworkConfig, ResNetConfig
 from scalejax.config.run import ResolvedRun, in_phase
-from scalejax.models import BatchNormScope
+from scalejax.models import BatchNormScope, network_class
 from scalejax.models.float8 import with_present_scales
 from scalejax.models.moe import with_counted_loads
 from scalejax.models.pretrained import pretrained_weights
@@ -36,6 +36,7 @@ from scalejax.training.noise_scale import NoiseAverages, estimates
 from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.optimizers.loss_scale import LossScaled
+from scalejax.training.optimizers.transformations import squared_layer_norms
 from scalejax.training.schedules import Schedule
 from scalejax.training.setup import (
     TrainSetup,
@@ -323,15 +324,19 @@ def _gradient_metrics(
     setup: TrainSetup,
     state: TrainState,
     gradient: PyTree,
-    metrics: dict[str, jax.Array],
+    metrics: dict[str, Any],
     scale: jax.Array | None,
-) -> tuple[NoiseAverages | None, dict[str, jax.Array]]:
-    """Moving averages for the gradient noise scale, and `metrics` with the gradient's norm and
-    noise scale added, each if the run measures it."""
+) -> tuple[NoiseAverages | None, dict[str, Any]]:
+    """Moving averages for the gradient noise scale, and `metrics` with the gradient's norm, those
+    of its layers and noise scale added, each if the run measures it."""
     run, wanted = setup.run, setup.run.config.train.noise_scale
+    unscaled = 1.0 if scale is None else 1 / scale**2
+    if run.config.train.layer_gradient_norms:
+        squares = squared_layer_norms(gradient, network_class(run.config.model).stacked)
+        norms = {name: jnp.sqrt(square * unscaled) for name, square in squares.items()}
+        metrics = {**metrics, "layer_gradient_norms": norms}
     if not run.config.measures_gradient_norm:
         return None, metrics
-    unscaled = 1.0 if scale is None else 1 / scale**2
     squared_norm = optax.tree.norm(gradient, squared=True) * unscaled
     metrics = {**metrics, "gradient_norm": jnp.sqrt(squared_norm)}
     if wanted is None:

@@ -51,6 +51,7 @@ from scalejax.training.signals import StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import init_state
 from scalejax.training.time_accounting import RunClock, load_time_account, time_account_in_words
+from scalejax.training.trackers import require_trackers
 
 OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter], None]
 """What is done with the compiled programs of a run before it trains, by every process: such as
@@ -111,6 +112,7 @@ def train(
         if device_count is None and config.layout.data is None:
             device_count = available
         run = resolve(config, device_count)
+        require_trackers(config.tracking)
         require_same_run(run, resume=resume)
         mesh = build_mesh(run.layout)
         files = _open_run_folder(folder, run, resume=resume)
@@ -149,7 +151,13 @@ def train(
             with (
                 closing(
                     MetricsLogger(
-                        files, reporter, heartbeat, clock, after_step=begin, proved=proved
+                        files,
+                        reporter,
+                        heartbeat,
+                        clock,
+                        after_step=begin,
+                        proved=proved,
+                        config=run.config,
                     )
                 ) as logger,
                 closing(StepTraces(files.traces, traces)) as recorder,

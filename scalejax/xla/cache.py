@@ -106,7 +106,8 @@ def _key(material: JsonValue) -> str:
 def _measured(job: RunJob) -> list[JsonValue]:
     """Gradient statistics that a step computes besides the update."""
     config = job.run.config
-    return [config.measures_gradient_norm, plain(config.train.noise_scale)]
+    of_layers: list[JsonValue] = [True] if config.train.layer_gradient_norms else []
+    return [config.measures_gradient_norm, plain(config.train.noise_scale), *of_layers]
 
 
 def _named(part: object) -> list[JsonValue]:

@@ -5,6 +5,7 @@ counts are of whole arrays, however they are sharded, so this must be traced out
 but for devices that each train parameters of their own.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,24 +43,45 @@ def with_clipping(
 
 def _clipped_by_block(gradient: Any, max_norm: float, stacked: tuple[str, ...]) -> Any:
     """`gradient` in which no block has a norm above `max_norm`."""
-    squares: dict[str, jax.Array] = {}
-
-    def block_of(path: tuple[Any, ...]) -> str:
-        return parameter_path(path).partition("/")[0]
-
-    def counted(path: tuple[Any, ...], leaf: jax.Array) -> None:
-        axes = tuple(range(1 if block_of(path) in stacked else 0, leaf.ndim))
-        own = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=axes)
-        squares[block_of(path)] = squares.get(block_of(path), jnp.zeros_like(own)) + own
-
-    tree_map_with_path(counted, gradient)
+    squares = _squares_by(_block_of, gradient, stacked)
 
     def clipped(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        norm = jnp.sqrt(squares[block_of(path)])
+        norm = jnp.sqrt(squares[_block_of(path)])
         factor = jnp.where(norm > max_norm, max_norm / jnp.where(norm > 0, norm, 1), 1)
         return leaf * factor.reshape(*factor.shape, *[1] * (leaf.ndim - factor.ndim))
 
     return tree_map_with_path(clipped, gradient)
+
+
+def squared_layer_norms(gradient: Any, stacked: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Squared norm of the gradient of each layer, by its name: a number, or [layers] of layers that
+    are stacked. A layer is a block, and each of numbered blocks is one ("blocks/3")."""
+
+    def layer_of(path: tuple[Any, ...]) -> str:
+        block, *parts = parameter_path(path).split("/")
+        is_numbered = len(parts) > 1 and parts[0].isdecimal() and block not in stacked
+        return f"{block}/{parts[0]}" if is_numbered else block
+
+    return _squares_by(layer_of, gradient, stacked)
+
+
+def _block_of(path: tuple[Any, ...]) -> str:
+    return parameter_path(path).partition("/")[0]
+
+
+def _squares_by(
+    name_of: Callable[[tuple[Any, ...]], str], gradient: Any, stacked: tuple[str, ...]
+) -> dict[str, jax.Array]:
+    """Sum of squares of the leaves of each name, [layers] where they are stacked."""
+    squares: dict[str, jax.Array] = {}
+
+    def counted(path: tuple[Any, ...], leaf: jax.Array) -> None:
+        axes = tuple(range(1 if _block_of(path) in stacked else 0, leaf.ndim))
+        own = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=axes)
+        squares[name_of(path)] = squares.get(name_of(path), jnp.zeros_like(own)) + own
+
+    tree_map_with_path(counted, gradient)
+    return squares
 
 
 def cautious(

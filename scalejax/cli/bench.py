@@ -12,7 +12,12 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, UseAppendAction
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.cli.predict import find_cluster, parse_counts
+from scalejax.cli.predict import (
+    cluster_list,
+    parse_counts,
+    split_hardware,
+    take_conditions,
+)
 from scalejax.cli.sweep import repeated
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
@@ -92,7 +97,12 @@ class Bench(RunFileCommand):
         if not 0 <= self.monitor < math.inf:
             accepted = "it must be at least 0, and finite"
             raise ConfigError(refusal("monitor", self.monitor, accepted))
-        clusters = [find_cluster(name) for name in (self.cluster or "").split(",") if name]
+        of_cluster, overrides = split_hardware(overrides)
+        if self.cluster is None:
+            for name, value in of_cluster.items():
+                raise ConfigError(refusal(name, value, "it is of a cluster: give --cluster NAME"))
+        names = [] if self.cluster is None else cluster_list(self.cluster)
+        clusters = [take_conditions(name, of_cluster)[:2] for name in names]
         serialization.require_writable("plan", self.plan)
         bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
         tables.show(bench_tables.plan(bench))

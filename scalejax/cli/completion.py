@@ -46,7 +46,7 @@ def script(shell: Shell, commands: Mapping[str, type[Command]]) -> str:
 
     fields = sorted({each.name for table in run_reference() for each in table.fields})
     clusters = tuple(sorted(cluster_names()))
-    values = {"cluster": clusters, "clusters": clusters, "framework": tuple(sorted(FRAMEWORKS))}
+    values = {"cluster": clusters, "framework": tuple(sorted(FRAMEWORKS))}
     names = {
         "hardware": clusters,
         "completion": get_args(Shell),
@@ -115,7 +115,9 @@ def _bash(choices: Mapping[str, Choices]) -> str:
         known = [each for each in found.flags if each.values]
         if known:
             lines.append('        case "$before" in')
-            lines += [f"          {each.name}) names={_quoted(each.values)} ;;" for each in known]
+            lines += [
+                f"          {_spellings(each)}) names={_quoted(each.values)} ;;" for each in known
+            ]
             lines.append("        esac")
         lines.append("        ;;")
     for word in first:
@@ -135,6 +137,11 @@ def _bash(choices: Mapping[str, Choices]) -> str:
         "complete -o default -o bashdefault -F _scalejax scalejax",
     ]
     return "\n".join(lines)
+
+
+def _spellings(each: Flag) -> str:
+    """The flag as a pattern of bash: --cluster may be typed --clusters."""
+    return f"{each.name}|{each.name}s" if each.name == "--cluster" else each.name
 
 
 def _quoted(words: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.cli.predict import take_conditions
+from scalejax.cli.predict import split_hardware, take_conditions
 from scalejax.config.migrate import load_run_file
 from scalejax.config.run import RunConfig, load_config
 from scalejax.core import progress
@@ -84,10 +84,8 @@ class Emulate(RunFileCommand):
         for name in ("workers", "cluster"):
             if getattr(self, name) is not None:
                 fields[f"emulation.{name}"] = getattr(self, name)
-        conditions: Overrides = {}
-        for name, value in overrides.items():
-            (conditions if name.startswith("conditions.") else fields)[name] = value
-        return fields, conditions
+        of_cluster, of_file = split_hardware(overrides)
+        return fields | of_file, of_cluster
 
 
 def _algorithm_in(path: Path) -> str | None:

@@ -47,6 +47,9 @@ _FIELDS_WITHOUT_DOT = (
 )
 """The seed, and whole tables: --optimizer='{name = "lamb"}' replaces all fields of the table."""
 
+_SEVERAL = re.compile("^--clusters(?==|$)")
+"""--clusters is --cluster, whichever a command has: some take several."""
+
 _ALIKE = 0.75
 """Similarity from which a flag is taken for another mistyped: --lr is not --folder."""
 _MOST_MEANT = 3
@@ -196,6 +199,8 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
         SystemExit: with code 0, when help was asked for and printed.
     """
     flags = [f"--{field.name.rstrip('_').replace('_', '-')}" for field in dataclasses.fields(kind)]
+    if "--cluster" in flags:
+        arguments = [_SEVERAL.sub("--cluster", argument) for argument in arguments]
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in (*flags, "--help"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import take_conditions
+from scalejax.cli.predict import cluster_list, take_conditions
 from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
@@ -45,7 +45,7 @@ class PlanRun(CostCommand):
     """The config of the run, unless --model names a decoder."""
     model: Annotated[str | None, flag("NAME")] = None
     """In place of RUN.toml, for a loss: llama-like:N=1b, or a published decoder (llama3-8b)."""
-    clusters: Annotated[str, flag("A,B,...")]
+    cluster: Annotated[str, flag("A,B,...")]
     """Clusters to choose from: names in the catalogue, or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
@@ -204,7 +204,7 @@ class PlanRun(CostCommand):
         """The cluster options with their prices, and the overrides of the run."""
         from scalejax.planning.time_to_target.run import ClusterOption
 
-        names = list(dict.fromkeys(self.clusters.split(",")))
+        names = cluster_list(self.cluster)
         prices = _for_each("price", self.price, len(names))
         watts = _for_each("watts", self.watts, len(names))
         options, rest = [], overrides

@@ -4,6 +4,7 @@ Imported without JAX, which is imported when they run.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,6 +24,7 @@ from scalejax.core.errors import (
     require_at_least,
 )
 from scalejax.hardware import (
+    HARDWARE_TABLES,
     Cluster,
     Site,
     chip_names,
@@ -31,12 +33,14 @@ from scalejax.hardware import (
     load_cluster_and_site,
     save_cluster,
     with_conditions,
+    with_hardware,
 )
 from scalejax.report.terminal import scaling as ramp_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.frameworks import FRAMEWORKS, framework_named, known_framework
+from scalejax.simulator.predict import ScalingPrediction
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import RampPrediction
 from scalejax.training.record import facts_of
@@ -49,12 +53,13 @@ if TYPE_CHECKING:
 class Predict(CostCommand):
     """Predict time, efficiency and memory on GPUs not here.
 
-    A flag with a dot replaces a field of the file, such as --batch.global_batch 512, or a condition
-    of the site, such as --conditions.step_cv 0.02.
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512, a condition
+    of the site, such as --conditions.step_cv 0.02, or a part of the hardware, such as
+    --network.bytes_per_second 2x.
     """
 
-    cluster: Annotated[str, flag("CLUSTER")]
-    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    cluster: Annotated[str, flag("A,B,...")]
+    """Names in the catalogue (see scalejax hardware), or TOML files of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
@@ -63,20 +68,35 @@ class Predict(CostCommand):
     """What is constant as devices are added: the batch per device (weak), or the global batch
     (strong)."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Write the predictions here, for scalejax report."""
+    """Write the predictions here, for scalejax report; of several clusters, OUT-CLUSTER.json
+    each."""
     trace: Annotated[Path | None, flag("TRACE.json")] = None
     """Write a trace of the step on the most devices here, for ui.perfetto.dev; if the batch grows,
     of the last one."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the predictions."""
+        serialization.require_writable("json", self.json)
+        serialization.require_writable("trace", self.trace)
+        names = cluster_list(self.cluster)
+        found = []
+        for place, name in enumerate(names):
+            if place:
+                print()
+            found.append(self._predict(name, names, overrides))
+        if len(names) > 1:
+            print()
+            tables.show(scaling_tables.beside(found))
+
+    def _predict(
+        self, cluster_name: str, names: Sequence[str], overrides: Overrides
+    ) -> ScalingPrediction | RampPrediction:
+        """Predict for one of the clusters, print its tables, write its files."""
         from scalejax.planning.scaling_study import ramp_study, study
         from scalejax.simulator.perfetto import write_trace
 
-        serialization.require_writable("json", self.json)
-        serialization.require_writable("trace", self.trace)
         framework = framework_named(self.framework)
-        cluster, site, overrides = take_conditions(self.cluster, overrides)
+        cluster, site, overrides = take_conditions(cluster_name, overrides)
         config = load_config(self.run_file, overrides)
         facts = facts_of(config, self.run_file, overrides, self.facts)
         site = with_input(site, self.input_rates, config)
@@ -102,13 +122,14 @@ class Predict(CostCommand):
             tables.show(ramp_tables.ramp(prediction))
         else:
             tables.show(scaling_tables.scaling(prediction))
-        if self.trace is not None:
+        if (trace := path_for(self.trace, cluster_name, names)) is not None:
             loaded, _ = of_fullest_device(programs[-1], site)
-            write_trace(loaded, cluster, self.trace)
-            print(f"wrote {self.trace}; ui.perfetto.dev opens it")
-        if self.json is not None:
-            serialization.save(prediction, self.json)
-            print(f"wrote {self.json}; scalejax report draws it")
+            write_trace(loaded, cluster, trace)
+            print(f"wrote {trace}; ui.perfetto.dev opens it")
+        if (path := path_for(self.json, cluster_name, names)) is not None:
+            serialization.save(prediction, path)
+            print(f"wrote {path}; scalejax report draws it")
+        return prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,8 +423,11 @@ def find_cluster(name: str) -> tuple[Cluster, Site]:
 
     Raises:
         UnknownHardware: if there is neither; for the name of a chip, lists clusters with it.
-        ConfigError: if the file does not describe a cluster.
+        ConfigError: if the file does not describe a cluster, or there are several names.
     """
+    if "," in name:
+        accepted = "it must be one here; predict, search, plan, cost and bench take several"
+        raise ConfigError(refusal("cluster", name, accepted))
     if name in chip_names() and name not in cluster_names():
         having = [each for each in cluster_names() if load_cluster(each).chip.name == name]
         known = (
@@ -414,21 +438,54 @@ def find_cluster(name: str) -> tuple[Cluster, Site]:
 
 
 def take_conditions(name: str, overrides: Overrides) -> tuple[Cluster, Site, Overrides]:
-    """The cluster of that name and its site with the conditions among `overrides` set, and the
-    other overrides.
+    """The cluster of that name and its site with the hardware and the conditions among `overrides`
+    set, and the other overrides.
 
     Raises:
         UnknownHardware: if there is no such cluster.
-        ConfigError: if there is no such condition, or it cannot have that value.
+        ConfigError: if there is no such condition or part, or it cannot have that value.
     """
+    of_cluster, rest = split_hardware(overrides)
     prefix = "conditions."
-    values = {
+    conditions = {
         field.removeprefix(prefix): value
-        for field, value in overrides.items()
+        for field, value in of_cluster.items()
         if field.startswith(prefix)
     }
-    rest = {field: value for field, value in overrides.items() if not field.startswith(prefix)}
-    return *with_conditions(*find_cluster(name), values), rest
+    parts = {field: value for field, value in of_cluster.items() if not field.startswith(prefix)}
+    cluster, site = find_cluster(name)
+    return *with_conditions(with_hardware(cluster, parts), site, conditions), rest
+
+
+def split_hardware(overrides: Overrides) -> tuple[Overrides, Overrides]:
+    """The overrides of a cluster and its site, and those of a run."""
+    names = {"conditions", *HARDWARE_TABLES}
+    of_cluster = {
+        field: value for field, value in overrides.items() if field.partition(".")[0] in names
+    }
+    return of_cluster, {
+        field: value for field, value in overrides.items() if field not in of_cluster
+    }
+
+
+def cluster_list(text: str) -> list[str]:
+    """The names in "A,B,C", each once.
+
+    Raises:
+        ConfigError: if one is empty.
+    """
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not all(names):
+        accepted = "it must be names with commas between, such as dgx-h100,dgx-b200"
+        raise ConfigError(refusal("cluster", text, accepted))
+    return names
+
+
+def path_for(path: Path | None, name: str, names: Sequence[str]) -> Path | None:
+    """Where what is of one of several clusters is written: OUT-NAME.json for OUT.json."""
+    if path is None or len(names) == 1:
+        return path
+    return path.with_name(f"{path.stem}-{Path(name).stem}{path.suffix}")
 
 
 def with_input(site: Site, path: Path | None, config: RunConfig) -> Site:

@@ -4,6 +4,7 @@ Imported without JAX, which is imported when it runs.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import parse_counts, take_conditions
+from scalejax.cli.predict import cluster_list, parse_counts, path_for, take_conditions
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS, costed_note
 from scalejax.config.run import RunConfig, given_name, load_config, published_run
@@ -39,15 +40,16 @@ class Search(CostCommand):
     Every layout over data, fsdp, expert, tensor, context and pipeline, with pipeline chunks,
     microbatches, remat and ZeRO stages, that fits the memory; the best are compiled to confirm
     them. Layout, microbatches and remat of the file are replaced. A flag with a dot replaces a
-    field of the file, or of --conditions.
+    field of the file, of --conditions, or of the hardware (--network.bytes_per_second 2x).
     """
 
     run_file: Annotated[Positional[Path | None], flag("RUN.toml")] = None  # type: ignore[assignment]  or --model
     """The config of the run, unless --model names a published network."""
     model: Annotated[str | None, flag("NAME")] = None
     """Published decoder, such as deepseek-v3, in place of RUN.toml."""
-    cluster: Annotated[str, flag("CLUSTER")]
-    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    cluster: Annotated[str, flag("A,B,...")]
+    """Names in the catalogue (see scalejax hardware), or TOML files of your own; each is searched
+    by itself."""
     devices: Annotated[str, flag("N,N,...")]
     """Number of devices, or several to choose from, such as 64 or 64,128,256."""
     global_batch: Annotated[int | None, flag("B")] = None
@@ -66,7 +68,29 @@ class Search(CostCommand):
     """Folder for the strategies, a plot of time against memory, and the run file of the first."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Search, compile the best strategies, print the table, write the results."""
+        """Search each cluster, compile the best strategies, print the table, write the results."""
+        serialization.require_writable("json", self.json)
+        serialization.require_writable_folder("output", self.output)
+        require_at_least("top", self.top, 1)
+        require_at_least("confirm", self.confirm, 0)
+        require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
+        names = cluster_list(self.cluster)
+        unfit: list[DoesNotFit] = []
+        for place, name in enumerate(names):
+            if place:
+                print()
+            try:
+                self._search(name, names, overrides)
+            except DoesNotFit as error:
+                if len(names) == 1:
+                    raise
+                unfit.append(error)
+                print(f"{name}: {error}")
+        if len(unfit) == len(names):
+            raise unfit[0]
+
+    def _search(self, cluster_name: str, names: Sequence[str], overrides: Overrides) -> None:
+        """Search one of the clusters."""
         from scalejax.planning.search.run import (
             NOT_VARIED,
             SEARCHED_FIELDS,
@@ -78,13 +102,8 @@ class Search(CostCommand):
         from scalejax.report.terminal import search as search_tables
         from scalejax.xla.closed_form import shape_of
 
-        serialization.require_writable("json", self.json)
-        serialization.require_writable_folder("output", self.output)
-        require_at_least("top", self.top, 1)
-        require_at_least("confirm", self.confirm, 0)
-        require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         framework = framework_named(self.framework)
-        cluster, site, overrides = take_conditions(self.cluster, overrides)
+        cluster, site, overrides = take_conditions(cluster_name, overrides)
         for name in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
             tried = "knows the default alone" if name in NOT_VARIED else "tries every value"
             accepted = f"search {tried}; leave it out, or ask predict for one"
@@ -151,36 +170,48 @@ class Search(CostCommand):
                 )
         print()
         tables.show(search_tables.confirmed(report, has_run_file=self.model is None))
-        self._write(report, found)
+        output = self.output
+        if output is not None and len(names) > 1:
+            output = output / Path(cluster_name).stem
+        self._write(report, found, path_for(self.json, cluster_name, names), output)
         if (first := search_tables.winner(report)) is not None:
-            self._show_run(config, first, facts)
+            self._show_run(config, first, facts, cluster_name, output)
 
-    def _write(self, report: "SearchReport", found: SearchResult) -> None:
+    def _write(
+        self, report: "SearchReport", found: SearchResult, file: Path | None, output: Path | None
+    ) -> None:
         """Write the results and the plot, where flags name files for them."""
         from scalejax.report.figures import time_and_memory
         from scalejax.report.html.charts import save_picture
 
-        for path in (self.json, self.output and self.output / "search.json"):
+        for path in (file, output and output / "search.json"):
             if path is not None:
                 serialization.save(report, path)
                 print(f"wrote {path}")
-        if self.output is not None:
-            plot = self.output / "time_and_memory.png"
+        if output is not None:
+            plot = output / "time_and_memory.png"
             save_picture(time_and_memory(found.ranked, title=report.title), plot)
             print(f"wrote {plot}")
 
-    def _show_run(self, config: RunConfig, first: "Ranked", facts: DatasetFacts) -> None:
+    def _show_run(
+        self,
+        config: RunConfig,
+        first: "Ranked",
+        facts: DatasetFacts,
+        cluster: str,
+        output: Path | None,
+    ) -> None:
         """Write the run file of the first strategy if there is a folder for it, and say how to
         train and predict it; or how to get one, where the network has none."""
         from scalejax.planning.search.run import run_of
 
-        if self.output is not None:
-            path = self.output / "run.toml"
+        if output is not None:
+            path = output / "run.toml"
             serialization.save_toml(run_of(config, first.strategy, facts).config, path)
             print(f"wrote {path}, the run of {first.place}:")
             print(f"  scalejax train {path}")
             devices = first.strategy.layout.device_count
-            print(f"  scalejax predict {path} --cluster {self.cluster} --devices {devices}")
+            print(f"  scalejax predict {path} --cluster {cluster} --devices {devices}")
         elif self.model is not None:
             print(
                 f"With --output DIR, the run file of {first.place} is written too, DIR/run.toml:\n"

@@ -6,6 +6,7 @@ Knows specifications and measured rates, not how long a program takes.
 """
 
 from scalejax.hardware.catalogue import (
+    HARDWARE_TABLES,
     chip_names,
     cluster_names,
     load_chip,
@@ -16,6 +17,7 @@ from scalejax.hardware.catalogue import (
     load_site,
     save_cluster,
     with_conditions,
+    with_hardware,
 )
 from scalejax.hardware.chip import (
     Attainable,
@@ -66,6 +68,7 @@ from scalejax.hardware.tables import (
 )
 
 __all__ = [
+    "HARDWARE_TABLES",
     "NO_SITE",
     "Attainable",
     "AttentionRates",
@@ -118,4 +121,5 @@ __all__ = [
     "matmul_table_names",
     "save_cluster",
     "with_conditions",
+    "with_hardware",
 ]

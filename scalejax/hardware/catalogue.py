@@ -1,10 +1,12 @@
 """Loaders of chips, clusters and communication libraries from TOML: the catalogue's or a user's.
 
 A cluster file gives its chip, library and dispatch by name, by a path relative to the file, or as
-tables in place; see `clusters/dgx-h100.toml` for one to copy.
+tables in place; see `clusters/dgx-h100.toml`. With `based_on = "dgx-h100"` it says only what is
+different.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +45,7 @@ def load_chip(name_or_path: str) -> Chip:
         UnknownHardware: if it is neither; names the closest that is.
         ConfigError: if the file does not describe a chip.
     """
-    return build(Chip, _tables("chip", name_or_path), where="chip")
+    return build(Chip, _tables("chip", name_or_path, "chips"), where="chip")
 
 
 def load_library(name: str) -> CommunicationLibrary:
@@ -101,14 +103,7 @@ def load_cluster_and_site(name_or_path: str) -> tuple[Cluster, Site]:
         UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
         ConfigError: if the file does not describe a cluster.
     """
-    tables = _tables("cluster", name_or_path)
-    beside = Path(name_or_path).parent
-    shared = tables.get("shared")
-    for each in (tables, *(shared if isinstance(shared, list) else ())):
-        if isinstance(each, dict):
-            _fill_in(each, "chip", "chips", beside)
-    _fill_in(tables, "library", "libraries", beside)
-    _fill_in(tables, "dispatch", "dispatch", beside)
+    tables = _cluster_tables(name_or_path)
     with prefixed(f"{name_or_path}: "):
         conditions = tables.pop("conditions", None) or {}
         site = build(Site, {"input": tables.pop("input", None)})
@@ -186,6 +181,135 @@ def with_conditions(
     return cluster, replace(site, conditions=conditions)
 
 
+HARDWARE_TABLES = ("chip", "link", "network", "host", "power", "price", "cluster")
+"""First names of the fields that `with_hardware` replaces."""
+_TIMES = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)x")
+
+
+def with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
+    """A copy of `cluster` with fields of its hardware replaced, which its title says.
+
+    Args:
+        cluster: the hardware.
+        values: by dotted name, such as {"network.bytes_per_second": 8e11}, or "2x" for twice what
+            it has; those of no table as {"cluster.devices_per_node": 16}.
+
+    Raises:
+        ConfigError: if there is no such field, it cannot have that value, or it has no number of
+            which there could be a multiple.
+    """
+    if not values:
+        return cluster
+    tables = _table(cluster)
+    for name, value in values.items():
+        *path, last = name.removeprefix("cluster.").split(".")
+        table = tables
+        for part in path:
+            inner = table.get(part)
+            if not isinstance(inner, dict):
+                inner = table[part] = {}
+            table = inner
+        # What is no field is refused as such below, whatever its value.
+        table[last] = _multiplied(name, table[last], value) if last in table else value
+    sources = tables.get("sources")
+    if isinstance(sources, dict):
+        for name, value in values.items():
+            sources[name.removeprefix("cluster.")] = f"given: {value}"
+    given = ", ".join(f"{name} {value}" for name, value in values.items())
+    return replace(build(Cluster, tables), title=f"{cluster.title}, {given}")
+
+
+def _multiplied(name: str, old: JsonValue, value: JsonValue) -> JsonValue:
+    """`value`, or of "2x" twice the number `old`."""
+    found = _TIMES.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    if isinstance(old, bool) or not isinstance(old, int | float):
+        known = f"it is {old!r} there" if old is not None else "there is none"
+        accepted = f"{known}, which has no multiple: give the value itself"
+        raise ConfigError(refusal(name, value, accepted))
+    product = old * float(found[1])
+    return round(product) if isinstance(old, int) and product.is_integer() else product
+
+
+_NOT_INHERITED = ("name", "calibrated")
+_OF_ITS_CHIP = ("shared", "price", "power")
+
+
+def _cluster_tables(name_or_path: str, derived: tuple[str, ...] = ()) -> dict[str, JsonValue]:
+    """The tables of a cluster, whose parts are filled in and which is merged into what it is based
+    on.
+
+    Args:
+        name_or_path: the cluster.
+        derived: the files that are based on it, the first of them first.
+    """
+    kind = "based_on" if derived else "cluster"
+    tables = _tables(kind, name_or_path, "clusters")
+    beside = Path(name_or_path).parent
+    shared = tables.get("shared")
+    for each in (tables, *(shared if isinstance(shared, list) else ())):
+        if isinstance(each, dict):
+            _fill_in(each, "chip", "chips", beside)
+    _fill_in(tables, "library", "libraries", beside)
+    _fill_in(tables, "dispatch", "dispatch", beside)
+    if (base := tables.pop("based_on", None)) is None:
+        return tables
+    if not isinstance(base, str):
+        accepted = "it must be the name of a cluster, or the path of its file"
+        raise ConfigError(f"{name_or_path}: {refusal('based_on', base, accepted)}")
+    path = str((beside / base).resolve()) if base.endswith(".toml") else base
+    chain = (*derived, str(Path(name_or_path).resolve()))
+    if path in chain:
+        accepted = "it is based on this file itself, through " + " and ".join(
+            Path(each).name for each in chain
+        )
+        raise ConfigError(f"{name_or_path}: {refusal('based_on', base, accepted)}")
+    return _based(_cluster_tables(path, chain), tables, Path(name_or_path).stem)
+
+
+def _based(
+    base: dict[str, JsonValue], own: dict[str, JsonValue], stem: str
+) -> dict[str, JsonValue]:
+    """The tables of a cluster `own` that is based on another, called as its file unless it says."""
+    chips = base.get("chip"), own.get("chip")
+    names = [chip.get("name") if isinstance(chip, dict) else None for chip in chips]
+    is_other_chip = names[1] is not None and names[0] != names[1]
+    left = _NOT_INHERITED + (_OF_ITS_CHIP if is_other_chip else ())
+    kept = {name: value for name, value in base.items() if name not in left}
+    if is_other_chip:
+        kept.pop("chip", None)
+    sources = kept.get("sources")
+    if isinstance(sources, dict):
+        gone = set(_leaves(own))
+        kept["sources"] = {
+            name: source
+            for name, source in sources.items()
+            if name not in gone and not (is_other_chip and name.startswith(("price.", "power.")))
+        }
+    name = own.get("name", stem)
+    return {"name": name, **_merged(kept, {"title": f"{name}, based on {base.get('name')}", **own})}
+
+
+def _leaves(value: JsonValue, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all values in a table."""
+    if not isinstance(value, dict):
+        yield prefix
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{prefix}.{key}" if prefix else key)
+
+
+def _merged(base: dict[str, JsonValue], own: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """`base` with the values of `own`; of tables, with their values."""
+    merged = dict(base)
+    for key, value in own.items():
+        inner = merged.get(key)
+        is_table = isinstance(inner, dict) and isinstance(value, dict)
+        merged[key] = _merged(inner, value) if is_table else value  # type: ignore[arg-type]
+    return merged
+
+
 def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path) -> None:
     """Replace the name of a chip or library, or the path of its file, by its tables."""
     named = tables.get(part)
@@ -217,10 +341,10 @@ def _named_tables(kind: str, folder: str, name: str) -> dict[str, JsonValue]:
     return load_toml(CATALOGUE / folder / f"{name}.toml")
 
 
-def _tables(kind: str, name_or_path: str) -> dict[str, JsonValue]:
-    names = names_in(f"{kind}s")
+def _tables(kind: str, name_or_path: str, folder: str) -> dict[str, JsonValue]:
+    names = names_in(folder)
     if name_or_path in names:
-        return _named_tables(kind, f"{kind}s", name_or_path)
+        return _named_tables(kind, folder, name_or_path)
     if name_or_path.endswith(".toml"):
         return _own_file(kind, Path(name_or_path))
     raise UnknownHardware(

@@ -91,6 +91,59 @@ def test_a_flag_of_a_command_is_not_taken_for_the_table_of_its_name():
     assert overrides == {"model.layers": 3}
 
 
+def test_one_flag_names_one_cluster_or_several():
+    """Whichever of the two spellings."""
+    one, _ = parse(["plan", "a.toml", "--clusters=dgx-h100", "--devices", "8"])
+    other, _ = parse(["plan", "a.toml", "--cluster", "dgx-h100", "--devices", "8"])
+    predicted, _ = parse(["predict", "a.toml", "--clusters", "a,b", "--devices", "8"])
+
+    assert one == other
+    assert isinstance(predicted, Predict)
+    assert predicted.cluster == "a,b"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("predict {} --cluster dgx-h100,, --devices 8", "names with commas between"),
+        ("explain {} --cluster dgx-h100,dgx-b200 --devices 8", "it must be one here"),
+        ("predict {} --cluster dgx-h100 --devices 8 --network.bytes 2x", "network.bytes is no"),
+        ("emulate {} --network.bytes_per_second 2x", "it is of a cluster: give --cluster"),
+        ("bench {} --link.own_share 2x", "it is of a cluster: give --cluster"),
+    ],
+)
+def test_clusters_and_parts_that_cannot_be_are_refused(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    """In one sentence, before anything is compiled."""
+    assert said in refused(typed.format(WARMUP), capsys)
+
+
+def test_clusters_are_predicted_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A table for each, a file for each, and one of both: with a chip that launches faster.
+    The compilation takes the time: one, which both share."""
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "fast.toml").write_text(
+        'based_on = "dgx-h100"\n[chip.attainable]\nlaunch_seconds = 1e-8\n'
+    )
+    clusters = f"dgx-h100,{tmp_path / 'fast.toml'}"
+    command = ["predict", WARMUP, "--clusters", clusters, "--devices", "16"]
+
+    assert main([*command, "--json", str(tmp_path / "out.json"), "--network.ramp_seconds=0"]) == 0
+
+    printed = capsys.readouterr().out
+    one, two = (
+        serialization.load(ScalingPrediction, tmp_path / f"out-{name}.json").predictions[0]
+        for name in ("dgx-h100", "fast")
+    )
+    assert two.step_seconds < one.step_seconds
+    last = [line for line in printed.splitlines() if line.startswith("fast ")][-1]
+    assert last.split()[-1] == f"{one.step_seconds / two.step_seconds:.2f}x"
+    assert max(map(len, (line for line in printed.splitlines() if "/" not in line))) <= 80
+
+
 def test_every_command_has_help(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -133,7 +186,7 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("config", "needs one more word: scalejax config show"),
         ("config shw", "did you mean 'config show'?"),
         ("train", "missing: RUN.toml"),
-        ("predict x.toml", "missing: --cluster CLUSTER, --devices N,N,..."),
+        ("predict x.toml", "missing: --cluster A,B,..., --devices N,N,..."),
         ("train x.toml --epochs 3", "--epochs is no flag of scalejax train (did you mean --train"),
         ("train x.toml --epoch=3", "(did you mean --train.epochs?)"),
         ("train x.toml --global-batch 8", "(did you mean --batch.global_batch?)"),
@@ -187,7 +240,7 @@ def test_refusal_is_the_same_with_and_without_utf8(
 
     assert without.stderr == capsys.readouterr().err
     assert without.stderr == (
-        "error: missing: --cluster CLUSTER, --devices N,N,... (see scalejax predict\n"
+        "error: missing: --cluster A,B,..., --devices N,N,... (see scalejax predict\n"
         "       --help)\n"
     )
 

@@ -22,6 +22,7 @@ from scalejax.hardware import (
     load_cluster,
     load_grouped_matmul_rates,
     load_matmul_table,
+    with_hardware,
 )
 from scalejax.hardware.catalogue import CATALOGUE
 
@@ -289,3 +290,111 @@ def test_a_chip_without_an_f32_rate_is_refused():
 
     with pytest.raises(ConfigError, match="it must hold f32"):
         build(Chip, tables)
+
+
+# --- clusters that are others with differences ---
+
+
+def based(folder: Path, name: str, text: str) -> str:
+    """The path of a cluster file that was written there."""
+    (folder / f"{name}.toml").write_text(text)
+    return str(folder / f"{name}.toml")
+
+
+def test_a_file_based_on_a_cluster_says_only_what_is_different(tmp_path: Path):
+    """All else is inherited, tables are merged, and the source of a replaced number goes."""
+    path = based(tmp_path, "twice", 'based_on = "dgx-h100"\n[network]\nbytes_per_second = 800e9\n')
+
+    cluster, base = load_cluster(path), load_cluster("dgx-h100")
+
+    assert base.network is not None
+    network = replace(base.network, bytes_per_second=800e9)
+    sources = {k: v for k, v in base.sources.items() if k != "network.bytes_per_second"}
+    title = "twice, based on dgx-h100"
+    assert cluster == replace(base, name="twice", title=title, network=network, sources=sources)
+
+
+def test_what_is_based_on_a_file_that_is_based_on_another_has_all_differences(tmp_path: Path):
+    """Paths are relative to the file that has them; another chip takes its price and power along,
+    a table of the chip replaces fields of it."""
+    (tmp_path / "below").mkdir()
+    based(tmp_path / "below", "one", 'based_on = "dgx-h100"\ndevices_per_node = 16\n')
+    two = based(
+        tmp_path,
+        "two",
+        'based_on = "below/one.toml"\nname = "b"\n[chip]\nmemory_bytes = 100_000_000_000\n',
+    )
+    three = based(tmp_path, "three", 'based_on = "two.toml"\nchip = "b200"\n')
+
+    assert load_cluster(two).name == "b"
+    assert load_cluster(two).devices_per_node == 16
+    assert load_cluster(two).chip == replace(load_chip("h100"), memory_bytes=100_000_000_000)
+    assert load_cluster(two).price == load_cluster("dgx-h100").price
+    assert load_cluster(three).chip == load_chip("b200")
+    assert load_cluster(three).devices_per_node == 16
+    assert load_cluster(three).price is None
+    assert "price.dollars_per_device_hour" not in load_cluster(three).sources
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": 'based_on = "a.toml"'}, r"based_on='a\.toml'.* on this file itself"),
+        ({"a": 'based_on = "b.toml"', "b": 'based_on = "a.toml"'}, "through a.toml and b.toml"),
+        ({"a": 'based_on = "dgx-h10"'}, "based_on='dgx-h10'.*did you mean 'dgx-h100'"),
+        ({"a": 'based_on = "b.toml"'}, "based_on=.*there is no such file"),
+        ({"a": "based_on = 3"}, "based_on=3 is refused: it must be the name"),
+        ({"a": 'based_on = "dgx-h100"\n[network]\nbytes = 3'}, "network.bytes is no field"),
+    ],
+)
+def test_what_cannot_be_a_base_is_refused(tmp_path: Path, files: dict[str, str], message: str):
+    """Circles, names and files that are none, and fields that nothing has."""
+    for name, text in files.items():
+        based(tmp_path, name, text)
+
+    with pytest.raises((ConfigError, UnknownHardware), match=message):
+        load_cluster(str(tmp_path / "a.toml"))
+
+
+def test_parts_of_a_cluster_are_replaced_by_values_or_multiples():
+    """The title says so; a field that was not there is added."""
+    cluster = load_cluster("dgx-h100")
+    assert cluster.network is not None
+
+    found = with_hardware(
+        cluster,
+        {
+            "network.bytes_per_second": "2x",
+            "chip.peak_flop_per_second.bf16": "1.5x",
+            "cluster.max_device_count": 64,
+            "power.pue": 1.3,
+        },
+    )
+
+    assert found.network == replace(cluster.network, bytes_per_second=800e9)
+    assert found.chip.peak("bf16") == 1.5 * cluster.chip.peak("bf16")
+    assert found.max_device_count == 64
+    assert found.power is not None
+    assert found.power.pue == 1.3
+    assert found.title.endswith(
+        "network.bytes_per_second 2x, chip.peak_flop_per_second.bf16 1.5x, "
+        "cluster.max_device_count 64, power.pue 1.3"
+    )
+    assert with_hardware(cluster, {}) is cluster
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("network.bytes_per_secon", 1, "did you mean 'bytes_per_second'"),
+        ("network.bytes_per_second", "fast", "it must be a number"),
+        ("network.bytes_per_second", "0x", "it must be above 0"),
+        ("link.kind", "2x", "it is 'nvswitch' there, which has no multiple"),
+        ("cluster.max_device_count", "2x", "there is none, which has no multiple"),
+        ("network.x.y", 1, r"network\.x"),
+    ],
+)
+def test_a_part_that_a_cluster_cannot_have_is_refused(name: str, value: int | str, message: str):
+    """Field, value and what is accepted."""
+    with pytest.raises(ConfigError, match=message):
+        with_hardware(load_cluster("dgx-h100"), {name: value})

@@ -626,7 +626,7 @@ def test_price_of_some_clusters_is_refused(run_file: Path):
 
     with pytest.raises(ConfigError, match="each cluster needs one, or none has one"):
         plan_run(load_config(run_file), [priced, other], [8])
-    with pytest.raises(ConfigError, match="clusters="):
+    with pytest.raises(ConfigError, match="cluster="):
         plan_run(load_config(run_file), [], [8])
 
 

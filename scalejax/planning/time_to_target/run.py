@@ -238,10 +238,10 @@ def _require_choice(
     priced = {option.price_per_device_hour is not None for option in options}
     if len(priced) != 1:
         accepted = "each cluster needs one, or none has one" if priced else "one is needed"
-        raise ConfigError(refusal("clusters" if not priced else "price", "", accepted))
+        raise ConfigError(refusal("cluster" if not priced else "price", "", accepted))
     names = [option.cluster.name for option in options]
     if len(set(names)) < len(names):
-        raise ConfigError(refusal("clusters", names, "each needs a name of its own"))
+        raise ConfigError(refusal("cluster", names, "each needs a name of its own"))
     for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
         require_above(name, limit, 0)
 

@@ -23,6 +23,7 @@ from scalejax.simulator.predict import Prediction, ScalingPrediction, merged_not
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
 
 _SCREEN_WIDTH, _SHARE_WIDTH = 80, len("100.0 %")
+_LONGEST_NAME = 16
 _BROKEN_HEADINGS = {
     "samples/s": "samples\n/s",
     "tokens/s": "tokens\n/s",
@@ -45,6 +46,36 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
         f"{format_bytes(first.memory_bytes)} of memory."
     )
     yield notes(prediction.predictions)
+
+
+def beside(predictions: Sequence[ScalingPrediction | RampPrediction]) -> Iterator[RenderableType]:
+    """Several clusters beside each other, and how much faster each is than the first.
+
+    Args:
+        predictions: of one run on each cluster, on the same numbers of devices.
+    """
+    table = figures("cluster", "devices", "step", "run", "MFU", "memory", "fits", "speed")
+    seconds: dict[int, float | None] = {}
+    for each in predictions:
+        phases = each.phases if isinstance(each, RampPrediction) else ()
+        last = phases[-1].study if phases else each
+        for one in last.predictions if isinstance(last, ScalingPrediction) else ():
+            count = one.device_count
+            run = each.run_seconds(count) if isinstance(each, RampPrediction) else one.run_seconds
+            step = run if phases else one.step_seconds
+            first = seconds.setdefault(count, step)
+            table.add_row(
+                one.cluster[:_LONGEST_NAME],
+                str(count),
+                format_seconds(one.step_seconds),
+                format_seconds_briefly(run),
+                format_fraction(one.mfu),
+                format_bytes(one.peak_memory_bytes),
+                "yes" if one.fits else "NO",
+                "n/a" if not first or not step else f"{first / step:.2f}x",
+            )
+    yield table
+    yield "speed: over the first cluster with as many devices."
 
 
 def kept_samples(prediction: ScalingPrediction) -> str:

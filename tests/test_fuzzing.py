@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalejax import hardware
 from scalejax.cli.main import main
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, refusal
@@ -23,10 +24,12 @@ from scalejax.core.serialization import parse_toml, plain
 from scalejax.data.facts import resolve
 from scalejax.data.formats.parquet import find_files
 from scalejax.launch.slurm import SlurmRun
+from scalejax.planning.convergence import read_data
 from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
 from scalejax.validation.kinds import read_any
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
+CLUSTER = Path(hardware.__file__).parent / "clusters" / "big-basin-goyal2017.toml"
 RUN = """
 model = { name = "mlp", hidden = [8] }
 data = { name = "synthetic_images", image_size = 8, classes = 4, train_examples = 64 }
@@ -185,12 +188,21 @@ def test_what_was_accepted_and_made_no_sense_is_refused(tmp_path, monkeypatch, c
     )
     (tmp_path / "points.csv").write_text("global_batch,steps_to_target" + "x" * 200_000 + "\n1,2\n")
     (tmp_path / "numbers.csv").write_bytes(b"x,\xca\n1,2\n")
+    cluster = CLUSTER.read_text()
+    assert "\nattainable_fraction = 0.9\n" in cluster
+    (tmp_path / "slow.toml").write_text(
+        cluster.replace("\nattainable_fraction = 0.9\n", "\nattainable_fraction = 1e-300\n", 1)
+    )
     monkeypatch.chdir(tmp_path)
     plan = ["plan", "run.toml", "--clusters", "dgx-h100", "--devices", "8", "--convergence"]
     for words, said in (
         ([*plan, "points.toml"], "convergence.noise_scale=5e-324 is refused"),
         ([*plan, "points.csv"], "'points.csv' is refused: it must be CSV"),
         (["data", "inspect", "numbers.csv"], "its column names must be UTF-8"),
+        (
+            ["predict", "run.toml", "--cluster", "slow.toml", "--devices", "8"],
+            "link.attainable_fraction=1e-300 is refused: it must be at least 1e-06",
+        ),
     ):
         assert main(words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
@@ -232,6 +244,30 @@ def test_numbers_of_a_ledger_lie_within_what_is_ever_measured(tmp_path, number):
 
     with pytest.raises(ConfigError, match=r"line 2, column 6: microseconds='.*must be from 1e-18"):
         read_any(path)
+
+
+def test_a_ledger_of_losses_names_the_column_that_is_wrong(tmp_path):
+    """Where its runs are made of rows, the name was another."""
+    path = tmp_path / "ledger.csv"
+    path.write_text("lr,bs,smooth loss,D,N,exp_name\n0.001,0,2.5,1e9,1e9,a\n")
+
+    with pytest.raises(ConfigError, match=r"line 2: bs=0 is refused"):
+        read_any(path)
+
+
+def test_results_of_integers_wider_than_any_end_in_no_traceback(tmp_path):
+    """Nor do results that are no Parquet at all: both are refused by their file."""
+    path = tmp_path / "results.parquet"
+    pq.write_table(pa.table({"global_batch": pa.array([1], pa.uint64())}), path, store_schema=False)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xC0]) + whole[at + 1 :])
+        try:
+            read_data(path, target=None, train_examples=None)
+        except ConfigError:
+            refused += 1
+    assert refused > 50
 
 
 def test_no_byte_of_the_footer_of_a_parquet_file_ends_in_a_traceback(tmp_path):

@@ -44,6 +44,7 @@ _BOUNDS = {
     "hz": (0, 1e12),
     # Of time: as long as a million years for a run, whose steps are at most 2**31.
     "seconds": (0, 1e6 * _YEAR_SECONDS),
+    "added_seconds": (-1e6 * _YEAR_SECONDS, 1e6 * _YEAR_SECONDS),  # less, where one is taken away
     "hours": (0, 1e6 * _YEAR_SECONDS / 3600),
     "days": (0, 1e6 * 366),
     "bytes": (0, 2**63),

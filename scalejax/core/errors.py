@@ -299,3 +299,13 @@ def require_fraction(field: str, value: float | None) -> None:
     """
     if value is not None and not 0 < value <= 1:
         raise ConfigError(refusal(field, value, "it must be above 0 and at most 1"))
+
+
+def require_attained(field: str, value: float | None) -> None:
+    """Refuse a share of a peak that no device has: outside of a millionth to 1, or NaN.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if value is not None and not 1e-6 <= value <= 1:
+        raise ConfigError(refusal(field, value, "it must be at least 1e-06 and at most 1"))

@@ -13,7 +13,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_at_most,
-    require_fraction,
+    require_attained,
     require_physical,
 )
 from scalejax.hardware.measured import MeasuredRates, nearby
@@ -195,13 +195,13 @@ class Attainable:
             if name.endswith("_seconds"):
                 require_at_least(name, getattr(self, name), 0)
             elif name.endswith(("_fraction", "_gradient_share")) and name != "contention_fraction":
-                require_fraction(name, getattr(self, name))
+                require_attained(name, getattr(self, name))
         for name in ("attention_scale", "grouped_scale", "token_exchange_scale"):
             require_above(name, getattr(self, name), 0)
             require_at_most(name, getattr(self, name), 1e3)
         for tokens, head_size, fraction in self.attention_by_shape:
             require_above("attention_by_shape", min(tokens, head_size), 0)
-            require_fraction("attention_by_shape", fraction)
+            require_attained("attention_by_shape", fraction)
         if self.step_cv is None and self.step_dispersion_seconds > 0:
             accepted = "it adds to step_cv, which is missing; 0 says that it is all there is"
             raise ConfigError(

@@ -17,7 +17,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_at_most,
-    require_fraction,
+    require_attained,
     require_physical,
 )
 from scalejax.hardware.chip import Chip, require_residual
@@ -86,7 +86,7 @@ class Link:
     def __post_init__(self) -> None:
         require_physical("link.", self)
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
-        require_fraction("link.attainable_fraction", self.attainable_fraction)
+        require_attained("link.attainable_fraction", self.attainable_fraction)
         for name in ("own_share", "latency_fraction"):
             require_at_most(f"link.{name}", getattr(self, name), _LARGEST_MULTIPLE)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
@@ -96,7 +96,7 @@ class Link:
             require_at_least(f"link.{name}", getattr(self, name), 0)
         if self.wires is not None:
             _require_links(self.wires)
-        require_fraction("link.in_switch_fraction", self.in_switch_fraction)
+        require_attained("link.in_switch_fraction", self.in_switch_fraction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Network:
     def __post_init__(self) -> None:
         require_physical("network.", self)
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
-        require_fraction("network.attainable_fraction", self.attainable_fraction)
+        require_attained("network.attainable_fraction", self.attainable_fraction)
         require_above(
             "network.partial_group_bytes_per_second", self.partial_group_bytes_per_second, 0
         )
@@ -197,7 +197,7 @@ class CollectiveMethod:
         require_above(
             "method.network_payload_bytes_per_second", self.network_payload_bytes_per_second, 0
         )
-        require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
+        require_attained("method.bandwidth_fraction", self.bandwidth_fraction)
         require_at_most(
             "method.link_hop_multiple_over_nodes",
             self.link_hop_multiple_over_nodes,
@@ -284,7 +284,7 @@ class DispatchLibrary:
     """Where each number above comes from, by its dotted name."""
 
     def __post_init__(self) -> None:
-        require_fraction("dispatch.network_fraction", self.network_fraction)
+        require_attained("dispatch.network_fraction", self.network_fraction)
         require_physical("dispatch.", self)
         require_at_least("dispatch.network_seconds", self.network_seconds, 0)
 

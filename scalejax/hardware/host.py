@@ -227,7 +227,7 @@ class HostInput:
             return
         measured, asked = _kind(self.rates), _kind(self.work)
         if measured != asked:
-            accepted = f"the run reads {asked}; measure that with scalejax data bench"
+            accepted = f"it must be what the run reads, {asked}; scalejax data bench measures that"
             raise ConfigError(refusal("input.data", measured, accepted))
 
 

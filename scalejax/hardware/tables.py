@@ -17,7 +17,7 @@ from scalejax.core.errors import (
     refusal,
     require_above,
     require_at_least,
-    require_fraction,
+    require_attained,
     unknown_name,
 )
 from scalejax.hardware.catalogue import CATALOGUE, catalogued, names_in
@@ -65,7 +65,7 @@ class MatmulForm:
         for name in ("memory_bytes_per_second", "fixed_seconds"):
             require_above(name, getattr(self, name), 0)
         for name in ("matmul_fraction", "memory_fraction"):
-            require_fraction(name, getattr(self, name))
+            require_attained(name, getattr(self, name))
         if not 0 <= self.aside_seconds <= self.fixed_seconds:
             accepted = f"it must be at least 0 and at most fixed_seconds={self.fixed_seconds}"
             raise ConfigError(refusal("aside_seconds", self.aside_seconds, accepted))
@@ -141,12 +141,12 @@ class GroupedMatmulRates:
     def __post_init__(self) -> None:
         require_at_least("tile_rows", self.tile_rows, 1)
         require_at_least("group_seconds", self.group_seconds, 0)
-        require_fraction("memory_fraction", self.memory_fraction)
+        require_attained("memory_fraction", self.memory_fraction)
         for kind, fraction in self.matmul_fraction.items():
-            require_fraction(f"matmul_fraction.{kind}", fraction)
+            require_attained(f"matmul_fraction.{kind}", fraction)
         for kind, (seconds, share) in self.layers.items():
             require_at_least(f"layers.{kind}", seconds, 0)
-            require_fraction(f"layers.{kind}", share)
+            require_attained(f"layers.{kind}", share)
 
 
 def grouped_matmul_names() -> tuple[str, ...]:
@@ -199,7 +199,7 @@ class AttentionRates:
             raise ConfigError(refusal("by_head_size", sizes, "it must hold ascending head sizes"))
         for size, share, tokens in self.by_head_size:
             require_above("by_head_size", size, 0)
-            require_fraction("by_head_size", share)
+            require_attained("by_head_size", share)
             require_at_least("by_head_size", tokens, 0)
 
     def share(self, tokens: int, head_size: int) -> float:

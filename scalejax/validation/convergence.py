@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from scalejax.core.errors import require_above
 from scalejax.planning.convergence import Hyperbola, Point, fit
 from scalejax.planning.convergence.loss_surface import (
     DIVERGED,
@@ -175,6 +176,11 @@ class LossRow:
     """Parameters of the network, without embeddings, all experts included."""
     exp_name: str
     """Name of the run."""
+
+    def __post_init__(self) -> None:
+        counted = (("lr", self.lr), ("bs", self.bs), ("D", self.tokens), ("N", self.parameters))
+        for column, value in counted:
+            require_above(column, value, 0)
 
     @property
     def source(self) -> str:

@@ -241,4 +241,7 @@ def _part(type_: type[_Part], cells: _Cells) -> _Part:
                 set(typing.get_args(hint) or (hint,)),
                 may_be_zero="may_be_zero" in field.metadata,
             )
-    return type_(**values)
+    try:
+        return type_(**values)
+    except ConfigError as error:  # what the row says of its values together
+        raise ConfigError(f"{cells.path}, line {cells.line}: {error}") from error

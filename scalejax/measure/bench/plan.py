@@ -175,7 +175,7 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
         for (settings, replaced), differing in zip(split, varied, strict=True)
     )
     names = (each.name for each in benchmarks)  # two would be one cell of a table
-    require_told_apart(names, "benchmarks", "they are equal; --repeats times one more often")
+    require_told_apart(names, "benchmarks", "they may not be equal; --repeats times one more often")
     return BenchPlan(
         text=run_file.read_text(encoding="utf-8"), benchmarks=benchmarks, repeats=repeats
     )

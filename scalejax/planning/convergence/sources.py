@@ -139,11 +139,12 @@ def _csv_rows(path: Path) -> list[Row]:
 
 
 def _parquet_rows(path: Path) -> list[Row]:
-    from pyarrow import parquet  # imported here: other files do not wait for it
+    import pyarrow as pa  # imported here: other files do not wait for it
+    from pyarrow import parquet
 
     try:
         return parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
 
 

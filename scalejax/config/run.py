@@ -71,6 +71,7 @@ from scalejax.config.training import (
     FineTuningConfig,
     LayoutConfig,
     LossConfig,
+    StartConfig,
     TrackingConfig,
     TrainConfig,
 )
@@ -122,6 +123,8 @@ class RunConfig:
     """Clipping of the gradient by its norm; if absent, none."""
     averaging: AveragingConfig | None = None
     """An average of the parameters, kept beside them; if absent, none."""
+    start: StartConfig | None = None
+    """Weights that it begins with; if absent, random ones, or those of `model.pretrained`."""
     fine_tuning: FineTuningConfig | None = None
     """Which parameters are trained, and at which rate; if absent, all at the rate of `schedule`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -152,6 +155,9 @@ class RunConfig:
             require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)
         require_ramp_within_run(self.batch, self.averaging, train)
+        if self.start is not None and model.pretrained_pixels is not None:
+            accepted = "start.weights gives them already; leave one of the two out"
+            raise ConfigError(refusal("model.pretrained", "imagenet", accepted))
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
         require_single_main_params(

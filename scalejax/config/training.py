@@ -17,6 +17,7 @@ from scalejax.core.errors import (
     require_at_least,
     require_at_most,
 )
+from scalejax.core.filesystem import is_url
 from scalejax.core.serialization import Family
 
 MOST_STEPS = 2**31 - 1
@@ -541,6 +542,31 @@ class TrainConfig:
             raise ConfigError(
                 refusal("train.evaluate_every_steps", self.evaluate_every_steps, accepted)
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartConfig:
+    """Weights that a run begins with, in place of random ones; optimizer and schedule begin anew.
+
+    Arrays that are missing there, or not of this network, or of another shape are refused by name.
+    """
+
+    weights: str
+    """Where they are: the folder of an earlier run (its final weights, or its newest checkpoint
+    that verifies), a safetensors file in the names of this network ("blocks.attention.qkv.kernel"),
+    or the folder of a model as hubs have it (config.json and safetensors) of GPT-2 for gpt, and of
+    Llama, Mistral, Qwen2 or Qwen3 for llama."""
+    reinitialized: tuple[str, ...] = ()
+    """Path prefixes of parameters that begin at random all the same, such as "head", where the data
+    have other classes."""
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            accepted = "name a run's folder, a safetensors file or a model's folder"
+            raise ConfigError(refusal("start.weights", self.weights, accepted))
+        if is_url(self.weights):
+            accepted = "weights are read from this machine's disk; copy them there"
+            raise ConfigError(refusal("start.weights", self.weights, accepted))
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]

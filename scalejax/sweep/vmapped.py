@@ -19,6 +19,7 @@ import numpy as np
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.core.serialization import save
 from scalejax.data.loader.loader import (
     Batches,
     evaluation_batches_of_seeds,
@@ -42,6 +43,7 @@ from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
 from scalejax.training.run_folder import describe_run
 from scalejax.training.setup import schedule_of
 from scalejax.training.signals import StopSignals
+from scalejax.training.start import start_of
 from scalejax.training.state import PyTree, TrainState
 from scalejax.training.step import Step, build_step, init_state
 from scalejax.training.time_accounting import RunClock
@@ -248,6 +250,8 @@ def _train_at_once(
     for run, folder in zip(runs, folders, strict=True):
         refuse_other_files(folder, run.config.data)
         describe_run(folder, run, _RESUME)
+        if (start := start_of(run)) is not None:
+            save(start, folder.start)
     signals = StopSignals(heartbeat, leave=leave)
     identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
     with Checkpoints(checkpoints, keep=_KEPT) as saved, signals, ExitStack() as open_logs:

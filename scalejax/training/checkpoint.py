@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
+from jax.tree_util import DictKey
 from orbax.checkpoint import v1 as orbax
 
 from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, Unavailable
@@ -35,6 +36,7 @@ from scalejax.core.serialization import (
     sync_folder,
 )
 from scalejax.core.units import format_bytes
+from scalejax.models import parameter_path
 from scalejax.training.checksums import checksums
 from scalejax.training.manifest import (
     MANIFEST,
@@ -488,6 +490,81 @@ def load_weights(path: Path, like: Tree) -> Tree:
             else f"{path} cannot be read: {weights.text}."
         )
     return weights
+
+
+def written_checksums(path: Path) -> dict[str, int]:
+    """The checksums that `save_weights` wrote beside the arrays.
+
+    Raises:
+        CheckpointMismatch: if there are none.
+    """
+    written = _load(lambda: orbax.metadata(str(path.absolute())).custom_metadata)
+    found = written.get(_CHECKSUMS) if isinstance(written, dict) else None
+    if not isinstance(found, dict):
+        raise CheckpointMismatch(f"{path} is refused: it is damaged, or has no checksums.")
+    return cast("dict[str, int]", found)
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a checkpoint or of weights, by their paths.
+
+    Raises:
+        CheckpointMismatch: if they cannot be read.
+    """
+    tree = _load(lambda: orbax.metadata(str(path.absolute())).metadata)
+    if isinstance(tree, _Failure):
+        raise CheckpointMismatch(f"{path} cannot be read: {tree.text}.")
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {
+        parameter_path(key): tuple(leaf.shape) for key, leaf in leaves if hasattr(leaf, "shape")
+    }
+    if not found:
+        raise CheckpointMismatch(f"{path} is damaged: it names no arrays.")
+    return found
+
+
+def load_leaves(
+    path: Path, stored: Mapping[str, int], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Some arrays of a checkpoint or of weights, by their paths as of `shapes_of`, in the types and
+    shardings of `shapes`.
+
+    Args:
+        path: of what was saved.
+        stored: checksums of its arrays.
+        shapes: of the arrays that are read.
+
+    Raises:
+        CheckpointMismatch: if they cannot be read, or are not what was written.
+    """
+    by_path = {"/".join(_PATH_PARTS.findall(key)): value for key, value in stored.items()}
+
+    def load() -> tuple[dict[str, jax.Array], dict[str, int]]:
+        where = str(path.absolute())
+        tree = orbax.metadata(where).metadata
+
+        def like(key: Any, leaf: Any) -> Any:
+            if (wanted := shapes.get(parameter_path(key))) is None:
+                return orbax.PLACEHOLDER
+            # In the type that was written, of which the checksums are.
+            return jax.ShapeDtypeStruct(wanted.shape, leaf.dtype, sharding=wanted.sharding)
+
+        loaded = orbax.load(where, jax.tree_util.tree_map_with_path(like, tree))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(loaded)
+        arrays = {parameter_path(key): leaf for key, leaf in leaves}
+        arrays = {name: arrays[name] for name in shapes}
+        sums = {jax.tree_util.keystr((DictKey(name),)): by_path.get(name, -1) for name in shapes}
+        return arrays, sums
+
+    arrays = _verified(load)
+    if isinstance(arrays, _Failure):
+        raise CheckpointMismatch(f"{path} is damaged, or cannot be read: {arrays.text}.")
+    cast_to = {name: leaf.dtype for name, leaf in shapes.items()}
+    return {name: array.astype(cast_to[name]) for name, array in arrays.items()}
+
+
+_PATH_PARTS = re.compile(r"[^\[\].']+")
+"""Parts of a path as `jax.tree_util.keystr` writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,9 +161,9 @@ class TrainingLoop:
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()
 
-    def train(self, state: TrainState, begin: int, remark: str = "") -> None:
-        """Train from `state`, which is after `begin` updates, until the runs end; `remark` is
-        added to the first status message."""
+    def train(self, state: TrainState, begin: int, remark: str = "", start: str = "") -> None:
+        """Train from `state`, which is after `begin` updates, until the runs end; `remark`, on how
+        input was tuned, and `start`, on initial weights, are added to the first status message."""
         self._step, self._begin, self._is_tuned = begin, begin, bool(remark)
         if self._copies is not None:
             self._copies.begin(state)
@@ -182,7 +182,7 @@ class TrainingLoop:
                 self._change_status(each, "resumed", f"at step {begin}, {devices}{remark}")
             else:
                 changes = "".join(f"; {change}" for change in each.run.changes)
-                self._change_status(each, "started", devices + changes + remark)
+                self._change_status(each, "started", devices + changes + start + remark)
         has_missed = any(each.status.evaluated_step != begin for each in self._open)
         if begin and self._run.is_evaluated(begin) and has_missed:
             self._pause(state)  # a signal had interrupted its evaluation

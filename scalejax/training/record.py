@@ -257,6 +257,8 @@ class RunFolder:
     """Counts and shapes of its data, `DatasetFacts` in JSON; absent in earlier versions."""
     data_files = FileIn("data_files.json")
     """Fingerprints of the data files, `UsedFiles` in JSON; absent if the data has no files."""
+    start = FileIn("start.json")
+    """The weights that it began with, `StartRecord` in JSON; absent if they were random."""
     program = FileIn("program.json")
     """The compiled step, a `Program` in JSON."""
     prediction = FileIn("prediction.json")

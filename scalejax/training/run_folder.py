@@ -28,6 +28,7 @@ A run of scalejax.
 run.toml             the config, as resolved on these devices
 facts.json           counts and shapes of the data, for when it is no longer there
 data_files.json      the files trained on, if the data is files: the run resumes on no others
+start.json           the weights that it began with, and their digest, if they were not random
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
 measurements.jsonl   measurements, one per line: kinds "train", "validation", "evaluation" (of test
@@ -106,6 +107,8 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         location = getattr(config.data, part, None)
         if location is not None:
             fields[f"data.{part}"] = absolute_location(location)
+    if config.start is not None:
+        fields["start.weights"] = absolute_location(config.start.weights)
     return with_fields(config, fields)
 
 

@@ -45,6 +45,7 @@ from scalejax.training.setup import (
     reads_features,
     train_setup,
 )
+from scalejax.training.start import started_weights
 from scalejax.training.state import (
     PyTree,
     TrainState,
@@ -224,8 +225,13 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
 
 
 def initial_weights(setup: TrainSetup, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Parameters and statistics of these shapes: pretrained ones where given, else random ones."""
-    loaded = tuple(pretrained_weights(setup.run.config.model, tree) for tree in shapes)
+    """Parameters and statistics of these shapes: those that the run begins with and pretrained
+    ones where given, else random ones."""
+    config = setup.run.config
+    if config.start is None:
+        loaded = tuple(pretrained_weights(config.model, tree) for tree in shapes)
+    else:
+        loaded = started_weights(config, shapes)
     is_loaded = jax.tree.map(
         lambda leaf: leaf is not None, loaded, is_leaf=lambda leaf: leaf is None
     )

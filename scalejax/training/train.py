@@ -48,6 +48,7 @@ from scalejax.training.run_folder import (
     refuse_other_run,
 )
 from scalejax.training.signals import StopSignals
+from scalejax.training.start import start_of
 from scalejax.training.state import TrainState
 from scalejax.training.step import init_state
 from scalejax.training.time_accounting import RunClock, load_time_account, time_account_in_words
@@ -116,6 +117,7 @@ def train(
         require_same_run(run, resume=resume)
         mesh = build_mesh(run.layout)
         files = _open_run_folder(folder, run, resume=resume)
+        start = None if resume else start_of(run)  # a checkpoint has its own weights
         notes = (*notes_of(run), *idle_notes(run, available))
         for note in (*notes, *(changed_notes(files, run) if resume else ())):
             reporter.say(f"Note: {note}.")
@@ -137,6 +139,8 @@ def train(
             state = _first_state(run, mesh, programs, source, traces, resumed)
             if is_first():  # after the last check that may refuse the run
                 describe_run(files, run, resume_command(files, run))
+                if start is not None:
+                    serialization.save(start, files.start)
                 clock.open(files.time)
             lock.take(folder)
             checkpoints.go_on_from(begin)
@@ -175,7 +179,7 @@ def train(
                     resumed=resumed,
                     copies=copies,
                 )
-                loop.train(state, begin, tuned)
+                loop.train(state, begin, tuned, start.words if start else "")
     if is_first() and (account := load_time_account(files.time)) and account.sessions > 1:
         reporter.say(time_account_in_words(account))
     sync_global_devices("the record is whole")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 # A CUDA compiler plug-in without a driver logs an error at every start of JAX.
@@ -91,14 +92,29 @@ def mark_slow_rows(items: list[pytest.Item]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def slurm():
     """A scheduler of one node on this machine: the path of its slurm.conf."""
+    with slurm_here(1) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def slurm_of_three():
+    """A scheduler of three nodes, n1 to n3, on this machine: the path of its slurm.conf."""
+    with slurm_here(3) as path:
+        yield path
+
+
+@contextmanager
+def slurm_here(nodes):
+    """A scheduler of so many nodes on this machine: the path of its slurm.conf."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("srun", "slurmctld", "munged"))):
         pytest.skip("needs root and the Debian packages slurm-wlm and munge")
-    folder = Path("/tmp") / f"scalejax-slurm-{os.getpid()}"  # munge's user must reach it
+    folder = Path("/tmp") / f"scalejax-slurm-{nodes}-{os.getpid()}"  # munge's user must reach it
     script = [str(Path(__file__).parent / "support" / "slurm.sh")]
-    ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
-    up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
+    first = os.getpid() % 1000 * 8 + nodes  # two schedulers may be up at once
+    numbers = [str(16000 + first), str(24000 + first), str(nodes)]
+    up = subprocess.run([*script, "up", str(folder), *numbers], text=True, stdout=subprocess.PIPE)
     try:
         if up.returncode:
             pytest.skip("SLURM did not come up on this machine")

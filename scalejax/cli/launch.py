@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +28,7 @@ from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
 from scalejax.launch.gpus import visible_gpus
 from scalejax.launch.kubernetes import JobSetRun, manifest
+from scalejax.launch.nodes import TASKS_PER_NODE, Nodes
 from scalejax.launch.peers import require_stuck_seconds
 from scalejax.launch.places import Elastic
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
@@ -38,11 +39,15 @@ from scalejax.training.record import RunFolder
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
 _RESUMING = ("resume", "start_over")
 _ELASTIC = ("elastic", "copy_seconds", "rejoin_seconds")
+_COPY_SECONDS = 10
+_SECONDS_TO_BE_SEEN = 120
+"""After which other machines see what was written to a file of a network's file system."""
 _FLAGS_OF = {
     "a run on this machine": (*_ALL, *_RESUMING, *_ELASTIC, "all_logs"),
     "a run through SLURM": (
         *_ALL,
         *_RESUMING,
+        *_ELASTIC,
         *("nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
     ),
     "--target jobset": (*_ALL, "gpus_per_node", "image", "volume", "namespace", "output"),
@@ -55,7 +60,8 @@ class LaunchRun(RunFileCommand):
     """Train a run.toml in several processes, here or on a cluster.
 
     Here, when one process is lost the others are stopped, and with --max-restarts all resume from
-    the latest checkpoint; through SLURM, the job requeues itself for that. A process counts as lost
+    the latest checkpoint; through SLURM, the job requeues itself for that. With --elastic they go
+    on in those that are left. A process counts as lost
     within 10 s of its death, 20 s after it was stopped, and, under any launcher, 10 s after the
     limit of --stuck-seconds since the last progress of any process. SIGINT and SIGTERM end the run
     after the current update and a checkpoint; without a checkpoint 20 s later, if the update does
@@ -82,19 +88,22 @@ class LaunchRun(RunFileCommand):
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int | None, flag("N")] = None
     """Number of restarts when a process is lost, or the time limit of the job is reached. By
-    default 0; with --elastic 3, of those in a row that brought no new step."""
+    default 0; with --elastic 3, of those in a row that brought no new step; through SLURM its job
+    then requeues itself as often as this says, by default never."""
     elastic: Annotated[str | None, flag("MIN:MAX")] = None
-    """Here: when processes are lost go on in those that are left, MIN at least, from a copy of the
-    state in memory, and when places are free again in MAX at most. The global batch and the
-    schedule stay: as many train as divide the batch, the others are spare."""
-    copy_seconds: Annotated[int, flag("N")] = 10
+    """When processes are lost go on in those that are left, MIN at least, from a copy of the state
+    in memory, and when places are free again in MAX at most. The global batch and the schedule
+    stay: as many train as divide the batch, the others are spare. Through SLURM MAX is --np: the
+    job asks for the nodes of MIN to MAX, and keeps those that are left (--no-kill); on several
+    nodes it goes on from its newest checkpoint. Without its first node SLURM requeues it."""
+    copy_seconds: Annotated[int, flag("N")] = _COPY_SECONDS
     """With --elastic: least time between two copies of the state in /dev/shm, which takes three
     times its size there; 50 times what the last one held training up, if that is more. By default
-    10; 0 for none, so that the run goes on from its checkpoints."""
+    10; 0 for none, so that the run goes on from its checkpoints, as on several nodes."""
     rejoin_seconds: Annotated[int, flag("N")] = 60
     """With --elastic: how long a place is out of use after its process was lost; twice as long each
-    further time, up to 32 times. Then the processes stop, after a copy, and go on with it. By
-    default 60."""
+    further time, up to 32 times. Then the processes stop, after a copy or a checkpoint, and go on
+    with it. By default 60."""
     stuck_seconds: Annotated[int, flag("N")] = 60
     """Least time without progress after which the processes hang: they then write their stacks,
     name the one that the others wait for, and exit with 5. Ten times the slowest so far of an
@@ -146,7 +155,7 @@ class LaunchRun(RunFileCommand):
             self._write_jobset(changed)
         elif self.np > 0:
             self._require_flags_of("a run through SLURM")
-            self._submit(self._command(changed))
+            self._submit(self._command(changed), cache(partial(self._can_train, config, facts)))
         else:
             self._require_flags_of("a run on this machine")
             self._start(self._command(changed), cache(partial(self._can_train, config, facts)))
@@ -169,8 +178,24 @@ class LaunchRun(RunFileCommand):
         if self.np > 0:  # a job may start in another working directory
             run_file, folder = run_file.absolute(), folder.absolute()
         command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
+        if self.np > 0 and self.elastic is not None:
+            command = ["env", f"{GO_ON}={self._go_on}", *command[:-2], "launch", str(run_file)]
+            command += [f"--np=-{self.np}", f"--elastic={self.elastic}"]
+            command += [f"--rejoin-seconds={self.rejoin_seconds}"]
+            command += [f"--copy-seconds={self.copy_seconds}"]
+            if self.max_restarts is not None:
+                command += [f"--max-restarts={self.max_restarts}"]
         command += ["--folder", str(folder), *changed]
         return (*command, "--resume") if self.resume else tuple(command)
+
+    @property
+    def _go_on(self) -> str:
+        """The command that resumes the run; that which a batch script was written with."""
+        words = [
+            *(word for word in sys.argv[1:] if word not in (*self._once, "--dry-run")),
+            *(() if self.resume else ("--resume",)),
+        ]
+        return os.environ.get(GO_ON) or shlex.join(["scalejax", *words])
 
     @property
     def _once(self) -> tuple[str, ...]:
@@ -180,7 +205,9 @@ class LaunchRun(RunFileCommand):
     def _can_train(self, config: RunConfig, facts: DatasetFacts, processes: int) -> bool:
         """Whether so many processes can train the run with its global batch."""
         places = int((self.elastic or "").rpartition(":")[2] or -self.np)
-        each = self.cpu_devices or max(1, len(visible_gpus(os.environ)) // places)
+        is_here = self.np < 0 and TASKS_PER_NODE not in os.environ
+        gpus = len(visible_gpus(os.environ)) if is_here else 0  # through SLURM each has one
+        each = self.cpu_devices or max(1, gpus // places)
         try:
             resolve(config, processes * each, facts)
         except ScalejaxError:
@@ -197,10 +224,13 @@ class LaunchRun(RunFileCommand):
             return None
         found = re.fullmatch(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", self.elastic)
         least, most = map(int, found.groups()) if found else (0, 0)
-        if not 1 <= least <= -self.np <= most:
+        count = abs(self.np)
+        if not 1 <= least <= count <= most or (self.np > 0 and count < most):
+            between = "with those of --np between them"
             accepted = (
-                "it must be MIN:MAX, the fewest and the most processes, with those of --np between "
-                f"them, such as {max(1, -self.np // 2)}:{-self.np}"
+                "it must be MIN:MAX, the fewest and the most processes, "
+                f"{between if self.np < 0 else 'and through SLURM MAX is --np'}, "
+                f"such as {max(1, count // 2)}:{count}"
             )
             raise ConfigError(refusal("elastic", self.elastic, accepted))
         counts = [count for count in range(least, most + 1) if can_train(count)]
@@ -210,7 +240,7 @@ class LaunchRun(RunFileCommand):
                 f"and fit the layout; here {counts[0] if counts else 'none'} does"
             )
             raise ConfigError(refusal("elastic", self.elastic, accepted))
-        if counts[0] > -self.np:
+        if counts[0] > count:
             accepted = (
                 f"{counts[0]} is the fewest from MIN={least} that divide the global batch, and fit "
                 "the layout"
@@ -228,11 +258,10 @@ class LaunchRun(RunFileCommand):
         folder = self._run_folder
         bounds = self._bounds(can_train)
         self._require_own_folder()
-        typed = [
-            *(word for word in sys.argv[1:] if word not in self._once),
-            *(() if self.resume else ("--resume",)),
-        ]
         run = RunFolder(path=folder)
+        nodes = Nodes.of_this_job() if bounds else None
+        if bounds and nodes:  # SLURM may have given fewer than the most
+            bounds = replace(bounds, most=min(bounds.most, nodes.place_count), copy_seconds=0)
 
         def again() -> tuple[str, ...]:
             return () if self.resume or not run.holds_run else ("--resume",)
@@ -241,19 +270,22 @@ class LaunchRun(RunFileCommand):
             command=command,
             once=self._once,
             again=again,
-            processes=-self.np,
+            processes=min(-self.np, bounds.most) if bounds else -self.np,
             elastic=bounds,
+            nodes=nodes,
             can_train=can_train,
             save_copy=lambda copies: save_newest_copy(copies, run),
             folder=folder / "processes",
-            environment={GO_ON: shlex.join(["scalejax", *typed])}
+            environment={GO_ON: self._go_on}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
             most_restarts=self._most_restarts(3 if bounds else 0),
             # The processes watch each other, and first write where they are.
-            stuck_seconds=2 * self.stuck_seconds or math.inf,
+            stuck_seconds=(2 * self.stuck_seconds or math.inf)
+            + (_SECONDS_TO_BE_SEEN if nodes else 0),
             shows_all=self.all_logs,
         )
-        print(f"starting {-self.np} process{'es' if self.np < -1 else ''} ...", file=sys.stderr)
+        words = f"{job.processes} process{'es' if job.processes > 1 else ''}"
+        print(f"starting {words} ...", file=sys.stderr)
         code = launch(job)
         if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
             print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
@@ -275,15 +307,17 @@ class LaunchRun(RunFileCommand):
         if self.resume and not run.config.exists():
             run.refuse_no_run()
 
-    def _submit(self, command: tuple[str, ...]) -> None:
+    def _submit(self, command: tuple[str, ...], can_train: Callable[[int], bool]) -> None:
         """Submit a job to SLURM, and wait for it unless detached."""
         folder = self._run_folder.absolute()
+        bounds = self._bounds(can_train)
         self._require_own_folder()
         run = SlurmRun(
             command=command,
             once=self._once,
             run_marker=None if self.resume else RunFolder(path=folder).config,
             processes=self.np,
+            least_processes=bounds and bounds.least,
             nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,
             partition=self.partition,
@@ -293,6 +327,12 @@ class LaunchRun(RunFileCommand):
             folder=folder / "slurm",
             name=folder.name,
         )
+        if bounds and run.node_count > 1 and self.copy_seconds not in (0, _COPY_SECONDS):
+            accepted = (
+                "copies are in the memory of one machine; on several nodes a run goes on from its "
+                "newest checkpoint (train.checkpoint_every_steps)"
+            )
+            raise ConfigError(refusal("copy_seconds", self.copy_seconds, accepted))
         if self.dry_run:
             print(script(run), end="")
             return

@@ -41,7 +41,7 @@ class Change:
     step: int
     """Updates that any of them had begun."""
     since_seconds: float
-    """When it was noticed, by the monotonic clock of the machine."""
+    """When it was noticed, in seconds since 1970: the processes may be on other machines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ from scalejax.core.elastic import Change, SharedFolder, shared_folder
 from scalejax.core.environment import handling, process_fields
 from scalejax.core.errors import ConfigError, ExitCode, ScalejaxError, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
+from scalejax.core.serialization import make_folder
 from scalejax.launch.gpus import share
+from scalejax.launch.nodes import Nodes, code_of_task, says_that_a_node_failed
 from scalejax.launch.places import Elastic, Places
 from scalejax.launch.watchdog import STOPPED, STUCK_SECONDS, Loss, Watch, lost
 
@@ -61,6 +63,8 @@ class Launch:
     """Number of processes."""
     elastic: Elastic | None = None
     """How far their number may fall and rise; None: always as many."""
+    nodes: Nodes | None = None
+    """The nodes of a SLURM job that the places of an elastic run are on; None: on this machine."""
     can_train: Callable[[int], bool] = bool
     """Whether so many processes can train the run, such as share its global batch."""
     save_copy: Callable[[Path], int | None] = lambda _: None
@@ -105,7 +109,7 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     """
     with (
         contextlib.nullcontext(signals) if signals else Signals() as signals,
-        shared_folder() if job.elastic else contextlib.nullcontext() as shared,
+        _shared_folder(job) as shared,
     ):
         code = None
         try:
@@ -114,6 +118,20 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
         finally:
             if shared is not None and code not in (ExitCode.COMPLETED, ExitCode.DIVERGED):
                 _save_copy(job, shared, out)
+
+
+def _shared_folder(job: Launch) -> contextlib.AbstractContextManager[SharedFolder | None]:
+    """What the processes of an elastic run share: memory, or where they are on several machines a
+    folder that all see."""
+    if job.elastic is None:
+        return contextlib.nullcontext()
+    if job.nodes is None:
+        return shared_folder()
+    try:
+        make_folder(job.folder)
+    except OSError as error:
+        raise ConfigError(f"folder: {job.folder} cannot be written ({error}).") from error
+    return shared_folder(job.folder)
 
 
 def _save_copy(job: Launch, shared: SharedFolder, out: TextIO) -> None:
@@ -139,6 +157,8 @@ def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFold
         least=job.processes, most=job.processes, rejoin_seconds=0, copy_seconds=0
     )
     places = Places(bounds, job.processes, job.can_train if job.elastic else bool)
+    if job.nodes is not None:
+        places.answers = job.nodes.answers
     chosen = _free_places(places, bounds, signals, out)
     if not chosen:
         return 128 + signals.received[-1]
@@ -150,7 +170,8 @@ def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFold
         if isinstance(ended, int):
             return ended
         if isinstance(ended, Loss):
-            print(f"{ended}; the others were stopped. Logs: {job.folder}", file=out)
+            on = "" if job.nodes is None else f" (on {job.nodes.name(chosen[ended.process])})"
+            print(f"{ended}{on}; the others were stopped. Logs: {job.folder}", file=out)
             if job.elastic is not None and attempt.step > most_steps:
                 futile = 0
             may_restart = futile < job.most_restarts
@@ -265,14 +286,16 @@ class _Attempt:
         """Whether the processes are asked to stop for others to join."""
         self.step = 0
         """Updates that any process has begun."""
-        self.noticed_seconds = time.monotonic()
-        """When it was noticed that they have ended, or one is lost."""
+        self.noticed_seconds = time.time()
+        """When it was noticed that they have ended, or one is lost: seconds since 1970."""
         self._out = out
         self._signals = signals
         self._may_restart = may_restart
         self._watch = Watch(job.stopped_seconds, job.stuck_seconds)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._listeners: list[threading.Thread] = []
+        self._without_node: set[int] = set()
+        """Processes of which srun says that their node is gone."""
         self._speaking = threading.Lock()
 
     def ended(self) -> int | Loss | None:
@@ -281,7 +304,7 @@ class _Attempt:
         try:
             self._start()
             outcome = self._watched()
-            self.noticed_seconds = time.monotonic()
+            self.noticed_seconds = time.time()
             if isinstance(outcome, Loss) and outcome.exit_code == ExitCode.LOST:
                 outcome = self._with_stopped(outcome)
         finally:
@@ -297,8 +320,14 @@ class _Attempt:
         return outcome
 
     def _with_stopped(self, loss: Loss) -> Loss:
-        """The loss, and the processes that are stopped, which could not notice it."""
-        others = {number for number, worker in enumerate(self._workers) if _is_stopped(worker.pid)}
+        """The loss, and the processes that are stopped, which could not notice it; on several
+        machines those that run still on that of the lost one."""
+        running = {number for number, code in enumerate(self._codes()) if code is None}
+        if nodes := self._job.nodes:
+            name = nodes.name(self._chosen[loss.process])
+            others = {each for each in running if nodes.name(self._chosen[each]) == name}
+        else:
+            others = {each for each in running if _is_stopped(self._workers[each].pid)}
         return replace(loss, others=tuple(sorted({*loss.others, *others} - {loss.process})))
 
     def _start(self) -> None:
@@ -311,12 +340,20 @@ class _Attempt:
                 self._shared.ask_to_stop(asks=False)
         except OSError as error:
             raise ConfigError(f"folder: {folder} cannot be written ({error}).") from error
+        bounds, nodes, command = self._job.elastic, self._job.nodes, self._command
         coordinator = f"{process_group.LOOPBACK}:{process_group.free_port()}"
-        bounds = self._job.elastic
+        if nodes is not None:
+            coordinator = nodes.coordinator(self._chosen[0])
         for number, place in enumerate(self._chosen):
             environment = os.environ | self._job.environment
-            # Whatever their number, each has the GPUs of its place.
-            environment |= share(place, bounds.most if bounds else len(self._chosen), environment)
+            if nodes is not None:
+                command = nodes.command(place, self._command)
+                environment |= nodes.environment(place)
+            else:
+                # Whatever their number, each has the GPUs of its place.
+                count = bounds.most if bounds else len(self._chosen)
+                environment |= share(place, count, environment)
+                environment[process_group.LAUNCHER] = str(os.getpid())
             if self._shared is not None and bounds is not None:
                 environment |= {
                     elastic.FOLDER: str(self._shared.path),
@@ -325,7 +362,6 @@ class _Attempt:
                 # On as many processes as before nothing is compiled again.
                 environment.setdefault(_PROGRAMS, str(self._shared.programs))
             environment |= {
-                process_group.LAUNCHER: str(os.getpid()),
                 process_group.COORDINATOR: coordinator,
                 process_group.PROCESSES: str(len(self._chosen)),
                 process_group.PROCESS: str(number),
@@ -333,7 +369,7 @@ class _Attempt:
                 "PYTHONUNBUFFERED": "1",
             }
             worker = subprocess.Popen(
-                self._command,
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -371,7 +407,7 @@ class _Attempt:
                 if not in_time and len(self._signals.received) == passed_on:
                     return self._left_behind()
                 continue
-            is_stopped = [_is_stopped(worker.pid) for worker in self._workers]
+            is_stopped = [not self._job.nodes and _is_stopped(each.pid) for each in self._workers]
             if (loss := self._watch.hanging(codes, beats, is_stopped)) is not None:
                 return loss
             if time.monotonic() > deadline:
@@ -419,7 +455,11 @@ class _Attempt:
         passed_on = {-number: 128 + number for number in received}
         if received:  # processes still starting are sent SIGTERM
             passed_on.setdefault(-signal.SIGTERM, 128 + received[0])
-        codes = (worker.poll() for worker in self._workers)
+        codes = [worker.poll() for worker in self._workers]
+        if self._job.nodes is not None:
+            codes = [code if code is None else code_of_task(code) for code in codes]
+            for number in self._without_node:
+                codes[number] = -signal.SIGKILL
         return [code if code is None else passed_on.get(code, code) for code in codes]
 
     def _beats(self) -> list[Beat | None]:
@@ -443,11 +483,17 @@ class _Attempt:
     def _ask_to_stop(self, number: int, beats: Sequence[Beat | None]) -> None:
         """Forward a signal; SIGTERM to processes without a heartbeat, where Python may still be
         starting: SIGINT would end it with a traceback."""
+        if self._job.nodes is not None:
+            self._job.nodes.signal_steps(signal.SIGTERM)
+            return
         for worker, beat in zip(self._workers, beats, strict=True):
             _signal(worker, signal.SIGTERM if beat is None else number)
 
     def _kill(self) -> None:
         """Kill all processes and those that they have started."""
+        if self._job.nodes is not None and any(each.poll() is None for each in self._workers):
+            self._job.nodes.signal_steps(signal.SIGKILL)
+            self._wait(_SECONDS_TO_FOLLOW)
         for worker in self._workers:
             _signal(worker, signal.SIGKILL)
         for worker in self._workers:
@@ -464,6 +510,8 @@ class _Attempt:
                 log = open_files.enter_context(self._log_file(number).open("ab", buffering=0))
             gloo = GlooFilter()
             for line in lines:
+                if self._job.nodes is not None and says_that_a_node_failed(line):
+                    self._without_node.add(number)
                 # A full disk must not keep output from being forwarded.
                 with contextlib.suppress(OSError):
                     if log is not None:

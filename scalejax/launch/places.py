@@ -65,18 +65,27 @@ class Places:
             place: -math.inf if place < processes else later for place in range(elastic.most)
         }
         self._losses: Counter[int] = Counter()
+        self._doubtful: set[int] = set()
+        self.answers: Callable[[int], bool] = lambda _: True
+        """Whether a place can be used again whose process was lost; asked when its time comes."""
 
     def lose(self, places: Iterable[int]) -> None:
         """Note that the processes in these places were lost."""
         for place in places:
             doublings = min(self._losses[place], _MOST_DOUBLINGS)
             self._losses[place] += 1
+            self._doubtful.add(place)
             self._free_at[place] = self._clock() + self._elastic.rejoin_seconds * 2**doublings
 
     def chosen(self) -> tuple[int, ...]:
         """The places to start processes in: the most of those free that can train the run; none
         where too few are free, and all where no number of them could."""
         now = self._clock()
+        for place in [each for each in self._doubtful if self._free_at[each] <= now]:
+            if self.answers(place):
+                self._doubtful.remove(place)
+            else:
+                self.lose([place])
         free = [place for place, at in self._free_at.items() if at <= now]
         for count in range(len(free), self._elastic.least - 1, -1):
             if self._can_train(count):

@@ -25,6 +25,7 @@ from scalejax.core.errors import (
 )
 from scalejax.core.process_group import REFUSAL_MARKER
 from scalejax.launch.local import GlooFilter
+from scalejax.launch.nodes import TASKS_PER_NODE
 from scalejax.launch.watchdog import STOPPED
 
 if TYPE_CHECKING:
@@ -74,7 +75,10 @@ class SlurmRun(SlurmResources):
     run_marker: Path | None
     """File whose presence makes a restarted job resume; None if the command has `--resume`."""
     processes: int
-    """Number of processes."""
+    """Number of processes, the most of an elastic run."""
+    least_processes: int | None = None
+    """Fewest processes of an elastic run, whose command is the launcher that starts them in the
+    job; None: always as many, which the script starts by srun."""
     nodes: int | None = None
     """Number of nodes; None for as few as have the GPUs, or one."""
     most_restarts: int = 0
@@ -91,7 +95,7 @@ class SlurmRun(SlurmResources):
         if self.processes % self.node_count:
             accepted = f"it must be a multiple of the {self.node_count} nodes"
             raise ConfigError(refusal("np", self.processes, accepted))
-        per_node = self.processes // self.node_count
+        per_node = self.tasks_per_node
         if self.gpus_per_node is not None and per_node > self.gpus_per_node:
             accepted = f"{per_node} processes of a node need a GPU each"
             raise ConfigError(refusal("gpus_per_node", self.gpus_per_node, accepted))
@@ -125,6 +129,11 @@ class SlurmRun(SlurmResources):
     def node_count(self) -> int:
         """Number of nodes: as given, or the fewest that have the GPUs."""
         return self.nodes or -(-self.processes // (self.gpus_per_node or self.processes))
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Number of processes of each node."""
+        return self.processes // self.node_count
 
 
 def script(run: SlurmRun) -> str:
@@ -226,23 +235,51 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
             "partition": run.partition,
             "time": run.time,
             "nodes": run.node_count,
-            "ntasks_per_node": run.processes // run.node_count,
+            "ntasks_per_node": run.tasks_per_node,
             "gpus_per_node": run.gpus_per_node,
             "wckey": None,
             "stderr_to_stdout": True,
             "setup": setup + _before(run),
             "teardown": _after(run),
             "srun_args": srun,
+            "use_srun": run.least_processes is None,
         }
         | {name: options[name] for name in options if name in known},
-        additional_parameters={"requeue": True, "signal": f"TERM@{SECONDS_TO_SAVE}"} | further,
+        additional_parameters=_at_its_end(run) | further,
     )
     return executor
 
 
+def _at_its_end(run: SlurmRun) -> dict[str, str | bool]:
+    """Options of sbatch: what happens when its time is up, or a node fails."""
+    if run.least_processes is None:
+        return {"requeue": True, "signal": f"TERM@{SECONDS_TO_SAVE}"}
+    # The launcher in the script tells the processes; without the first node the job is requeued.
+    options: dict[str, str | bool] = {"requeue": True, "signal": f"B:TERM@{SECONDS_TO_SAVE}"}
+    if run.node_count == 1:
+        return options
+    least = -(-run.least_processes // run.tasks_per_node)
+    return options | {"no-kill": True, "nodes": f"{least}-{run.node_count}"}
+
+
 def _command(run: SlurmRun) -> str:
     once, resume = " $once" if run.once else "", "" if run.run_marker is None else " $resume"
-    return shlex.join(run.command) + once + resume
+    command = shlex.join(run.command) + once + resume
+    if run.least_processes is None:
+        return command
+    # On one node it starts them as on any machine, and copies are in its memory.
+    if run.node_count > 1:
+        command = f"{TASKS_PER_NODE}={run.tasks_per_node} {command}"
+    # The shell handles a signal while it waits for what is in the background, and no sooner.
+    return f"""{command} &
+launcher=$!
+trap 'kill -TERM "$launcher"' TERM
+wait "$launcher"
+code=$?
+while [ "$code" -gt 128 ] && kill -0 "$launcher" 2>/dev/null; do
+  wait "$launcher"
+  code=$?
+done"""
 
 
 def _before(run: SlurmRun) -> list[str]:
@@ -276,7 +313,7 @@ def _after(run: SlurmRun) -> list[str]:
     # srun returns the highest code, and processes that lost a refused one exit with a higher one.
     stopped = "|".join(map(str, STOPPED))
     lines = [
-        "code=$?",
+        *(["code=$?"] if run.least_processes is None else []),
         # A process was killed: by SLURM, as the others had left it behind, or by the system.
         f"case $code in {stopped}) ;; 12[89]|1[3-9]?|2??) code={ExitCode.LOST:d} ;; esac",
         f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi',

@@ -423,7 +423,7 @@ class TrainingLoop:
                     after=change.after,
                     reason=change.reason,
                     repeated_steps=max(0, change.step - begin),
-                    seconds=time.monotonic() - change.since_seconds,
+                    seconds=max(0.0, time.time() - change.since_seconds),
                     elapsed_seconds=each.logger.elapsed_seconds,
                 )
             )

@@ -109,7 +109,7 @@ def test_a_run_never_begins_with_no_process(tmp_path):
         (["--np=-3", "--elastic", "3:8"], "np=-3 is refused: 4 is the fewest from MIN=3 that"),
         (["--np=-4", "--copy-seconds", "3"], "copy_seconds=3 is refused: it needs --elastic"),
         (["--np=-4", "--elastic", "2:4", "--rejoin-seconds=-1"], "rejoin_seconds=-1"),
-        (["--np=4", "--elastic", "2:4"], "it is for a run on this machine, and this is a run thro"),
+        (["--np=4", "--elastic", "2:8"], "and through SLURM MAX is --np, such as 2:4"),
     ],
 )
 def test_bounds_that_cannot_work_are_refused(tmp_path, capsys, flags, said):

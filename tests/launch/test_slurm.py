@@ -4,17 +4,28 @@ import importlib.util
 import io
 import logging
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from scalejax.api import train
 from scalejax.cli.main import main
+from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, ExitCode
-from scalejax.launch import slurm
+from scalejax.launch import Launch, launch, slurm
+from scalejax.launch.nodes import Nodes
+from scalejax.launch.places import Elastic
 from scalejax.launch.slurm import SlurmRun, follow, script
+from scalejax.training.record import RunRecord, figures
 
 # Found, not imported: how the package imports it is tested here.
 needs_submitit = pytest.mark.skipif(
@@ -364,3 +375,223 @@ def test_the_runs_of_a_sweep_are_jobs(tmp_path, slurm, monkeypatch):
     rows = pq.read_table(folder / "results.parquet").to_pylist()
     assert [row["status"] for row in rows] == ["completed", "completed"]
     assert len(list((folder / "slurm").glob("[0-9]*.sh"))) == 3
+
+
+@needs_submitit
+def test_the_script_of_an_elastic_run_keeps_what_is_left(tmp_path, monkeypatch, capsys):
+    """The nodes of fewest to most processes, no end when one fails, and the time limit told to the
+    launcher; on one node, which fails as a whole, the launcher is that of any machine."""
+    run_file = tmp_path / "a.toml"
+    run_file.write_text(RUN)
+    typed = ["launch", str(run_file), "--folder", str(tmp_path / "out"), "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["scalejax", *typed, "--np", "4"])
+
+    main([*typed, "--np", "4", "--elastic", "2:4", "--nodes", "2", "--rejoin-seconds", "5"])
+    text = capsys.readouterr().out
+    main([*typed, "--np", "4", "--elastic", "2:4"])
+    on_one = capsys.readouterr().out
+
+    options = options_of(text)
+    expected = {"nodes": "1-2", "ntasks-per-node": "2", "no-kill": "", "signal": "B:TERM@120"}
+    assert {name: options.get(name) for name in expected} == expected
+    assert "\nSCALEJAX_TASKS_PER_NODE=2 env 'SCALEJAX_GO_ON=scalejax launch " in text
+    assert "-m scalejax launch" in text
+    assert " --np=-4 --elastic=2:4 --rejoin-seconds=5 " in text
+    assert "srun" not in text
+    assert options_of(on_one)["nodes"] == "1"
+    assert "TASKS_PER_NODE" not in on_one
+    assert "no-kill" not in on_one
+
+
+@needs_submitit
+@pytest.mark.parametrize("code", [0, ExitCode.LOST, 143])
+def test_an_elastic_script_passes_signals_on_and_codes_back(tmp_path, code):
+    """The launcher has its time to save when the shell is signalled, and the job ends as it does;
+    it goes back into the queue where that may help."""
+    launcher, scontrol = tmp_path / "launcher", tmp_path / "scontrol"
+    launcher.write_text(
+        f"#!/bin/bash\ntrap 'sleep 0.3; echo saved >> {tmp_path}/calls; exit {code}' TERM\n"
+        f"touch {tmp_path}/ready\nwhile true; do sleep 0.05; done\n"
+    )
+    scontrol.write_text(f"#!/bin/sh\necho scontrol >> {tmp_path}/calls\n")
+    for each in (launcher, scontrol):
+        each.chmod(0o755)
+    text = script(run(tmp_path, command=(str(launcher),), least_processes=4))
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+
+    job = subprocess.Popen(["bash", "-c", text], env=environment)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    job.terminate()
+
+    assert job.wait(10) == code
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == ["saved", *(["scontrol"] if code else [])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (
+            ("--elastic", "2:4", "--nodes", "2", "--copy-seconds", "3"),
+            "copy_seconds=3 is refused: copies are in the memory of one machine; on several nodes",
+        ),
+        (("--rejoin-seconds", "3"), "rejoin_seconds=3 is refused: it needs --elastic MIN:MAX"),
+    ],
+)
+def test_an_elastic_job_that_cannot_be_is_refused(tmp_path, capsys, flags, refused):
+    """Before it is submitted."""
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+
+    assert (
+        main(["launch", str(run_file), "--np", "4", "--folder", str(tmp_path / "o"), *flags]) == 2
+    )
+
+    assert re.search(refused, " ".join(capsys.readouterr().err.split()))
+
+
+ON_NODES = """
+import os, sys, time
+from scalejax.core.elastic import SharedFolder
+from scalejax.core.heartbeat import Heartbeat
+shared, heart = SharedFolder.from_environment(), Heartbeat.from_environment()
+count, rank = (int(os.environ["SCALEJAX_" + name]) for name in ("PROCESSES", "PROCESS"))
+starts = shared.path / f"starts-{rank}"
+starts.open("a").write(f"{count} ")
+start = len(starts.read_text().split())
+heart.at("training", 10 * start)
+(shared.path.parent / f"{start}-{rank}-{os.environ['SLURMD_NODENAME']}").touch()
+if start == 1:
+    while not (shared.path.parent / "hit").exists():
+        time.sleep(0.05)
+    time.sleep(0.2)
+    sys.exit(5)
+while count == 2 and not shared.is_asked_to_stop:
+    time.sleep(0.05)
+sys.exit(143 if count == 2 else 0)
+"""
+"""A process without a run: ends as those do that lose a peer, and goes when it is asked to."""
+
+
+def processes_of(node):
+    """Tasks of a node, after the daemons that started them, but without that of the node itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"SLURMD_NODENAME={node}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                is_step = b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes()
+                found += [*([parent] if is_step else []), int(path.name)]
+    return found
+
+
+def kill(processes):
+    """Send SIGKILL."""
+    for each in processes:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+@pytest.mark.slow  # a node is given 5 s to be missed, and one more start
+@pytest.mark.alone
+def test_a_node_that_is_gone_is_done_without_until_it_is_back(
+    tmp_path, slurm_of_three, monkeypatch
+):
+    """All of it is killed at once, and it says no last word: two go on, and when SLURM starts it
+    again all three. No step is left when the launcher ends."""
+    monkeypatch.setenv("SLURM_CONF", slurm_of_three)
+    folder = Path(slurm_of_three).parent
+    given = subprocess.run(
+        ["salloc", "--no-shell", "--nodes=3", "--no-kill"], capture_output=True, text=True
+    )
+    (job_id,) = re.findall(r"Granted job allocation (\d+)", given.stderr)
+    for name, value in (("ID", job_id), ("NODELIST", "n[1-3]")):
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    monkeypatch.setenv("SCALEJAX_TASKS_PER_NODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job = Launch(
+        command=(sys.executable, "-c", ON_NODES),
+        processes=3,
+        elastic=Elastic(least=1, most=3, rejoin_seconds=1.0, copy_seconds=0.0),
+        nodes=Nodes.of_this_job(),
+        folder=tmp_path,
+        most_restarts=1,
+    )
+
+    def hit():
+        while len(list(tmp_path.glob("1-*"))) < 3:
+            time.sleep(0.05)
+        kill([*processes_of("n3"), int((folder / "slurmd-n3.pid").read_text())])
+        (tmp_path / "hit").touch()
+        while len(list(tmp_path.glob("2-*"))) < 2:
+            time.sleep(0.05)
+        script = str(ROOT / "tests" / "support" / "slurm.sh")
+        subprocess.run([script, "node", str(folder), "n3"], check=True)
+
+    said = io.StringIO()
+    hitting = threading.Thread(target=hit)
+    hitting.start()
+    code = launch(job, said)
+    hitting.join()
+
+    assert code == 0, said.getvalue()
+    assert "process 2 does not answer the others any more at step 10 (on n3)" in said.getvalue()
+    assert re.findall(r"restart \d, \d process\w*", said.getvalue()) == [
+        "restart 1, 2 processes",
+        "restart 2, 3 processes",
+    ]
+    assert {path.name for path in tmp_path.glob("2-*")} == {"2-0-n1", "2-1-n2", "2-2-n3"}
+    steps = subprocess.run(["squeue", "-s", "-h", "-o", "%i"], capture_output=True, text=True)
+    assert f"{job_id}.0" not in steps.stdout
+    subprocess.run(["scancel", job_id], check=True)
+
+
+@needs_submitit
+@pytest.mark.slow  # three processes that each import JAX, one after the others
+@pytest.mark.alone
+def test_an_elastic_job_goes_on_without_a_process(tmp_path, slurm_of_three, monkeypatch):
+    """One of two, on a node each, is killed: the other goes on from the newest checkpoint, with
+    the same batches. Each step is in the record once, and its loss is that of a run of one process
+    but for rounding: 1e-5 after 200 updates of AdamW."""
+    monkeypatch.setenv("SLURM_CONF", slurm_of_three)
+    run_file, folder = tmp_path / "run.toml", tmp_path / "run"
+    text = RUN.replace("epochs = 1", "epochs = 8\nlog_every_steps = 1\ncheckpoint_every_steps = 20")
+    run_file.write_text(text)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    flags = ["--np", "2", "--nodes", "2", "--elastic", "1:2", "--rejoin-seconds", "600"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", CODE, "launch", str(run_file), *flags, "--folder", str(folder)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    while not list((folder / "checkpoints").glob("[0-9]*/manifest.json")):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    kill(each for each in processes_of("n2") if is_trainer(each))
+    said = launcher.communicate(timeout=200)[0]
+    train(load_config(run_file), tmp_path / "alone", device_count=1, predicts=False)
+
+    assert launcher.returncode == 0, said
+    assert "process 1 was killed by SIGKILL" in said
+    assert "(on n2); the others were stopped" in said
+    ours, expected = figures(folder), figures(tmp_path / "alone")
+    assert [row[0] for row in ours] == [row[0] for row in expected]
+    losses = (np.array([row[1] for row in rows], float) for rows in (ours, expected))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    (change,) = RunRecord.load(folder).processes
+    assert (change.before, change.after) == (2, 1)
+    assert change.seconds > 0
+
+
+def is_trainer(process):
+    """Whether a process trains, and is not the step that it is in."""
+    with suppress(OSError):
+        return b"scalejax" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False

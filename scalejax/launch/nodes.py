@@ -1,0 +1,153 @@
+"""The nodes of a SLURM job as the places of an elastic run: each process is a step of one task.
+
+The job keeps the nodes that are left when one fails (`--no-kill`), and its batch script starts the
+processes by srun, from the first node. Knows commands of SLURM; neither training nor how processes
+are watched.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scalejax.core.errors import ConfigError
+from scalejax.core.process_group import FIRST_PORT, PORTS
+
+TASKS_PER_NODE = "SCALEJAX_TASKS_PER_NODE"
+"""Variable, set by the batch script of an elastic job: the processes of each of its nodes."""
+_ONE_TASK = ("--nodes=1", "--ntasks=1")
+# Beside whatever is left of the steps before, and on all CPUs of the job, which the tasks of a node
+# share: bound to one each, they would be to the same.
+_BESIDE_OTHERS = ("--overlap", "--cpu-bind=none")
+_SECONDS_TO_ANSWER = 15.0
+"""After which a node is out of reach; SLURM itself gives up after ten."""
+_FAILED = re.compile(rb"srun: error: (Node failure on |Task launch for )")
+"""Beginning of what srun says where a node is gone; it may end with 0 then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The nodes of a job, each with as many places; places are numbered node by node."""
+
+    job_id: str
+    """The job."""
+    names: tuple[str, ...]
+    """Names of its nodes."""
+    tasks_per_node: int
+    """Places of each."""
+    options: tuple[str, ...] = ()
+    """Options of each srun, such as the GPUs of a node."""
+
+    @classmethod
+    def of_this_job(cls) -> "Nodes | None":
+        """The nodes of the job in whose batch script this process runs, if that says so; the
+        processes that it starts are not told.
+
+        Raises:
+            ConfigError: if SLURM does not say which they are.
+        """
+        if not (tasks := os.environ.pop(TASKS_PER_NODE, "")):
+            return None
+        job_id, names = (os.environ.get(f"SLURM_JOB_{name}", "") for name in ("ID", "NODELIST"))
+        said = _said(["scontrol", "show", "hostnames", names])
+        if not (job_id and said and tasks.isdecimal() and int(tasks)):
+            raise ConfigError(
+                f"{TASKS_PER_NODE}={tasks!r} is for the batch script of a SLURM job, which says "
+                f"SLURM_JOB_ID and SLURM_JOB_NODELIST: here {job_id!r} and {names!r}."
+            )
+        gpus = os.environ.get("SLURM_GPUS_PER_NODE")
+        return cls(
+            job_id=job_id,
+            names=tuple(said.split()),
+            tasks_per_node=int(tasks),
+            options=(f"--gpus-per-node={gpus}",) if gpus else (),
+        )
+
+    @property
+    def place_count(self) -> int:
+        """Number of places."""
+        return len(self.names) * self.tasks_per_node
+
+    def name(self, place: int) -> str:
+        """Name of the node of a place."""
+        return self.names[place // self.tasks_per_node]
+
+    def command(self, place: int, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` in a place; it ends with its exit code, or 128 + n."""
+        node = f"--nodelist={self.name(place)}"
+        return ["srun", *_ONE_TASK, *_BESIDE_OTHERS, node, *self.options, *command]
+
+    def environment(self, place: int) -> dict[str, str]:
+        """Variables of the process in a place: the GPU of its node that it uses."""
+        # SLURM sets CUDA_VISIBLE_DEVICES to all of the step; and with one step for each GPU, each
+        # shut off from the others, they could not reach each other's memory.
+        if not self.options:
+            return {}
+        return {"JAX_CUDA_VISIBLE_DEVICES": str(place % self.tasks_per_node)}
+
+    def coordinator(self, place: int) -> str:
+        """A host and port of the process in a place, at which the others meet it."""
+        name = self.name(place)
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError:  # SLURM may know an address where the system does not
+            said = _said(["scontrol", "--oneliner", "show", "node", name])
+            if found := re.search(r"NodeAddr=(\S+)", said):
+                name = found[1]
+        return f"{name}:{FIRST_PORT + secrets.randbelow(PORTS)}"
+
+    def answers(self, place: int) -> bool:
+        """Whether SLURM can start a process in a place now: its node is up, and of this job."""
+        try:
+            asking = _started(self.command(place, ["true"]))
+        except OSError:
+            return False
+        try:
+            return asking.wait(_SECONDS_TO_ANSWER) == 0
+        except subprocess.TimeoutExpired:
+            asking.kill()
+            asking.wait()
+            return False
+
+    def signal_steps(self, number: int) -> None:
+        """Ask SLURM to signal the tasks of all steps of the job, but not its batch script: srun
+        itself kills them at SIGTERM, and leaves them at SIGKILL. It is not waited for, as it waits
+        long for a node that is gone."""
+        said = _said(["squeue", "--steps", "--noheader", "--format=%i", f"--jobs={self.job_id}"])
+        steps = re.findall(rf"^{self.job_id}\.\d+$", said, re.MULTILINE)
+        if steps:
+            with contextlib.suppress(OSError):
+                asking = _started(["scancel", f"--signal={number}", *steps])
+                threading.Thread(target=asking.wait, daemon=True).start()
+
+
+def code_of_task(code: int) -> int:
+    """The exit code of a task from that of its srun: negative for a signal, but for those that an
+    orderly stop ends with too."""
+    kills = {128 + each for each in signal.Signals} - {128 + signal.SIGINT, 128 + signal.SIGTERM}
+    return 128 - code if code in kills else code
+
+
+def says_that_a_node_failed(line: bytes) -> bool:
+    """Whether a line of srun says that the node of its task is gone."""
+    return _FAILED.match(line) is not None
+
+
+def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    silence = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=silence, stdout=silence, stderr=silence)
+
+
+def _said(command: Sequence[str]) -> str:
+    """What a command of SLURM prints; nothing where there is none, or it does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

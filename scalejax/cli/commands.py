@@ -20,6 +20,7 @@ from scalejax.cli.launch import LaunchRun
 from scalejax.cli.plan import PlanRun
 from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.cli.search import Search
+from scalejax.cli.study import StudyWarmup
 from scalejax.cli.sweep import Sweep
 from scalejax.cli.train import (
     ConfigFields,
@@ -53,6 +54,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "launch": LaunchRun,
     "sweep": Sweep,
+    "study warmup": StudyWarmup,
     "emulate": Emulate,
     "bench": Bench,
     "predict": Predict,

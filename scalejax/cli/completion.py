@@ -94,8 +94,11 @@ def _literals(hint: object) -> Iterator[str]:
 def _bash(choices: Mapping[str, Choices]) -> str:
     """A completion function of bash, which zsh can also call."""
     first = list(dict.fromkeys(name.split()[0] for name in choices))
+    fields = dict.fromkeys(each for found in choices.values() for each in found.fields)
     lines = [
         "_scalejax() {",
+        # Once: with them beside each command, the text was longer than an argument may be.
+        f"  local fields={_quoted(fields)}",
         "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words= names=",
         # bash takes "=" for a word of its own.
         '  [ "$word" = "=" ] && word=',
@@ -109,9 +112,10 @@ def _bash(choices: Mapping[str, Choices]) -> str:
     # Commands of two words first: the name of one may be the first word of another.
     for name in sorted(choices, key=lambda each: -len(each.split())):
         found = choices[name]
-        words = " ".join((*(each.name for each in found.flags), *found.fields, "--help"))
+        words = _quoted((*(each.name for each in found.flags), "--help"))
+        more = '" $fields"' if found.fields else ""
         lines.append(f"      {shlex.quote(name + ' ')}*)")
-        lines.append(f"        words={shlex.quote(words)} names={_quoted(found.names)}")
+        lines.append(f"        words={words}{more} names={_quoted(found.names)}")
         known = [each for each in found.flags if each.values]
         if known:
             lines.append('        case "$before" in')

@@ -37,7 +37,79 @@ def repeated(letter: str, metavar: str) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep(RunFileCommand):
+class TrainMany(RunFileCommand):
+    """A command that trains many runs of one run.toml."""
+
+    resume: FlagCreatePairsOff[bool] = False
+    """Resume what the folder holds."""
+    plan: FlagCreatePairsOff[bool] = False
+    """Print the plan, and train nothing."""
+    processes: Annotated[int | None, flag("N")] = None
+    """Processes in parallel. By default as many as there are cores and memory for."""
+    through: Literal["processes", "slurm"] = "processes"
+    """Train in processes on this machine, or each program as a SLURM job of one node, with
+    --processes at a time (by default all)."""
+    gpus_per_node: Annotated[int | None, flag("N")] = None
+    """SLURM: GPUs of each job. By default none are requested."""
+    partition: Annotated[str | None, flag("NAME")] = None
+    """SLURM: the partition. By default that of the cluster."""
+    time: Annotated[str | None, flag("TIME")] = None
+    """SLURM: the time limit of each job, in minutes or as in 2-12:00:00; it saves and stops 120 s
+    before it, and --resume goes on. By default that of the partition."""
+    slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
+    """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
+
+    def require_training_flags(self) -> None:
+        """Refuse numbers of processes and flags of SLURM that say nothing.
+
+        Raises:
+            ConfigError: naming the flag.
+        """
+        require_at_least("processes", self.processes, 1)
+        for name in ("gpus_per_node", "partition", "time", "slurm"):
+            if self.through != "slurm" and (value := getattr(self, name)):
+                raise ConfigError(refusal(name, value, "it is for --through slurm"))
+
+    def train(
+        self,
+        sweep: SweepPlan,
+        files: SweepFolder,
+        *,
+        processes: int | None = None,
+        cores: int | None = None,
+    ) -> list[str]:
+        """Train the runs that are not finished, by default in --processes, and write the tables;
+        returns the problems."""
+        slurm = SlurmResources(
+            gpus_per_node=self.gpus_per_node,
+            partition=self.partition,
+            time=self.time,
+            options=self.slurm,
+        )
+        try:
+            with progress.training(len(sweep.jobs), len(sweep.runs)) as on_progress:
+                problems = run_sweep(
+                    sweep,
+                    files,
+                    processes=processes or self.processes,
+                    cores=cores,
+                    slurm=slurm if self.through == "slurm" else None,
+                    on_progress=on_progress,
+                )
+        except KeyboardInterrupt:
+            done = sum(row.is_finished for row in read_rows(sweep, files))
+            print(
+                f"{done} of {len(sweep.runs)} runs are finished in {files.path}; "
+                "the same command with --resume goes on",
+                file=sys.stderr,
+            )
+            raise
+        write_results(sweep, files, read_rows(sweep, files))
+        return problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep(TrainMany):
     """Train every combination of values, in parallel.
 
     Values are JSON. Every combination of -V is merged over -P; each -E, in order, replaces
@@ -58,10 +130,6 @@ class Sweep(RunFileCommand):
     without warmup."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Folder for runs and results. By default sweeps/ and the name of the file."""
-    plan: FlagCreatePairsOff[bool] = False
-    """Print the plan, and train nothing."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Resume the sweep in the folder."""
     target: Annotated[str | None, flag("METRIC=VALUE")] = None
     """Target of the runs, such as test_accuracy=0.88; adds steps and samples to target to the
     results."""
@@ -72,37 +140,19 @@ class Sweep(RunFileCommand):
     """What it shows: accuracies at the end over the field with the most numbers, or over epochs."""
     figure_width: Literal["column", "page"] = "column"
     """How wide it is: 3.25 inches, a column, or 6.75, the text of a page."""
-    processes: Annotated[int | None, flag("N")] = None
-    """Processes in parallel. By default as many as there are cores and memory for."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each run."""
     one_by_one: FlagCreatePairsOff[bool] = False
     """Train each run in a program of its own, even where runs could share one."""
-    through: Literal["processes", "slurm"] = "processes"
-    """Train in processes on this machine, or each program as a SLURM job of one node, with
-    --processes at a time (by default all)."""
-    gpus_per_node: Annotated[int | None, flag("N")] = None
-    """SLURM: GPUs of each job. By default none are requested."""
-    partition: Annotated[str | None, flag("NAME")] = None
-    """SLURM: the partition. By default that of the cluster."""
-    time: Annotated[str | None, flag("TIME")] = None
-    """SLURM: the time limit of each job, in minutes or as in 2-12:00:00; it saves and stops 120 s
-    before it, and --resume goes on. By default that of the partition."""
-    slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
-    """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
-
     optuna: Annotated[int | None, flag("N")] = None
     """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
     each is trained for all values of seed. Needs the extra scalejax[optuna]."""
 
     def execute(self, overrides: Overrides) -> None:
         """Plan, train the runs that are not finished, write and print the results."""
-        require_at_least("processes", self.processes, 1)
+        self.require_training_flags()
         if self.figure is not None:
             self._require_figure(self.figure)
-        for name in ("gpus_per_node", "partition", "time", "slurm"):
-            if self.through != "slurm" and (value := getattr(self, name)):
-                raise ConfigError(refusal(name, value, "it is for --through slurm"))
         typed = parse_grammar(self.parameter, self.variable, self.extension)
         grammar = replace(typed, parameters=overrides | typed.parameters)
         folder = self.folder or Path("sweeps") / self.run_file.stem
@@ -117,7 +167,7 @@ class Sweep(RunFileCommand):
         serialization.require_writable_folder("folder", folder)
         files = SweepFolder(path=folder)
         begin_sweep(sweep, files, resume=self.resume)
-        self._report(sweep, files, self._train(sweep, files))
+        self._report(sweep, files, self.train(sweep, files))
 
     def _require_figure(self, path: Path) -> None:
         """Refuse a figure that cannot be drawn before anything is trained."""
@@ -127,15 +177,6 @@ class Sweep(RunFileCommand):
         if self.optuna is not None:
             raise ConfigError(refusal("figure", str(path), "it is of a sweep without --optuna"))
 
-    @property
-    def _slurm(self) -> SlurmResources:
-        return SlurmResources(
-            gpus_per_node=self.gpus_per_node,
-            partition=self.partition,
-            time=self.time,
-            options=self.slurm,
-        )
-
     def _planned(self, grammar: Grammar) -> SweepPlan:
         return plan_sweep(
             self.run_file,
@@ -144,28 +185,6 @@ class Sweep(RunFileCommand):
             cpu_devices=self.cpu_devices,
             target=parse_target(self.target),
         )
-
-    def _train(self, sweep: SweepPlan, files: SweepFolder) -> list[str]:
-        """Train the runs that are not finished and write the tables; returns the problems."""
-        try:
-            with progress.training(len(sweep.jobs), len(sweep.runs)) as on_progress:
-                problems = run_sweep(
-                    sweep,
-                    files,
-                    processes=self.processes,
-                    slurm=self._slurm if self.through == "slurm" else None,
-                    on_progress=on_progress,
-                )
-        except KeyboardInterrupt:
-            done = sum(row.is_finished for row in read_rows(sweep, files))
-            print(
-                f"{done} of {len(sweep.runs)} runs are finished in {files.path}; "
-                "the same command with --resume goes on",
-                file=sys.stderr,
-            )
-            raise
-        write_results(sweep, files, read_rows(sweep, files))
-        return problems
 
     def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
         """Print and plot the results."""
@@ -185,7 +204,7 @@ class Sweep(RunFileCommand):
                 drawn = (final_accuracies if self.figure_of == "final" else accuracy_curves)(rows)
                 save_print(for_print(drawn, self.figure_width), self.figure)
                 print(f"wrote {self.figure}")
-        _raise_if_any(problems)
+        raise_if_any(problems)
 
     def _search(self, grammar: Grammar, folder: Path) -> None:
         """Let Optuna choose, train each trial, and print them all."""
@@ -204,13 +223,14 @@ class Sweep(RunFileCommand):
             folder,
             trials=self.optuna or 0,
             target=target,
-            train=self._train,
+            train=self.train,
         )
         tables.show(sweep_tables.trials(trials, best_of(trials, target)))
         print(f"wrote {folder / 'trials.parquet'}")
-        _raise_if_any(problems)
+        raise_if_any(problems)
 
 
-def _raise_if_any(problems: list[str]) -> None:
+def raise_if_any(problems: list[str]) -> None:
+    """Raise the problems of failed jobs, if there are any."""
     if problems:
         raise ScalejaxError("\n".join([*problems, "--resume tries again what failed."]))

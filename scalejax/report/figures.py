@@ -19,6 +19,7 @@ from scalejax.report.html.charts import DASHES, PALETTE, Row, Spec, colored, lin
 from scalejax.sweep.intervals import t_interval
 from scalejax.sweep.plan import in_words, short_names
 from scalejax.sweep.results import Arm, RunRow, arms
+from scalejax.sweep.study import CellResult, Study, Warmup
 from scalejax.validation import RowResult
 
 _MOST_POINTS = 2000
@@ -367,27 +368,191 @@ def for_print(figure: Spec, width: PrintWidth) -> Spec:
         "autosize": {"type": "fit", "contains": "padding"},
         "padding": 2,
         "background": "white",
-        "config": {
-            "font": _FONT,
-            "axis": {
-                **{"gridColor": "#e6e6e6", "gridWidth": 0.5, "domainWidth": 0.6, "tickWidth": 0.6},
-                **{
-                    "labelColor": "black",
-                    "titleColor": "black",
-                    "tickSize": 3,
-                    "tickRound": False,
-                    "translate": 0,
-                },
-                **{"labelFontSize": _SMALL, "titleFontSize": _USUAL, "titleFontWeight": "normal"},
+        "config": _print_config(letters, columns, room),
+    }
+
+
+def _print_config(letters: float, columns: int, room: float) -> Spec:
+    """Vega-Lite's config of a figure for print, its legend below the axes: its letters in points,
+    its columns, and the width of a name."""
+    return {
+        "font": _FONT,
+        "axis": {
+            **{"gridColor": "#e6e6e6", "gridWidth": 0.5, "domainWidth": 0.6, "tickWidth": 0.6},
+            **{
+                "labelColor": "black",
+                "titleColor": "black",
+                "tickSize": 3,
+                "tickRound": False,
+                "translate": 0,
             },
-            "legend": {
-                **{"orient": "bottom", "direction": "horizontal", "columns": columns, "offset": 4},
-                **{"labelFontSize": letters, "labelLimit": room, "symbolSize": 60},
-                **{"rowPadding": 1, "columnPadding": 8, "labelColor": "black"},
-            },
-            "title": {"fontSize": _SMALL, "fontWeight": "normal", "offset": 4},
-            "view": {"stroke": None},
+            **{"labelFontSize": _SMALL, "titleFontSize": _USUAL, "titleFontWeight": "normal"},
         },
+        "legend": {
+            **{"orient": "bottom", "direction": "horizontal", "columns": columns, "offset": 4},
+            **{"labelFontSize": letters, "labelLimit": room, "symbolSize": 60},
+            **{"rowPadding": 1, "columnPadding": 8, "labelColor": "black"},
+        },
+        "title": {"fontSize": _SMALL, "fontWeight": "normal", "offset": 4},
+        "view": {"stroke": None},
+    }
+
+
+_PANEL_HEIGHT = {"column": 78, "page": 92}
+"""Points of a panel of a study."""
+_BESIDE_PANELS = 56
+"""Points beside all panels: the axis on their left, and the names of rows on their right."""
+_BETWEEN_PANELS = 8
+"""Points."""
+
+
+def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth) -> Spec:
+    """The test metric of a study over the batch, for print: a panel for each optimizer and scaling
+    rule, a line for each warmup. Points are means, bars 95 % t intervals over seeds, side by side
+    where they share a batch; a run that diverged is in no mean, and a cell with one has a cross at
+    the bottom. A pixel is a point."""
+    metric = study.metrics[1]
+    is_accuracy = study.measure == "accuracy"
+    names = [_warmup_in_words(each) for each in study.warmups]
+    places = [float(batch) for batch in study.batches]
+    rows: list[Row] = []
+    singles: list[Row] = []
+    for each in results:
+        index = study.warmups.index(each.cell.warmup)
+        at = _beside(float(each.cell.batch), index - (len(names) - 1) / 2, places, len(names))
+        found = each.over_seeds(metric)
+        point: Row = {
+            "label": names[index],
+            "optimizer": each.cell.optimizer.name,
+            "rule": _RULES[each.cell.scaling],
+            "at": at,
+        }
+        if found is not None:
+            values = list(each.arm.by_seed(metric).values())
+            spread = _spread(values) if is_accuracy else {"low": found.low, "high": found.high}
+            rows.append({**point, "kind": "mean", **spread, "y": found.mean})
+            singles += [Row(y=value) for value in values]
+        if each.arm.diverged:
+            words = f"{len(each.arm.diverged)}/{len(each.arm.rows)}"
+            rows.append({**point, "kind": "lost", "words": words})
+    has_crosses = any(each["kind"] == "lost" for each in rows)
+    near = _within_shares(singles, has_crosses=has_crosses) if is_accuracy else _NEAR
+    return _panels(study, results, rows, near, width)
+
+
+_RULES = {
+    "none": "rate as it is",
+    "linear": "linear scaling",
+    "sqrt": "root scaling",
+    "sde": "SDE scaling",
+    "legw": "LEGW",
+}
+
+
+def _warmup_in_words(warmup: Warmup) -> str:
+    if warmup.form == "none":
+        return "no warmup"
+    length = (
+        f"{warmup.length:g} % of run" if warmup.is_share else counted(f"{warmup.length:g}", "epoch")
+    )
+    usual = "zero" if warmup.form == "gradual" else "base"
+    start = "" if warmup.start == usual else f" from {warmup.start}"
+    return f"{warmup.form}, {length}{start}"
+
+
+def _panels(
+    study: Study,
+    results: Sequence[CellResult],
+    rows: Sequence[Row],
+    near: alt.Scale,
+    width: PrintWidth,
+) -> Spec:
+    """The figure of points, on an axis of single runs, which cuts wider intervals off: on a page a
+    column for each optimizer, else one for each rule."""
+    optimizers = [each.name for each in study.optimizers]
+    rules = [_RULES[each] for each in study.scalings]
+    sides = [("optimizer", optimizers), ("rule", rules)]
+    (column, columns), (row, lines) = sides if width == "page" else sides[::-1]
+    across = round(_INCHES[width] * POINTS)
+    panel = (across - _BESIDE_PANELS - _BETWEEN_PANELS * (len(columns) - 1)) // len(columns)
+    names = [_warmup_in_words(each) for each in study.warmups]
+    means = [each for each in rows if each["kind"] == "mean"]
+    y = {
+        "field": "y",
+        "type": "quantitative",
+        "scale": near.to_dict(),
+        "title": f"test {study.measure}",
+        "axis": {"tickCount": 5},
+    }
+    if study.measure == "accuracy":
+        y["axis"]["labelExpr"] = "format(100 * datum.value, '~g') + ' %'"
+    every = max(1, -(-len(study.batches) * 24 // panel))
+    x = {
+        "field": "at",
+        "type": "quantitative",
+        "title": "global batch",
+        "scale": {"type": "log", "base": 2, "nice": False, "padding": 8},
+        "axis": {"values": list(study.batches)[::every], "format": "d"},
+    }
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
+    by_label = {"field": "label", "type": "nominal", "title": None}
+    safe = [COLOR_BLIND_SAFE[place % len(COLOR_BLIND_SAFE)] for place in range(len(names))]
+    dashes = [DASHES[place % len(DASHES)] for place in range(len(names))]
+    legend = {"symbolStrokeWidth": 0, "symbolOpacity": 1}
+    color = by_label | {"scale": {"domain": names, "range": safe}, "legend": legend}
+    dash = by_label | {"scale": {"domain": names, "range": dashes}, "legend": None}
+    shape = by_label | {"scale": {"domain": names, "range": shapes}, "legend": legend}
+    of_means = [{"filter": "datum.kind == 'mean'"}]
+    low = y | {"field": "low"}
+    layers = [
+        {
+            "transform": of_means,
+            "mark": {"type": "rule", "strokeWidth": 0.8, "clip": True},
+            "encoding": {"x": x, "y": low, "y2": {"field": "high"}, "color": color},
+        },
+        {
+            "transform": of_means,
+            "mark": {"type": "line", "strokeWidth": _LINE_WIDTH},
+            "encoding": {"x": x, "y": y, "color": color, "strokeDash": dash},
+        },
+        {
+            "transform": of_means,
+            "mark": {"type": "point", "filled": True, "size": 16, "opacity": 1},
+            "encoding": {"x": x, "y": y, "color": color, "shape": shape},
+        },
+        {
+            "transform": [{"filter": "datum.kind == 'lost'"}],
+            "mark": {"type": "point", "shape": "cross", "angle": 45, "filled": True, "size": 30},
+            "encoding": {"x": x, "y": {"value": _PANEL_HEIGHT[width] - 5}, "color": color},
+        },
+    ]
+    lost = sum(len(arm.diverged) for arm in {id(r.arm): r.arm for r in results}.values())
+    bars = "95 % t intervals over seeds" if any(each["low"] is not None for each in means) else ""
+    said = [f"means{', ' if bars else ''}{bars}"]
+    if lost:
+        said.append(f"crosses: diverged, in no mean ({counted(lost, 'run')})")
+    header = {"title": None, "labelFontSize": _USUAL, "labelColor": "black", "labelPadding": 3}
+    longest = max(map(len, names)) * _LETTER_WIDTH * _SMALL
+    room = across - _BESIDE_LEGEND
+    facet = {
+        "column": {"field": column, "type": "nominal", "sort": columns, "header": header},
+        "row": {
+            "field": row,
+            "type": "nominal",
+            "sort": lines,
+            "header": header | {"labelOrient": "right"},
+        },
+    }
+    return {
+        "$schema": alt.SCHEMA_URL,
+        "data": {"values": list(rows)},
+        "facet": facet,
+        "spec": {"width": panel, "height": _PANEL_HEIGHT[width], "layer": layers},
+        "spacing": _BETWEEN_PANELS,
+        "title": {"text": said if width == "column" else "; ".join(said), "anchor": "middle"},
+        "padding": 2,
+        "background": "white",
+        "config": _print_config(_SMALL, max(1, int(room // (longest + 25))), room),
     }
 
 

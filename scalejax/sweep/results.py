@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from scalejax.config.grid import Fields
 from scalejax.config.run import ResolvedRun
@@ -360,15 +360,14 @@ def arms(rows: Sequence[RunRow]) -> list[Arm]:
     ]
 
 
-def best_arm(found: Sequence[Arm]) -> Arm | None:
-    """The arm with the highest mean of validation accuracy among those of which no run diverged;
-    None if there is none, or no validation data: test data choose nothing."""
-    choices = [
-        arm
-        for arm in found
-        if arm.accuracies and not arm.diverged and all(row.has_validation for row in arm.rows)
-    ]
-    return max(choices, key=lambda arm: mean(arm.accuracies), default=None)
+def best_arm(found: Sequence[Arm], measure: Literal["accuracy", "loss"] = "accuracy") -> Arm | None:
+    """The arm with the highest mean of validation accuracy, or the lowest of its loss, among those
+    of which no run diverged, the first of equals; None if there is none, or no validation data:
+    test data choose nothing."""
+    metric = "validation_accuracy" if measure == "accuracy" else "validation_loss"
+    sign = 1 if measure == "accuracy" else -1
+    choices = [arm for arm in found if arm.by_seed(metric) and not arm.diverged]
+    return max(choices, key=lambda arm: sign * mean(arm.by_seed(metric).values()), default=None)
 
 
 def seedless(row: RunRow) -> Fields:

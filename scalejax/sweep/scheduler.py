@@ -7,7 +7,14 @@ Knows processes and jobs; the workers train.
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from scalejax.core.environment import has_accelerator, terminated_as_interrupted
 from scalejax.core.errors import ScalejaxError, require_at_least
@@ -16,7 +23,7 @@ from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, WorkerFailed
 from scalejax.launch.slurm import SlurmResources
 from scalejax.sweep.folder import SweepFolder
-from scalejax.sweep.plan import SweepPlan
+from scalejax.sweep.plan import SweepPlan, begin_sweep
 from scalejax.sweep.results import read_rows
 from scalejax.sweep.slurm import train_by_slurm
 from scalejax.sweep.worker import PART_FOR_PROGRAMS, JobTrainer
@@ -33,6 +40,7 @@ def run_sweep(
     folder: SweepFolder,
     *,
     processes: int | None = None,
+    cores: int | None = None,
     slurm: SlurmResources | None = None,
     on_progress: OnProgress = no_display,
 ) -> list[str]:
@@ -43,6 +51,8 @@ def run_sweep(
         folder: folder of the sweep, not in use by another process.
         processes: concurrent jobs; if None, as many as cores and memory allow, and one
             with an accelerator; through SLURM, as many as it runs.
+        cores: cores of each process, however many there are: XLA sums in an order that depends on
+            them, and a repeated sweep has the same bits; if None, an equal share of all.
         slurm: resources of each job through SLURM; None to train on this machine.
         on_progress: receives the progress of jobs, each of which is a part.
 
@@ -76,7 +86,7 @@ def run_sweep(
         if processes is None:
             processes = 1 if has_accelerator() else worker_count(len(waiting))
         count = min(processes, len(waiting))
-        return _train(plan, folder, lock, count, waiting, on_progress)
+        return _train(plan, folder, lock, count, cores, waiting, on_progress)
 
 
 def _train(
@@ -84,32 +94,13 @@ def _train(
     folder: SweepFolder,
     lock: int,
     count: int,
+    cores: int | None,
     positions: Sequence[int],
     on_progress: OnProgress,
 ) -> list[str]:
     """Train the jobs at `positions` in `count` workers; returns error messages."""
-    memory_bytes = int(PART_FOR_PROGRAMS * free_bytes() / count)
-    trainer = JobTrainer(folder, memory_bytes, plan.modules)
-    environment = _environment(plan)
-
-    def start(number: int) -> Worker:
-        log = folder.log(number)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            worker = Worker(
-                trainer,
-                name=str(log),
-                environment=environment,
-                log=file.fileno(),
-                descriptors=(lock,),
-            )
-        if hasattr(os, "sched_setaffinity"):
-            # Each on its own cores: two that share cores wait for each other's threads.
-            os.sched_setaffinity(worker.pid, _share(number, count))
-        return worker
-
     problems = []
-    with Pool(start, count) as pool:
+    with Pool(_starter(plan, folder, count, cores, (lock,)), count) as pool:
         try:
             for index, kind, value in pool.work([plan.jobs[each] for each in positions]):
                 title = _title(plan, positions[index])
@@ -123,6 +114,104 @@ def _train(
             pool.stop(signal.SIGTERM, _SECONDS_TO_STOP)  # interrupted again, it kills them
             raise
     return problems
+
+
+def _starter(
+    plan: SweepPlan,
+    folder: SweepFolder,
+    count: int,
+    cores: int | None,
+    descriptors: Sequence[int] = (),
+) -> Callable[[int], Worker]:
+    """What starts one of `count` workers by its number; each inherits the descriptors."""
+    memory_bytes = int(PART_FOR_PROGRAMS * free_bytes() / count)
+    trainer = JobTrainer(folder, memory_bytes, plan.modules)
+    environment = _environment(plan)
+
+    def start(number: int) -> Worker:
+        log = folder.log(number)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            worker = Worker(
+                trainer,
+                name=str(log),
+                environment=environment,
+                log=file.fileno(),
+                descriptors=descriptors,
+            )
+        if hasattr(os, "sched_setaffinity"):
+            # Each on its own cores: two that share cores wait for each other's threads.
+            os.sched_setaffinity(worker.pid, _share(number, count, cores))
+        return worker
+
+    return start
+
+
+# How long jobs take, told from their first seconds.
+
+_SECONDS_WATCHED = 2.0
+"""For so long from its first measurement a job is watched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTime:
+    """How long a job takes."""
+
+    startup_seconds: float
+    """Until its first update: the process, the data, the compiler."""
+    training_seconds: float
+    """From its first update to its end."""
+
+
+def time_jobs(
+    plan: SweepPlan, positions: Sequence[int], *, processes: int, cores: int | None
+) -> list[JobTime]:
+    """How long the jobs at `positions` would take, `processes` at a time: each is begun in a
+    temporary folder, watched for two seconds of training, and ended.
+
+    Raises:
+        ScalejaxError: if one fails before that.
+    """
+    found: list[JobTime] = []
+    with TemporaryDirectory() as place:
+        folder = SweepFolder(path=Path(place))
+        begin_sweep(plan, folder, resume=False)
+        for first in range(0, len(positions), processes):
+            wave = positions[first : first + processes]
+            start = _starter(plan, folder, processes, cores)
+            with ExitStack() as stack:
+                workers = []
+                for number, position in enumerate(wave):
+                    workers.append(stack.enter_context(closing(start(number))))
+                    workers[-1].send(plan.jobs[position])
+                found += _watched(workers)
+    return found
+
+
+def _watched(workers: Sequence[Worker]) -> list[JobTime]:
+    """Times of the jobs that `workers` have just been sent."""
+    begin = time.monotonic()
+    seen: dict[Any, list[tuple[float, float]]] = {worker.connection: [] for worker in workers}
+    by_connection = {worker.connection: worker for worker in workers}
+    waiting = list(seen)
+    while waiting:
+        for connection in wait(waiting):
+            kind, value = by_connection[connection].receive()  # type: ignore[index]
+            if kind not in ("progress", "answer"):
+                raise ScalejaxError(_reason(value))
+            marks = seen[connection]
+            marks.append((time.monotonic() - begin, value if kind == "progress" else 1.0))
+            is_enough = len(marks) > 1 and marks[-1][0] - marks[0][0] >= _SECONDS_WATCHED
+            if is_enough or kind == "answer":
+                waiting.remove(connection)
+    return [_job_time(marks) for marks in seen.values()]
+
+
+def _job_time(marks: Sequence[tuple[float, float]]) -> JobTime:
+    """The time of a job from seconds and the fraction done then; the last may be its end."""
+    (first, done), (last, end) = marks[0], marks[-1]
+    whole = (last - first) / (end - done) if end > done else 0.0
+    return JobTime(startup_seconds=max(0.0, first - done * whole), training_seconds=whole)
 
 
 def _train_by_slurm(
@@ -180,9 +269,9 @@ def _reason(error: ScalejaxError | WorkerFailed) -> str:
     return f"its process ended with {error.return_code}{why}; its log is {error.name}"
 
 
-def _share(number: int, count: int) -> set[int]:
-    """The cores of worker `number` of `count`."""
+def _share(number: int, count: int, size: int | None) -> set[int]:
+    """The cores of worker `number` of `count`, `size` of them or an equal share."""
     cores = sorted(os.sched_getaffinity(0))
-    size = max(1, len(cores) // count)
-    first = number * size % len(cores)
+    size = min(size or max(1, len(cores) // count), len(cores))
+    first = number * size % (len(cores) - size + 1)
     return set(cores[first : first + size])

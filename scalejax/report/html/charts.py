@@ -77,9 +77,17 @@ def save_print(spec: Spec, path: Path) -> None:
     elif path.suffix == ".svg":
         drawn = vl_convert.vegalite_to_svg(spec)
         sized = re.sub(r'(width|height)="([0-9.]+)"', r'\1="\2pt"', drawn, count=2)
-        save_bytes(sized.encode(), path)
+        save_bytes(_numbered_anew(sized).encode(), path)
     else:
         save_picture(spec, path)
+
+
+def _numbered_anew(drawn: str) -> str:
+    """An SVG with its clip paths numbered from 0, whatever was drawn before in this process."""
+    numbers: dict[str, int] = {}
+    return re.sub(
+        r"\bclip(\d+)\b", lambda found: f"clip{numbers.setdefault(found[1], len(numbers))}", drawn
+    )
 
 
 def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[int, int]) -> None:

@@ -20,6 +20,7 @@ from scalejax.sweep.intervals import Interval, t_interval
 from scalejax.sweep.optuna import Trial
 from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
 from scalejax.sweep.results import Arm, RunRow, arms, best_arm
+from scalejax.sweep.study import CellResult, Study
 from scalejax.training.record import RunRecord
 
 _MOST_ROWS = 40
@@ -143,6 +144,57 @@ def _points(found: Interval | None) -> str:
         return UNKNOWN
     around = "" if found.half_width is None else f" ± {100 * found.half_width:.2f}"
     return f"{100 * found.mean:+.2f}{around}"
+
+
+# Studies of warmup.
+
+
+def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableType]:
+    """Table of the warmup that validation data choose for each optimizer, rule and batch, with its
+    test metric and the difference to no warmup."""
+    validation, test = found.metrics
+    table = figures(
+        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "to none"
+    )
+    by_place: dict[tuple[str, str, int], list[CellResult]] = {}
+    for each in results:
+        place = (each.cell.optimizer.name, each.cell.scaling, each.cell.batch)
+        by_place.setdefault(place, []).append(each)
+    is_accuracy = found.measure == "accuracy"
+    for (optimizer, scaling, batch), cells in by_place.items():
+        best = next((each for each in cells if each.is_chosen), None)
+        lost = sum(len(each.arm.diverged) for each in cells)
+        if best is None:
+            words = "none: all diverge" if lost else "not trained"
+            table.add_row(optimizer, scaling, f"{batch:,}", words, UNKNOWN, UNKNOWN)
+            continue
+        value, beside = best.over_seeds(test), best.difference(test)
+        table.add_row(
+            optimizer,
+            scaling,
+            f"{batch:,}",
+            best.cell.warmup.text,
+            _spread(list(best.arm.by_seed(test).values())) if is_accuracy else _loss(value),
+            "reference"
+            if best.baseline is None
+            else (_points(beside) if is_accuracy else _loss(beside)),
+        )
+    yield table
+    lost = sum(len(arm.diverged) for arm in {id(each.arm): each.arm for each in results}.values())
+    words = (
+        f"Best by {validation.replace('_', ' ')}, of warmups of which no run diverged. Mean over "
+        "seeds and its 95 % interval (t); differences are paired over seeds"
+    )
+    words += ", in points of a per cent." if is_accuracy else "."
+    yield Text(f"{words} {counted(lost, 'run')} diverged.")
+
+
+def _loss(found: Interval | None) -> str:
+    """A loss and half the width of its interval."""
+    if found is None:
+        return UNKNOWN
+    around = "" if found.half_width is None else f" ± {found.half_width:.4f}"
+    return f"{found.mean:.4f}{around}"
 
 
 # Emulated runs.

@@ -1,0 +1,201 @@
+"""The command `study warmup`: from a run.toml to what a paper's section on warmup shows.
+
+Imported without JAX, which only its worker processes import.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from scalejax.cli.command import Overrides, flag
+from scalejax.cli.sweep import TrainMany, raise_if_any
+from scalejax.core import serialization
+from scalejax.core.environment import has_accelerator, machine_cores
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.units import counted, format_seconds, parse_seconds
+from scalejax.report.terminal import sweep as sweep_tables
+from scalejax.report.terminal import tables
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import SweepPlan, begin_sweep
+from scalejax.sweep.results import RunRow, read_rows
+from scalejax.sweep.study import (
+    SCALINGS,
+    WARMUPS,
+    CellResult,
+    FoundRate,
+    Study,
+    StudyFolder,
+    StudyTable,
+    cell_lines,
+    cell_results,
+    found_rates,
+    plan_study,
+    predicted_seconds,
+    rate_lines,
+)
+from scalejax.xla.worker_pool import worker_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyWarmup(TrainMany):
+    """Train warmups over batches, rules and optimizers, to a figure.
+
+    The learning rate of each optimizer is found at the reference batch by validation data, and
+    scaled from there; then every combination is trained with every seed. The folder gets data,
+    figure, tables, PROTOCOL.md and commands.sh. Test data are evaluated at the end of runs, and
+    choose nothing. A flag with a dot replaces a field of the file.
+    """
+
+    batches: Annotated[str | None, flag("B,B,...")] = None
+    """Global batches. By default 1, 4, 16 and 64 times schedule.reference_batch."""
+    warmup: Annotated[str, flag("W,W,...")] = WARMUPS
+    """Warmups: none, gradual:LENGTH (linear, from zero; :base after it from the rate of the
+    reference batch) or constant:LENGTH; 5% is of the run, 2 is epochs. By default
+    none,gradual:5%,gradual:20%."""
+    scaling: Annotated[str, flag("RULE,...")] = SCALINGS
+    """Scaling rules: none, linear, sqrt, sde, legw. By default linear,sqrt."""
+    optimizers: Annotated[str | None, flag("NAME[:RATE],...")] = None
+    """Optimizers, such as sgd,lars,lamb,muon: that of the file with its fields, others with their
+    defaults. RATE is that of the reference batch; without it it is found. By default that of the
+    file with its rate."""
+    seeds: Annotated[int, flag("N")] = 3
+    """Seeds, from 0. By default 3."""
+    rates: Annotated[str | None, flag("R,R,...")] = None
+    """Learning rates tried for optimizers without one. By default 0.001,0.003,0.01,...,30."""
+    measure: Literal["accuracy", "loss"] = "accuracy"
+    """What is shown, and chosen by."""
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Folder for all of it. By default studies/ and the name of the file."""
+    width: Literal["column", "page"] = "page"
+    """How wide the figure is: 3.25 inches, a column, or 6.75, the text of a page."""
+    limit: Annotated[str, flag("TIME")] = "12h"
+    """Longest predicted time that is begun, such as 15min. By default 12h."""
+    cores: Annotated[int, flag("N")] = 1
+    """Cores of each process; results depend on it in their last bits. By default 1."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Write rates and cells here as JSON too."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Plan, predict the time, train what is not finished, and write the folder."""
+        self.require_training_flags()
+        require_at_least("cores", self.cores, 1)
+        limit = parse_seconds("limit", self.limit)
+        serialization.require_writable("json", self.json)
+        study = plan_study(
+            self.run_file,
+            overrides,
+            batches=self.batches,
+            warmups=self.warmup,
+            scalings=self.scaling,
+            optimizers=self.optimizers,
+            seeds=self.seeds,
+            rates=self.rates,
+            measure=self.measure,
+        )
+        folder = StudyFolder(path=self.folder or Path("studies") / self.run_file.stem)
+        self._require_folder(folder)
+        self._announce(study, limit)
+        if self.plan:
+            return
+        serialization.require_writable_folder("folder", folder.path)
+        serialization.make_folder(folder.path)
+        serialization.save_text(self.run_file.read_text(encoding="utf-8"), folder.run_file)
+        of_rates, of_grid = folder.sweeps
+        tuning = study.rate_sweep()
+        rates = found_rates(study, self._trained(tuning, of_rates) if tuning else ())
+        self._say_rates(rates)
+        by_name = {each.optimizer: each.rate for each in rates}
+        rows = self._trained(study.grid(by_name), of_grid)
+        self._write(study, rates, cell_results(study, by_name, rows), folder)
+
+    def _require_folder(self, folder: StudyFolder) -> None:
+        holds = folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir()))
+        if self.resume and not folder.run_file.exists():
+            accepted = "it holds no study to resume: leave --resume out to begin one"
+            raise ConfigError(refusal("folder", str(folder.path), accepted))
+        if holds and not self.resume and not self.plan:
+            accepted = "it holds something already: go on by --resume, or give another folder"
+            raise ConfigError(refusal("folder", str(folder.path), accepted))
+
+    def _announce(self, study: Study, limit: float) -> None:
+        """Say how much is trained and how long it takes.
+
+        Raises:
+            ConfigError: if that is longer than `limit` seconds.
+        """
+        tuning = study.rate_sweep()
+        low = {each.name: each.rate or study.rates[0] for each in study.optimizers}
+        plans = [plan for plan in (tuning, study.grid(low)) if plan is not None]
+        runs, programs = (
+            sum(len(plan.runs) for plan in plans),
+            sum(len(plan.jobs) for plan in plans),
+        )
+        updates = sum(planned.run.total_steps for plan in plans for planned in plan.runs)
+        found = f", {len(tuning.runs)} of them to find learning rates" if tuning else ""
+        print(
+            f"{counted(runs, 'run')}{found}, in {counted(programs, 'program')}: "
+            f"{updates:,} updates."
+        )
+        for why in study.left_out:
+            print(f"left out: {why}")
+        if self.resume or self.through == "slurm":
+            return
+        processes = self._processes(programs)
+        seconds = predicted_seconds(study, processes=processes, cores=self.cores)
+        where = "1 process" if processes == 1 else f"{processes} processes"
+        print(
+            f"Predicted: {format_seconds(seconds)} in {where}, told from the first seconds "
+            "of a few runs."
+        )
+        if seconds > limit and not self.plan:
+            accepted = (
+                f"the study is predicted to take {format_seconds(seconds)}; raise it, or take "
+                "fewer batches, warmups, optimizers or seeds"
+            )
+            raise ConfigError(refusal("limit", self.limit, accepted))
+
+    def _processes(self, programs: int) -> int:
+        if has_accelerator():
+            return self.processes or 1
+        fitting = max(1, machine_cores() // self.cores)
+        return self.processes or min(fitting, worker_count(programs))
+
+    def _trained(self, plan: SweepPlan, files: SweepFolder) -> list[RunRow]:
+        """The rows of a sweep once all of its runs have ended; their weights are not kept."""
+        begin_sweep(plan, files, resume=files.plan.exists())
+        processes = self._processes(len(plan.jobs)) if self.through == "processes" else None
+        raise_if_any(self.train(plan, files, processes=processes, cores=self.cores))
+        for planned in plan.runs:
+            shutil.rmtree(files.run(planned.index).weights, ignore_errors=True)
+        return read_rows(plan, files)
+
+    def _say_rates(self, rates: tuple[FoundRate, ...]) -> None:
+        for each in rates:
+            if each.tried:
+                edge = "; it is the first or last that was tried: see --rates"
+                print(
+                    f"{each.optimizer}: learning rate {each.rate:g} at the reference batch"
+                    f"{edge if each.is_at_edge else ''}"
+                )
+
+    def _write(
+        self,
+        study: Study,
+        rates: tuple[FoundRate, ...],
+        results: tuple[CellResult, ...],
+        folder: StudyFolder,
+    ) -> None:
+        from scalejax.report.study import write_study
+
+        write_study(study, rates, results, folder, width=self.width)
+        print()
+        tables.show(sweep_tables.study(study, results))
+        print(
+            f"wrote {folder.path}: figure.pdf, .svg and .png, table.md and .tex, data, "
+            "PROTOCOL.md, commands.sh"
+        )
+        if self.json is not None:
+            table = StudyTable(rates=tuple(rate_lines(rates)), cells=tuple(cell_lines(results)))
+            serialization.save(table, self.json)
+            print(f"wrote {self.json}")

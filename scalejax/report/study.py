@@ -1,0 +1,373 @@
+"""The folder of a study of warmup: data, figure, tables, the text of its protocol, its commands.
+
+All of it follows from the study and the records of its runs, and holds no reading of a clock: a
+study that is repeated writes the same bytes.
+"""
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import groupby
+
+from scalejax.config.grid import Fields
+from scalejax.config.migrate import load_run_file
+from scalejax.core.environment import nvidia_gpus, text_of
+from scalejax.core.serialization import JsonValue, make_folder, save_text
+from scalejax.core.units import UNKNOWN, counted
+from scalejax.report.figures import PrintWidth, study_panels
+from scalejax.report.html.charts import save_print
+from scalejax.sweep.intervals import Interval
+from scalejax.sweep.plan import value_text
+from scalejax.sweep.results import save_table
+from scalejax.sweep.study import (
+    CellResult,
+    FoundRate,
+    Study,
+    StudyFolder,
+    cell_lines,
+    rate_lines,
+    run_lines,
+)
+
+SUFFIXES = ("pdf", "svg", "png")
+"""Formats of the figure."""
+_HEADINGS = ("optimizer", "scaling", "batch", "warmup", "peak rate", "diverged")
+
+
+def write_study(
+    study: Study,
+    rates: Sequence[FoundRate],
+    results: Sequence[CellResult],
+    folder: StudyFolder,
+    *,
+    width: PrintWidth,
+) -> None:
+    """Write every file of the study but its sweeps.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    make_folder(folder.data)
+    tables = {"cells": cell_lines(results), "runs": run_lines(results), "rates": rate_lines(rates)}
+    for name, lines in tables.items():
+        save_table(folder.data / f"{name}.parquet", lines)
+        save_text(_csv(lines), folder.data / f"{name}.csv")
+    figure = study_panels(study, results, width)
+    for suffix in SUFFIXES:
+        save_print(figure, folder.figure(suffix))
+    save_text(markdown(study, results), folder.table)
+    save_text(latex(study, results), folder.latex)
+    save_text(protocol(study, rates, results), folder.protocol)
+    save_text(commands(study, width), folder.commands)
+
+
+def _csv(lines: Sequence[Mapping[str, JsonValue]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(lines[0]) if lines else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+# The table.
+
+
+def markdown(study: Study, results: Sequence[CellResult]) -> str:
+    """The table in Markdown: means with t intervals over seeds, and paired differences."""
+    headings = (*_HEADINGS, *(_heading(metric) for metric in study.metrics), "to no warmup")
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for each in results:
+        cells = _cells(study, each, plus_minus="±")
+        cells[3] = f"**{cells[3]}**" if each.is_chosen else cells[3]
+        lines.append(_row(cells))
+    unit = "per cent" if study.measure == "accuracy" else "nats"
+    lines += ["", f"In {unit}: {_caption(study)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(metric: str) -> str:
+    return metric.replace("_", " ")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _caption(study: Study) -> str:
+    baseline = study.baseline.text
+    beside = "no warmup" if baseline == "none" else f"warmup {baseline}"
+    return (
+        f"means over {counted(study.seeds, 'seed')} and 95 % t intervals, of the runs that did not "
+        f"diverge; last column: difference in {_heading(study.metrics[1])} to {beside}, paired "
+        "over seeds. Bold: the warmup that validation data choose, of those of which no run "
+        "diverged."
+    )
+
+
+def latex(study: Study, results: Sequence[CellResult]) -> str:
+    """The table in LaTeX, one for each optimizer, with the rules of booktabs."""
+    headings = (*_HEADINGS[1:], *(_heading(metric) for metric in study.metrics), "to no warmup")
+    unit = "Per cent: " if study.measure == "accuracy" else ""
+    lines = [r"% \usepackage{booktabs}"]
+    for optimizer, of_optimizer in groupby(results, lambda each: each.cell.optimizer.name):
+        lines += [
+            r"\begin{table}",
+            r"\centering\small",
+            rf"\caption{{{_tex(optimizer)}. {_tex(unit + _caption(study))}}}",
+            rf"\label{{tab:warmup-{optimizer.replace('_', '-')}}}",
+            r"\begin{tabular}{lrlrcrrr}",
+            r"\toprule",
+            " & ".join(map(_tex, headings)) + r" \\",
+        ]
+        for _, of_rule in groupby(of_optimizer, lambda each: each.cell.scaling):
+            lines.append(r"\midrule")
+            for each in of_rule:
+                cells = list(map(_tex, _cells(study, each, plus_minus="±")))
+                cells[3] = rf"\textbf{{{cells[3]}}}" if each.is_chosen else cells[3]
+                lines.append(" & ".join(cells[1:]) + r" \\")
+        lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
+    return "\n".join(lines)
+
+
+def _tex(text: str) -> str:
+    """`text` as LaTeX: its signs escaped, ± and minus as mathematics."""
+    escaped = re.sub(r"([%_&#$])", r"\\\1", text)
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped).replace("±", r"$\pm$")
+
+
+def _cells(study: Study, each: CellResult, *, plus_minus: str) -> list[str]:
+    metrics = study.metrics
+    lost = f"{len(each.arm.diverged)} of {len(each.arm.rows)}"
+    return [
+        each.cell.optimizer.name,
+        each.cell.scaling,
+        str(each.cell.batch),
+        each.cell.warmup.text,
+        f"{each.peak_rate:.3g}",
+        lost,
+        *(_number(study, each.over_seeds(metric), plus_minus) for metric in metrics),
+        "reference"
+        if each.baseline is None
+        else _number(study, each.difference(metrics[1]), plus_minus, sign="+"),
+    ]
+
+
+def _number(study: Study, found: Interval | None, plus_minus: str, sign: str = "") -> str:
+    """A mean and half its interval: per cent with two decimals, or a loss with four."""
+    if found is None:
+        return UNKNOWN
+    factor, decimals = (100, 2) if study.measure == "accuracy" else (1, 4)
+    around = ""
+    if found.half_width is not None:
+        around = f" {plus_minus} {factor * found.half_width:.{decimals}f}"
+    return f"{factor * found.mean:{sign}.{decimals}f}{around}"
+
+
+# The protocol.
+
+
+def protocol(study: Study, rates: Sequence[FoundRate], results: Sequence[CellResult]) -> str:
+    """What was done, in sentences, as a paper's methods have it."""
+    parts = [
+        ("Data", _data(study, results)),
+        ("Network", _network(study)),
+        ("Optimizers", "\n".join(_optimizers(study, rates))),
+        ("Batches, scaling rules and warmups", _grid(study, results)),
+        ("Choice and statistics", _statistics(study, results)),
+        ("Software and hardware", _software()),
+    ]
+    text = "\n\n".join(f"## {title}\n\n{body}" for title, body in parts)
+    return f"# Protocol\n\n{text}\n"
+
+
+def _given(table: object, without: Sequence[str] = ("name",)) -> str:
+    """The fields of a table, in words."""
+    fields = table if isinstance(table, dict) else {}
+    said = [
+        f"{name} = {value_text(value)}"
+        for name, value in fields.items()
+        if name not in without and value is not None
+    ]
+    return ", ".join(said)
+
+
+def _table_of(study: Study, name: str) -> Fields:
+    """A table of the run.toml as it is given, with what flags replace in it."""
+    table = load_run_file(study.run_file).get(name)
+    replaced = {
+        field.removeprefix(f"{name}."): value
+        for field, value in (study.overrides | study.parameters).items()
+        if field.startswith(f"{name}.")
+    }
+    return (dict(table) if isinstance(table, dict) else {}) | replaced
+
+
+def _data(study: Study, results: Sequence[CellResult]) -> str:
+    run = results[0].arm.rows[0].planned.run
+    facts, data = run.dataset, run.config.data
+    held_out = (
+        f"{data.validation_fraction:g} of the training examples were held out for validation, "
+        f"chosen by seed {data.validation_seed}, the same in every run"
+        if data.validation_fraction is not None
+        else "validation data are a part of their own"
+    )
+    said = _given(_table_of(study, "data"), ("name", "validation_fraction"))
+    return (
+        f"The data set is {data.name}{f' ({said})' if said else ''}: {facts.train_examples:,} "
+        f"training, {facts.validation_examples:,} validation and {facts.test_examples:,} test "
+        f"examples. {held_out[0].upper()}{held_out[1:]}. Of each run, validation data were "
+        "evaluated in its course, and test data once, at its end."
+    )
+
+
+def _network(study: Study) -> str:
+    config = study.config
+    said = _given(_table_of(study, "model"))
+    epochs = counted(config.train.epochs, "epoch")
+    return (
+        f"The network is {config.model.name}{f' ({said})' if said else ''}, trained for {epochs} "
+        "whatever the batch, so that larger batches make fewer updates. The seed of a run gives "
+        "its initial parameters and the order of its data."
+    )
+
+
+def _optimizers(study: Study, rates: Sequence[FoundRate]) -> list[str]:
+    reference = study.schedule.reference_batch
+    lines = []
+    for optimizer, found in zip(study.optimizers, rates, strict=True):
+        how = "given"
+        if found.tried:
+            grid = ", ".join(f"{rate:g}" for rate, _ in found.tried)
+            how = (
+                f"the best of {grid} by validation {study.measure} at the end of one run each, "
+                f"with seed 0, without warmup"
+            )
+            if found.is_at_edge:
+                how += "; it is at the edge of those tried, beyond which none was"
+        lines.append(
+            f"- {optimizer.name} ({_given(optimizer.table)}): learning rate {found.rate:g} at "
+            f"batch {reference}, {how}."
+        )
+        if optimizer.averages:
+            lines[-1] += " It averages its iterates in place of a decay of the rate."
+    return lines
+
+
+def _grid(study: Study, results: Sequence[CellResult]) -> str:
+    schedule = study.schedule
+    decay = f"{schedule.decay} decay"
+    if schedule.decay == "step":
+        at = ", ".join(f"{epoch:g}" for epoch in schedule.decay_epochs)
+        decay = f"multiplied by {schedule.decay_factor:g} after epochs {at}"
+    elif schedule.decay == "constant":
+        decay = "held after the warmup"
+    rules = {
+        "none": "none (the rate is that of the reference batch)",
+        "linear": "linear (the rate times k)",
+        "sqrt": "sqrt (the rate times the root of k)",
+        "sde": "sde (root of k, with the betas and epsilon of Adam)",
+        "legw": "legw (root of k, and k times the epochs of warmup)",
+    }
+    steps = sorted({(r.cell.batch, r.arm.rows[0].planned.run.total_steps) for r in results})
+    batches = ", ".join(f"{batch:,} ({counted(f'{count:,}', 'update')})" for batch, count in steps)
+    short = {
+        f"{each.cell.warmup.text} at {each.cell.batch:,}"
+        for each in results
+        if 0 < each.warmup_steps < 1
+    }
+    below = f" Less than one update, so none: {', '.join(sorted(short))}." if short else ""
+    left_out = "".join(f" Left out: {why}." for why in study.left_out)
+    return (
+        f"Global batches: {batches}. With k the batch over the reference batch of "
+        f"{schedule.reference_batch}, the rules are: "
+        f"{'; '.join(rules[each] for each in study.scalings)}. Warmups: "
+        f"{', '.join(each.text for each in study.warmups)}; a gradual one rises linearly, update "
+        "by update, from zero unless it says otherwise, a constant one holds the rate of the "
+        "reference batch, and a length with % is a share of the run, else epochs. The rate is "
+        f"{decay}.{below}{left_out} At the reference batch, where all rules are the same, a "
+        "setting was trained once."
+    )
+
+
+def _statistics(study: Study, results: Sequence[CellResult]) -> str:
+    arms = {id(each.arm): each.arm for each in results}.values()
+    distinct = {row.planned.name: row for arm in arms for row in arm.rows}.values()
+    lost = sum(row.has_diverged for row in distinct)
+    return (
+        f"Each setting was trained with {counted(study.seeds, 'seed')} (0 to {study.seeds - 1}), "
+        f"{counted(len(distinct), 'run')} in all. Whatever was chosen, learning rates and the best "
+        f"warmup, was by validation {study.measure} at the end of runs; test data chose nothing. "
+        "Means have 95 % intervals by Student's t over seeds; differences to no warmup are paired "
+        "over the seeds of which neither run diverged. A run diverged if its loss was not finite, "
+        "if all examples of an evaluation got equal outputs, or if at its end its losses, of "
+        "training and of its last evaluation, were far above that of a guess (`divergence_at_end` "
+        f"of scalejax); {lost} did. Such a run is in no mean, and is counted beside it."
+    )
+
+
+def _software() -> str:
+    packages = ("scalejax", "jax", "jaxlib", "flax", "optax", "numpy")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    gpus = nvidia_gpus()
+    found = re.search(r"model name\s*:\s*(.+)", text_of("/proc/cpuinfo"))
+    chip = found[1].strip() if found else platform.machine()
+    where = f"{counted(gpus, 'NVIDIA GPU')}, {chip}" if gpus else chip
+    return (
+        f"{versions}; Python {platform.python_version()}, {platform.system()}. Written on a "
+        f"machine with {where} ({counted(os.cpu_count() or 1, 'core')}). Runs that differ in seed "
+        "and schedule alone were trained in one program, up to twelve of them."
+    )
+
+
+# The commands.
+
+
+def flags_of(study: Study, width: PrintWidth) -> list[str]:
+    """The flags of `scalejax study warmup` that give this study, defaults too."""
+    optimizers = [
+        each.name if each.rate is None else f"{each.name}:{each.rate!r}"
+        for each in study.optimizers
+    ]
+    values = {
+        "batches": ",".join(map(str, study.batches)),
+        "warmup": ",".join(each.text for each in study.warmups),
+        "scaling": ",".join(study.scalings),
+        "optimizers": ",".join(optimizers),
+        "seeds": str(study.seeds),
+        "rates": ",".join(f"{each!r}" for each in study.rates),
+        "measure": study.measure,
+        "width": width,
+        **{
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in study.overrides.items()
+        },
+    }
+    return [text for name, value in values.items() for text in (f"--{name}", value)]
+
+
+def commands(study: Study, width: PrintWidth) -> str:
+    """A script that makes the study again, in the folder that it is given."""
+    flags = flags_of(study, width)
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    lines = [f"  {name} {shlex.quote(value)}" for name, value in pairs]
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            "# Makes this study again: sh commands.sh FOLDER, and with --resume goes on with it.",
+            f"# with scalejax {version('scalejax')}, jax {version('jax')}",
+            "set -e",
+            'folder=$(realpath -m "${1:-again}")',
+            "[ $# -eq 0 ] || shift",
+            'run=$(realpath "$(dirname "$0")/run.toml")',
+            'scalejax study warmup "$run" --folder "$folder" \\',
+            *(f"{line} \\" for line in lines),
+            '  "$@"',
+            "",
+        ]
+    )

@@ -1,0 +1,719 @@
+"""A study of warmup: batches x warmups x scaling rules x optimizers x seeds, as two sweeps.
+
+The first finds the learning rate of each optimizer at the reference batch, without warmup, by
+validation data; the second trains every cell of the grid at the rate that its scaling rule makes of
+that. Knows fields and records; starts no processes, and writes no text for people.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, get_args
+
+from scalejax.config.grid import Extension, Fields, Grammar
+from scalejax.config.optimizer import OptimizerConfig
+from scalejax.config.run import RunConfig, load_config
+from scalejax.config.schedule import ScheduleConfig
+from scalejax.core.errors import (
+    ConfigError,
+    prefixed,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+    unknown_name,
+)
+from scalejax.core.folder import FileIn
+from scalejax.core.serialization import JsonValue, build, document, plain
+from scalejax.data.facts import read_facts
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.intervals import Interval, t_interval
+from scalejax.sweep.plan import Metric, SweepPlan, plan_sweep
+from scalejax.sweep.results import Arm, RunRow, best_arm
+from scalejax.sweep.scheduler import time_jobs
+
+Scaling = Literal["none", "linear", "sqrt", "sde", "legw"]
+"""A rule of `schedule.scaling`."""
+Measure = Literal["accuracy", "loss"]
+"""What runs are compared by."""
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Learning rates that are tried, two in each decade: what Adam takes, and what LARS takes."""
+BATCHES = (1, 4, 16, 64)
+"""Batches by default, in reference batches."""
+WARMUPS = "none,gradual:5%,gradual:20%"
+"""Warmups by default."""
+SCALINGS = "linear,sqrt"
+"""Scaling rules by default."""
+_LARGEST_SEEDS = 1000
+_WARMUP = re.compile(r"(\w+)(?::([0-9.]+)(%?))?(?::(\w+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warmup:
+    """How the peak rate is reached, and for how long."""
+
+    form: Literal["none", "gradual", "constant"] = "none"
+    """As `schedule.warmup`."""
+    length: float = 0.0
+    """Epochs, or per cent of the run."""
+    is_share: bool = False
+    """Whether `length` is in per cent of the run."""
+    start: Literal["base", "zero"] = "zero"
+    """As `schedule.warmup_from`."""
+
+    def epochs(self, of_run: int) -> float:
+        """Epochs of warmup in a run of so many."""
+        return self.length / 100 * of_run if self.is_share else self.length
+
+    @property
+    def text(self) -> str:
+        """As it is typed, the usual start left out."""
+        if self.form == "none":
+            return "none"
+        usual = "zero" if self.form == "gradual" else "base"
+        start = "" if self.start == usual else f":{self.start}"
+        return f"{self.form}:{self.length:g}{'%' if self.is_share else ''}{start}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudiedOptimizer:
+    """An optimizer of the study."""
+
+    table: Fields
+    """Its table of a run.toml: that of the file for the file's own, else the defaults."""
+    rate: float | None
+    """Its learning rate at the reference batch; None if it is to be found."""
+    averages: bool
+    """Whether it averages its iterates in place of a decay."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.table["name"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One setting of the grid, trained once for each seed."""
+
+    optimizer: StudiedOptimizer
+    """The optimizer."""
+    scaling: Scaling
+    """The scaling rule."""
+    warmup: Warmup
+    """The warmup."""
+    batch: int
+    """Global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is studied: a run.toml, and the values that are combined."""
+
+    run_file: Path
+    """The run.toml that all runs start from."""
+    overrides: Fields
+    """Fields replaced in all of them, as they were given."""
+    parameters: Fields
+    """The same without those of the optimizer, whose table every run has whole, and with validation
+    data held out."""
+    batches: tuple[int, ...]
+    """Global batches."""
+    warmups: tuple[Warmup, ...]
+    """Warmups; the first without any, or else the first of all, is what others are compared to."""
+    scalings: tuple[Scaling, ...]
+    """Scaling rules."""
+    optimizers: tuple[StudiedOptimizer, ...]
+    """Optimizers."""
+    seeds: int
+    """Seeds, from 0."""
+    rates: tuple[float, ...]
+    """Learning rates tried for optimizers that none is given for, rising."""
+    measure: Measure
+    """What runs are compared by."""
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run.toml with its fields replaced."""
+        return load_config(self.run_file, self.overrides | self.parameters)
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """The schedule of the run.toml."""
+        assert isinstance(self.config.schedule, ScheduleConfig)  # noqa: S101  by `plan_study`
+        return self.config.schedule
+
+    @property
+    def baseline(self) -> Warmup:
+        """The warmup that others are compared to."""
+        return next((each for each in self.warmups if each.form == "none"), self.warmups[0])
+
+    @property
+    def metrics(self) -> tuple[Metric, Metric]:
+        """The metric of validation data, by which is chosen, and that of test data."""
+        if self.measure == "accuracy":
+            return "validation_accuracy", "test_accuracy"
+        return "validation_loss", "test_loss"
+
+    @property
+    def tuned(self) -> tuple[StudiedOptimizer, ...]:
+        """Optimizers whose rate is to be found."""
+        return tuple(each for each in self.optimizers if each.rate is None)
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All that can be trained: `left_out` says what cannot."""
+        return tuple(cell for cell in self._combined if _why_not(cell) is None)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What of the grid cannot be trained, and why."""
+        found = (_why_not(cell) for cell in self._combined)
+        return tuple(dict.fromkeys(why for why in found if why is not None))
+
+    @property
+    def _combined(self) -> Iterable[Cell]:
+        return (
+            Cell(optimizer=optimizer, scaling=scaling, warmup=warmup, batch=batch)
+            for optimizer in self.optimizers
+            for scaling in self.scalings
+            for batch in self.batches
+            for warmup in self.warmups
+        )
+
+    def fields(self, cell: Cell, rate: float) -> Fields:
+        """The fields of the runs of a cell, the same for cells that are the same: at the reference
+        batch all rules are, and a warmup from the peak is none."""
+        scaling, warmup = cell.scaling, cell.warmup
+        if cell.batch == self.schedule.reference_batch:
+            scaling = "none"
+        if scaling == "none" and warmup.start == "base":
+            warmup = Warmup()
+        if scaling == "legw" and warmup.form == "none":
+            scaling = "sqrt"  # whose rate it has
+        return self._fields(cell.optimizer, rate) | {
+            "batch.global_batch": cell.batch,
+            "schedule.scaling": scaling,
+            "schedule.warmup": warmup.form,
+            "schedule.warmup_epochs": warmup.epochs(self.config.train.epochs),
+            "schedule.warmup_from": "base" if warmup.form == "none" else warmup.start,
+        }
+
+    def rate_sweep(self) -> SweepPlan | None:
+        """The runs by which rates are found, one of each; None if all are given."""
+        cases = [
+            self._fields(optimizer, rate)
+            | {
+                "batch.global_batch": self.schedule.reference_batch,
+                "schedule.scaling": "none",
+                "schedule.warmup": "none",
+                "schedule.warmup_epochs": 0.0,
+                "schedule.warmup_from": "base",
+            }
+            for optimizer in self.tuned
+            for rate in self.rates
+        ]
+        return self._sweep(cases, 1) if cases else None
+
+    def grid(self, rates: Mapping[str, float]) -> SweepPlan:
+        """The runs of the grid, with the rate of each optimizer at the reference batch."""
+        cases = [self.fields(cell, rates[cell.optimizer.name]) for cell in self.cells]
+        return self._sweep(cases, self.seeds)
+
+    def _fields(self, optimizer: StudiedOptimizer, rate: float) -> Fields:
+        constant: Fields = {"schedule.decay": "constant", "schedule.decay_epochs": []}
+        return {
+            "optimizer": dict(optimizer.table),
+            "schedule.base_learning_rate": rate,
+            **(constant if optimizer.averages else {}),
+        }
+
+    def _sweep(self, cases: Sequence[Fields], seeds: int) -> SweepPlan:
+        distinct = tuple({_key(case): case for case in cases}.values())
+        grammar = Grammar(
+            parameters=self.parameters,
+            variables={"seed": list(range(seeds))},
+            extensions=(Extension(condition={}, parameters={}, cases=distinct),),
+        )
+        return plan_sweep(self.run_file, grammar)
+
+
+def _why_not(cell: Cell) -> str | None:
+    if cell.scaling == "sde" and cell.optimizer.name != "adamw":
+        return f"sde with {cell.optimizer.name}: it is a rule of adamw"
+    if cell.scaling == "legw" and cell.warmup.form == "constant":
+        return f"legw with {cell.warmup.text}: it stretches gradual warmups"
+    return None
+
+
+def _key(fields: Fields) -> str:
+    """A text that is equal for equal fields, whatever the seed."""
+    return json.dumps({k: v for k, v in fields.items() if k != "seed"}, sort_keys=True)
+
+
+# What is typed.
+
+_STUDIED = {
+    "batch.global_batch": "--batches",
+    "batch.per_device_batch": "--batches",
+    "schedule.warmup": "--warmup",
+    "schedule.warmup_epochs": "--warmup",
+    "schedule.warmup_from": "--warmup",
+    "schedule.scaling": "--scaling",
+    "schedule.base_learning_rate": "--optimizers NAME:RATE",
+    "optimizer.name": "--optimizers",
+    "seed": "--seeds",
+}
+"""Fields that a study varies itself, and by which flag."""
+
+
+def plan_study(
+    run_file: Path,
+    overrides: Fields,
+    *,
+    batches: str | None = None,
+    warmups: str = WARMUPS,
+    scalings: str = SCALINGS,
+    optimizers: str | None = None,
+    seeds: int = 3,
+    rates: str | None = None,
+    measure: Measure = "accuracy",
+) -> Study:
+    """The study of `run_file`, with values as they are typed, in lists with commas.
+
+    Args:
+        run_file: the run.toml that all runs start from.
+        overrides: fields replaced in all of them.
+        batches: global batches; by default 1, 4, 16 and 64 reference batches, as the data allow.
+        warmups: none, or FORM:LENGTH, LENGTH in epochs or per cent, and ":base" or ":zero".
+        scalings: names of rules.
+        optimizers: NAME, or NAME:RATE where its rate at the reference batch is known; by default
+            that of the file, with its rate.
+        seeds: how many.
+        rates: tried for optimizers without a rate; by default `RATES`.
+        measure: what runs are compared by.
+
+    Raises:
+        ConfigError: naming the value, and what is accepted.
+    """
+    for name, value in overrides.items():
+        if name in _STUDIED:
+            accepted = f"the study varies it; give {_STUDIED[name]}"
+            raise ConfigError(refusal(name, value, accepted))
+    require_at_least("seeds", seeds, 1)
+    require_at_most("seeds", seeds, _LARGEST_SEEDS)
+    config = load_config(run_file, overrides)
+    schedule = config.schedule
+    if not isinstance(schedule, ScheduleConfig):
+        accepted = "scaling rules and warmups are those of the schedule without a name"
+        raise ConfigError(refusal("schedule.name", schedule.name, accepted))
+    if config.emulation is not None:
+        accepted = "it trains with virtual workers; leave the table out"
+        raise ConfigError(refusal("emulation", config.emulation.algorithm, accepted))
+    held_out: Fields = {} if config.data.has_validation else {"data.validation_fraction": 0.1}
+    own = _table(config.optimizer)
+    named = _listed("optimizers", optimizers or f"{own['name']}:{schedule.base_learning_rate!r}")
+    parameters = overrides | held_out
+    return Study(
+        run_file=run_file,
+        overrides=overrides,
+        parameters={k: v for k, v in parameters.items() if not k.startswith("optimizer.")},
+        batches=_batches(batches, schedule.reference_batch, load_config(run_file, parameters)),
+        warmups=tuple(_warmup(each) for each in _distinct("warmup", _listed("warmup", warmups))),
+        scalings=tuple(
+            _scaling(each) for each in _distinct("scaling", _listed("scaling", scalings))
+        ),
+        optimizers=_optimizers(named, own),
+        seeds=seeds,
+        rates=tuple(sorted(_rate("rates", each) for each in _listed("rates", rates)))
+        if rates is not None
+        else RATES,
+        measure=measure,
+    )
+
+
+def _table(optimizer: OptimizerConfig) -> Fields:
+    table = plain(optimizer)
+    assert isinstance(table, dict)  # noqa: S101  a dataclass is a table
+    return table
+
+
+def _listed(flag: str, text: str) -> list[str]:
+    found = [each.strip() for each in text.split(",")]
+    if not all(found):
+        raise ConfigError(refusal(flag, text, "it must be a list with commas, and nothing empty"))
+    return found
+
+
+def _distinct(flag: str, values: list[str]) -> list[str]:
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise ConfigError(refusal(flag, value, "it is there twice"))
+    return values
+
+
+def _batches(text: str | None, reference: int, config: RunConfig) -> tuple[int, ...]:
+    if text is None:
+        most = read_facts(config.data).train_examples
+        return tuple(k * reference for k in BATCHES if k * reference <= most) or (most,)
+    found = []
+    for each in _distinct("batches", _listed("batches", text)):
+        if not each.isdecimal() or not int(each):
+            accepted = "it must be whole numbers above 0, such as 256,1024,4096"
+            raise ConfigError(refusal("batches", each, accepted))
+        found.append(int(each))
+    return tuple(sorted(found))
+
+
+def _warmup(text: str) -> Warmup:
+    forms = ("none", "gradual", "constant")
+    found = _WARMUP.fullmatch(text)
+    if found is None:
+        accepted = "it must be none or FORM:LENGTH, such as gradual:5% or gradual:2 (epochs)"
+        raise ConfigError(refusal("warmup", text, accepted))
+    form, length, per_cent, start = found.groups()
+    if form == "linear":
+        raise ConfigError(refusal("warmup", text, "a linear warmup is called gradual"))
+    if form not in forms:
+        raise ConfigError(unknown_name("warmup", form, forms))
+    if form == "none" and (length or start):
+        raise ConfigError(refusal("warmup", text, "none has no length"))
+    if form == "none":
+        return Warmup()
+    try:
+        number = float(length or "")
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf or (per_cent and number >= 100):
+        accepted = f"it needs a length above 0, such as {form}:5% (below 100%) or {form}:2 (epochs)"
+        raise ConfigError(refusal("warmup", text, accepted))
+    start = start or ("zero" if form == "gradual" else "base")
+    if start not in ("base", "zero") or (form == "constant" and start == "zero"):
+        accepted = "it begins at base or zero, a constant one at base"
+        raise ConfigError(refusal("warmup", text, accepted))
+    return Warmup(form=form, length=number, is_share=bool(per_cent), start=start)  # type: ignore[arg-type]  checked
+
+
+def _scaling(text: str) -> Scaling:
+    if text not in get_args(Scaling):
+        raise ConfigError(unknown_name("scaling", text, get_args(Scaling)))
+    return text  # type: ignore[return-value]  checked
+
+
+def _optimizers(named: list[str], own: Fields) -> tuple[StudiedOptimizer, ...]:
+    names = _distinct("optimizers", [each.partition(":")[0] for each in named])
+    found = []
+    for name, text in zip(names, named, strict=True):
+        _, colon, rate = text.partition(":")
+        if name not in OptimizerConfig.names():
+            raise ConfigError(unknown_name("optimizers", name, OptimizerConfig.names()))
+        with prefixed(f"optimizers {name}: "):
+            built = build(OptimizerConfig, own if name == own["name"] else {"name": name})
+        found.append(
+            StudiedOptimizer(
+                table=_table(built),
+                rate=_rate("optimizers", rate) if colon else None,
+                averages=built.averages_iterates,
+            )
+        )
+    return tuple(found)
+
+
+def _rate(flag: str, text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise ConfigError(refusal(flag, text, "a rate must be a number, as 0.01")) from error
+    require_above(flag, rate, 0)
+    return rate
+
+
+# How long it takes.
+
+
+def predicted_seconds(study: Study, *, processes: int, cores: int | None) -> float:
+    """Seconds that the study takes here, told from the first seconds of a few of its jobs: of each
+    optimizer that of the smallest batch, and of one that of the largest. An update takes a_o + b B
+    seconds, a_o of the optimizer, b of the network.
+
+    Raises:
+        ScalejaxError: if one of them fails.
+    """
+    low = {each.name: each.rate or study.rates[0] for each in study.optimizers}
+    grid = study.grid(low)
+    tuning = study.rate_sweep()
+    first = grid.runs[grid.jobs[0][0]].run
+    smallest, largest = (
+        pick(run.run.split.global_batch for run in grid.runs) for pick in (min, max)
+    )
+    watched: dict[tuple[str, int], int] = {}
+    for position, job in enumerate(grid.jobs):
+        run = grid.runs[job[0]].run
+        name, batch = run.config.optimizer.name, run.split.global_batch
+        if batch == smallest or (batch == largest and name == first.config.optimizer.name):
+            watched.setdefault((name, batch), position)
+    times = dict(
+        zip(
+            watched,
+            time_jobs(grid, list(watched.values()), processes=processes, cores=cores),
+            strict=True,
+        )
+    )
+    per_update: dict[tuple[str, int], float] = {}
+    for (name, batch), time in times.items():
+        job = grid.jobs[watched[name, batch]]
+        steps = sum(grid.runs[index].run.total_steps for index in job)
+        per_update[name, batch] = time.training_seconds / steps
+    name = first.config.optimizer.name
+    rise = per_update[name, largest] - per_update[name, smallest]
+    slope = max(0.0, rise / (largest - smallest)) if largest > smallest else 0.0
+    startup = fmean(time.startup_seconds for time in times.values())
+    total = 0.0
+    for plan in (tuning, grid):
+        for planned in plan.runs if plan else ():
+            run = planned.run
+            more = slope * (run.split.global_batch - smallest)
+            total += run.total_steps * (per_update[run.config.optimizer.name, smallest] + more)
+        total += startup * len(plan.jobs) if plan else 0.0
+    return total / processes
+
+
+# What comes of it.
+
+
+@document("warmup_study")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyTable:
+    """What came of a study, as JSON."""
+
+    rates: tuple[dict[str, Any], ...]
+    """As `rate_lines`."""
+    cells: tuple[dict[str, Any], ...]
+    """As `cell_lines`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFolder:
+    """Paths of the files of a study."""
+
+    path: Path
+    """The folder itself."""
+
+    run_file = FileIn("run.toml")
+    """The run.toml that all runs start from."""
+    rates = FileIn("rates")
+    """The sweep by which learning rates were found."""
+    grid = FileIn("grid")
+    """The sweep of the grid."""
+    data = FileIn("data")
+    """Tables of runs, cells and rates, as CSV and Parquet."""
+    table = FileIn("table.md")
+    """The table in Markdown."""
+    latex = FileIn("table.tex")
+    """The table in LaTeX (booktabs)."""
+    protocol = FileIn("PROTOCOL.md")
+    """What was done, as the methods of a paper."""
+    commands = FileIn("commands.sh")
+    """What makes all this again."""
+
+    def figure(self, suffix: str) -> Path:
+        """The figure, as pdf, svg or png."""
+        return self.path / f"figure.{suffix}"
+
+    @property
+    def sweeps(self) -> tuple[SweepFolder, SweepFolder]:
+        """The two sweeps."""
+        return SweepFolder(path=self.rates), SweepFolder(path=self.grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRate:
+    """The learning rate of an optimizer at the reference batch."""
+
+    optimizer: str
+    """Its name."""
+    rate: float
+    """The rate."""
+    tried: tuple[tuple[float, float | None], ...] = ()
+    """Each rate that was tried, with the metric of validation data at the end, None where the run
+    diverged; none where the rate was given."""
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether a rate beyond those tried may be better."""
+        return bool(self.tried) and self.rate in (self.tried[0][0], self.tried[-1][0])
+
+
+def found_rates(study: Study, rows: Sequence[RunRow]) -> tuple[FoundRate, ...]:
+    """The rate of each optimizer: as given, or of `rows` of the rate sweep the best by validation
+    data, the smallest of equals.
+
+    Raises:
+        ConfigError: if every rate of an optimizer diverged.
+    """
+    sign = 1 if study.measure == "accuracy" else -1
+    found = []
+    for optimizer in study.optimizers:
+        if optimizer.rate is not None:
+            found.append(FoundRate(optimizer=optimizer.name, rate=optimizer.rate))
+            continue
+        mine = [row for row in rows if row.planned.run.config.optimizer.name == optimizer.name]
+        tried = tuple(
+            (rate, row.final and getattr(row.final, study.measure))
+            for rate, row in zip(study.rates, mine, strict=True)
+        )
+        trained = [(rate, value) for rate, value in tried if value is not None]
+        if not trained:
+            accepted = f"no run of {optimizer.name} got to an end with these; try smaller ones"
+            raise ConfigError(refusal("rates", ",".join(f"{r:g}" for r in study.rates), accepted))
+        best = max(trained, key=lambda pair: sign * pair[1])
+        found.append(FoundRate(optimizer=optimizer.name, rate=best[0], tried=tried))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What came of a cell."""
+
+    cell: Cell
+    """The cell."""
+    rate: float
+    """Learning rate at the reference batch."""
+    peak_rate: float
+    """Learning rate after the warmup, as scaled."""
+    warmup_steps: float
+    """Updates of warmup, as scaled."""
+    arm: Arm
+    """Its runs."""
+    baseline: Arm | None
+    """Those without warmup; None of the cell that has these itself."""
+    is_chosen: bool
+    """Whether its warmup is the best by validation data of those of its optimizer, rule and batch,
+    a cell with a diverged run left out."""
+
+    def over_seeds(self, metric: Metric) -> Interval | None:
+        """Mean of a metric over seeds that did not diverge, with its interval; None of none."""
+        return t_interval(list(self.arm.by_seed(metric).values()))
+
+    def difference(self, metric: Metric) -> Interval | None:
+        """How far a metric is above that without warmup, by pairs of one seed."""
+        return None if self.baseline is None else self.arm.difference(self.baseline, metric)
+
+
+def cell_results(
+    study: Study, rates: Mapping[str, float], rows: Sequence[RunRow]
+) -> tuple[CellResult, ...]:
+    """What came of each cell, of `rows` of the grid."""
+    by_key: dict[str, list[RunRow]] = {}
+    for row in rows:
+        by_key.setdefault(_key(row.planned.fields), []).append(row)
+    cells = study.cells
+    keys = [
+        _key(study.parameters | study.fields(cell, rates[cell.optimizer.name])) for cell in cells
+    ]
+    arms = [
+        Arm(varied={}, rows=tuple(row for row in by_key[key] if row.is_finished)) for key in keys
+    ]
+    found = []
+    for place, (cell, key, arm) in enumerate(zip(cells, keys, arms, strict=True)):
+        beside = [i for i, each in enumerate(cells) if _beside(each) == _beside(cell)]
+        bare = next((i for i in beside if cells[i].warmup == study.baseline), place)
+        run = by_key[key][0].planned.run
+        peak, warmup_epochs = run.config.schedule.scaled(run.split.global_batch)
+        found.append(
+            CellResult(
+                cell=cell,
+                rate=rates[cell.optimizer.name],
+                peak_rate=peak,
+                warmup_steps=warmup_epochs * run.steps_per_epoch,
+                arm=arm,
+                baseline=None if keys[bare] == key else arms[bare],
+                is_chosen=best_arm([arms[i] for i in beside], study.measure) is arm,
+            )
+        )
+    return tuple(found)
+
+
+def _beside(cell: Cell) -> tuple[str, str, int]:
+    """What cells have in common that differ in their warmup alone."""
+    return cell.optimizer.name, cell.scaling, cell.batch
+
+
+def cell_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
+    """A line for each cell: accuracies are 0..1, intervals hold 95 %, differences are to the cell
+    without warmup."""
+    return [
+        {
+            "optimizer": each.cell.optimizer.name,
+            "scaling": each.cell.scaling,
+            "warmup": each.cell.warmup.text,
+            "batch": each.cell.batch,
+            "base_learning_rate": each.rate,
+            "peak_learning_rate": each.peak_rate,
+            "warmup_steps": each.warmup_steps,
+            "runs": len(each.arm.rows),
+            "diverged": len(each.arm.diverged),
+            "chosen": each.is_chosen,
+            **{
+                f"{metric}{suffix}": value
+                for metric in get_args(Metric)
+                for suffix, value in (
+                    *_ends(each.over_seeds(metric), ""),
+                    *_ends(each.difference(metric), "_difference"),
+                )
+            },
+        }
+        for each in results
+    ]
+
+
+def _ends(found: Interval | None, name: str) -> tuple[tuple[str, float | None], ...]:
+    return (
+        (name or "_mean", found and found.mean),
+        (f"{name}_low", found and found.low),
+        (f"{name}_high", found and found.high),
+    )
+
+
+def run_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
+    """A line for each run of each cell; one that two cells share is there for both."""
+    lines = []
+    for each in results:
+        for row in each.arm.rows:
+            final, tested = row.final, row.final_test
+            lines.append(
+                {
+                    "optimizer": each.cell.optimizer.name,
+                    "scaling": each.cell.scaling,
+                    "warmup": each.cell.warmup.text,
+                    "batch": each.cell.batch,
+                    "seed": row.planned.run.config.seed,
+                    "run": row.planned.name,
+                    "status": row.status,
+                    "steps": row.steps,
+                    "validation_accuracy": final and final.accuracy,
+                    "validation_loss": final and final.loss,
+                    "test_accuracy": tested and tested.test_accuracy,
+                    "test_loss": tested and tested.test_loss,
+                }
+            )
+    return lines
+
+
+def rate_lines(found: Sequence[FoundRate]) -> list[dict[str, JsonValue]]:
+    """A line for each rate that was tried or given; diverged runs have no value."""
+    return [
+        {
+            "optimizer": each.optimizer,
+            "learning_rate": rate,
+            "validation": value,
+            "chosen": rate == each.rate,
+        }
+        for each in found
+        for rate, value in each.tried or ((each.rate, None),)
+    ]

@@ -1,0 +1,361 @@
+"""Studies of warmup: what is typed, trained and chosen, and that it comes out again."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scalejax.cli.main import main
+from scalejax.config.grid import fields_of
+from scalejax.core.errors import ConfigError
+from scalejax.report.study import commands, latex, markdown, protocol, write_study
+from scalejax.sweep.results import RunRow
+from scalejax.sweep.study import (
+    StudyFolder,
+    Warmup,
+    cell_lines,
+    cell_results,
+    found_rates,
+    plan_study,
+)
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    ValidationMeasurement,
+    figures,
+)
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+[model]
+name = "mlp"
+hidden = [8]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 320
+test_examples = 40
+[batch]
+global_batch = 8
+[optimizer]
+name = "sgd"
+[schedule]
+base_learning_rate = 0.01
+reference_batch = 8
+scaling = "linear"
+[train]
+epochs = 2
+log_every_steps = 5
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A small run."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def row(planned, accuracy):
+    """A finished run, or with None a diverged one: the same accuracy on validation and on test
+    data, but for a hundredth that tells them apart."""
+    common = {"step": 80, "epoch": 2.0, "examples": 32, "seconds": 0.0, "elapsed_seconds": 0.0}
+    if accuracy is None:
+        return RunRow(
+            planned=planned, status="diverged", evaluations=(), steps=9, seconds=0.0, reached=None
+        )
+    validation = ValidationMeasurement(
+        validation_loss=1 - accuracy, validation_accuracy=accuracy, **common
+    )
+    test = EvaluationMeasurement(
+        test_loss=1 - accuracy,
+        test_accuracy=accuracy - 0.01,
+        chosen_step=80,
+        chosen_by="last",
+        **common,
+    )
+    return RunRow(
+        planned=planned,
+        status="completed",
+        evaluations=(validation,),
+        tested=test,
+        steps=80,
+        seconds=0.0,
+        reached=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "warmup", "epochs"),
+    [
+        ("none", Warmup(), 0),
+        ("gradual:5%", Warmup(form="gradual", length=5, is_share=True), 0.5),
+        ("gradual:2", Warmup(form="gradual", length=2), 2),
+        ("gradual:2:base", Warmup(form="gradual", length=2, start="base"), 2),
+        ("constant:10%", Warmup(form="constant", length=10, is_share=True, start="base"), 1),
+    ],
+)
+def test_a_warmup_is_typed_in_epochs_or_per_cent_of_the_run(run_file, text, warmup, epochs):
+    """And written as it was typed, so that the commands of a study give the same one."""
+    (found,) = plan_study(run_file, {}, warmups=text).warmups
+
+    assert (found, found.text, found.epochs(10)) == (warmup, text, epochs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--warmup linear:5%", "linear warmup is called gradual"),
+        ("--warmup gradual", "needs a length above 0"),
+        ("--warmup gradual:100%", "below 100%"),
+        ("--warmup gradual-2", "FORM:LENGTH"),
+        ("--warmup constant:2:zero", "a constant one at base"),
+        ("--warmup none,none", "twice"),
+        ("--warmup gradul:2", "'gradual'"),
+        ("--scaling linera", "'linear'"),
+        ("--batches 8,1.5", "whole numbers above 0"),
+        ("--batches 8,,16", "nothing empty"),
+        ("--batches 1000", "1000"),
+        ("--optimizers lamp", "'lamb'"),
+        ("--optimizers lamb:fast", "must be a number"),
+        ("--optimizers sgd,sgd:0.1", "twice"),
+        ("--rates 0,1", "above 0"),
+        ("--seeds 0", "seeds"),
+        ("--limit soon", "units s, min, h and d"),
+        ("--cores 0", "cores"),
+        ("--partition long", "--through slurm"),
+        ("--resume", "no study to resume"),
+        ("--schedule.warmup gradual", "give --warmup"),
+        ("--batch.global_batch 16", "give --batches"),
+    ],
+)
+def test_what_cannot_be_studied_is_refused(run_file, tmp_path, capsys, flags, said):
+    """In one line, with exit code 2, before anything is trained or written."""
+    arguments = ["study", "warmup", str(run_file), "--folder", str(tmp_path / "out")]
+
+    assert main([*arguments, *flags.split()]) == 2
+
+    refused = " ".join(capsys.readouterr().err.split())
+    assert said in refused
+    assert "Traceback" not in refused
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_are_the_same_are_trained_once(run_file):
+    """At the reference batch all rules are, and a warmup from the peak is none; what a rule knows
+    nothing of is left out with its reason."""
+    study = plan_study(
+        run_file,
+        {},
+        batches="8,32",
+        warmups="none,gradual:50%,constant:50%",
+        scalings="linear,sqrt,none,legw,sde",
+        optimizers="sgd:0.01",
+        seeds=2,
+    )
+
+    plan = study.grid({"sgd": 0.01})
+
+    settings = {
+        (
+            planned.run.split.global_batch,
+            planned.run.config.schedule.scaled(planned.run.split.global_batch),
+            fields_of(planned.run.config)["schedule.warmup"],
+        )
+        for planned in plan.runs
+    }
+    assert len(plan.runs) == 2 * len(settings) == 2 * (2 + 3 + 3 + 2 + 1)
+    assert (32, (0.04, 1.0), "constant") in settings
+    assert (32, (0.02, 4.0), "gradual") in settings  # legw
+    assert len(study.cells) == 2 * (3 + 3 + 3 + 2)
+    assert [why.split(":")[0] for why in study.left_out] == ["legw with constant", "sde with sgd"]
+    assert all(p.run.config.data.validation_fraction == 0.1 for p in plan.runs)
+
+
+def test_rates_are_chosen_by_validation_data_at_the_reference_batch(run_file):
+    """The best that did not diverge, the smallest of equals; at an edge it is said to be."""
+    study = plan_study(run_file, {}, optimizers="sgd:0.5,lamb", rates="1,0.1,0.01")
+    plan = study.rate_sweep()
+    assert plan is not None
+    assert [each.fields["schedule.base_learning_rate"] for each in plan.runs] == [0.01, 0.1, 1]
+    assert {run.run.split.global_batch for run in plan.runs} == {8}
+
+    rows = [row(p, a) for p, a in zip(plan.runs, (0.5, 0.5, None), strict=True)]
+    sgd, lamb = found_rates(study, rows)
+
+    assert (sgd.rate, sgd.is_at_edge) == (0.5, False)
+    assert (lamb.rate, lamb.is_at_edge) == (0.01, True)
+    assert lamb.tried == ((0.01, 0.5), (0.1, 0.5), (1, None))
+    with pytest.raises(ConfigError, match="no run of lamb got to an end"):
+        found_rates(study, [row(planned, None) for planned in plan.runs])
+
+
+@pytest.fixture
+def studied(run_file):
+    """A study of 2 batches, 2 warmups and 2 rules, 3 seeds, with accuracies by hand: without warmup
+    0.5, 0.6, 0.7 by seed, with warmup 0.1 more; at batch 32 linear, one of no warmup diverged."""
+    study = plan_study(run_file, {}, batches="8,32", warmups="none,gradual:50%")
+    rows = []
+    for planned in study.grid({"sgd": 0.01}).runs:
+        batch, seed = planned.run.split.global_batch, planned.run.config.seed
+        is_bare = planned.fields["schedule.warmup"] == "none"
+        is_linear = planned.fields["schedule.scaling"] == "linear"
+        is_lost = is_bare and is_linear and batch == 32 and seed == 0
+        accuracy = 0.5 + 0.1 * seed + (0.0 if is_bare else 0.1)
+        rows.append(row(planned, None if is_lost else accuracy))
+    return study, cell_results(study, {"sgd": 0.01}, rows)
+
+
+def test_a_cell_has_intervals_and_a_paired_difference(studied):
+    """By hand: of 0.49, 0.59 and 0.69 the interval is 4.3027 x 0.1 / sqrt 3, and the differences
+    of pairs are all 0.1; where a run diverged, its pair is left out, and it is in no mean."""
+    study, results = studied
+    lines = {(c["scaling"], c["batch"], c["warmup"]): c for c in cell_lines(results)}
+
+    bare, warm = lines["sqrt", 32, "none"], lines["sqrt", 32, "gradual:50%"]
+    assert bare["test_accuracy_mean"] == pytest.approx(0.59)
+    assert bare["test_accuracy_high"] == pytest.approx(0.59 + 0.24841, rel=1e-5)
+    assert warm["test_accuracy_difference"] == pytest.approx(0.1)
+    assert warm["test_accuracy_difference_high"] == pytest.approx(0.1)
+    assert bare["test_accuracy_difference"] is None
+    assert (bare["chosen"], warm["chosen"]) == (False, True)
+    lost = lines["linear", 32, "none"]
+    assert (lost["runs"], lost["diverged"], lost["chosen"]) == (3, 1, False)
+    assert lost["test_accuracy_mean"] == pytest.approx(0.64)
+    assert lines["linear", 32, "gradual:50%"]["test_accuracy_difference"] == pytest.approx(0.1)
+    assert study.baseline.text == "none"
+    assert lines["linear", 32, "none"]["peak_learning_rate"] == pytest.approx(0.04)
+    assert warm["warmup_steps"] == 9
+
+
+def test_the_folder_says_what_was_done(studied, tmp_path):
+    """Tables, text and commands, with the figures of the cells; a figure of the width of a column,
+    with a panel for each rule and crosses."""
+    study, results = studied
+    rates = found_rates(study, ())
+    folder = StudyFolder(path=tmp_path / "out")
+
+    write_study(study, rates, results, folder, width="column")
+
+    names = {path.name for path in folder.path.rglob("*.*")}
+    assert names >= {"figure.pdf", "figure.svg", "figure.png", "table.tex", "cells.parquet"}
+    table = markdown(study, results)
+    assert "| sgd | linear | 32 | none | 0.04 | 1 of 3 | 65.00 ± 63.53 |" in table
+    assert (
+        "| **gradual:50%** | 0.02 | 0 of 3 | 70.00 ± 24.84 | 69.00 ± 24.84 | +10.00 ± 0.00 |"
+        in table
+    )
+    tex = latex(study, results)
+    assert r"\textbf{gradual:50\%} & 0.02 & 0 of 3 & 70.00 $\pm$ 24.84" in tex
+    assert tex.count(r"\toprule") == tex.count(r"\bottomrule") == 1
+    text = protocol(study, rates, results)
+    for said in (
+        "288 training, 32 validation and 40 test",
+        "learning rate 0.01 at batch 8, given",
+        "8 (72 updates), 32 (18 updates)",
+        "18 runs in all",
+        "far above that of a guess",
+        "1 did",
+    ):
+        assert said in text, said
+    made = commands(study, "column")
+    assert "--warmup none,gradual:50%" in made
+    with (folder.data / "runs.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 24
+    assert [line["status"] for line in lines].count("diverged") == 1
+
+    drawn = folder.figure("svg").read_text()
+
+    width = float(re.findall(r'width="([0-9.]+)pt"', drawn)[0])
+    assert 225 <= width <= 3.25 * 72 + 1
+    for said in ("linear scaling", "root scaling", "no warmup", "gradual, 50 % of run"):
+        assert said in drawn
+    assert "crosses: diverged, in no mean (1 run)" in drawn
+
+
+# Trained.
+
+FLAGS = (
+    *("--optimizers", "sgd:0.01", "--batches", "64", "--warmup", "none,gradual:50%"),
+    *("--scaling", "linear", "--seeds", "2"),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs(tmp_path_factory):
+    """What is started compiles a program once, where another has not compiled it before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+def start(command, *flags):
+    """Start a study in a process of its own."""
+    return subprocess.Popen(
+        [*command, *flags],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    """Wait for a study that is to succeed."""
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+def results_of(folder):
+    """The bytes of all that a study writes beside its sweeps, and of their tables."""
+    named = {path for path in (*folder.iterdir(), *(folder / "data").iterdir()) if path.is_file()}
+    tables = ("results.parquet", "evaluations.parquet", "arms.json", "sweep.json")
+    named |= {folder / "grid" / name for name in tables}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in named}
+
+
+@pytest.mark.slow  # three studies are begun, in processes that import JAX
+def test_a_study_comes_out_the_same_again_also_after_an_interruption(run_file, tmp_path):
+    """Bit for bit but for clocks: by its own commands, stopped by Ctrl-C, which reaches the first
+    process alone, and gone on with."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    command = [sys.executable, "-m", "scalejax", "study", "warmup", str(run_file), *FLAGS]
+
+    said = finish(start(command, "--folder", whole, "--json", tmp_path / "out.json"))
+
+    assert "4 runs, in 1 program: " in said
+    assert re.search(r"Predicted: [\d.]+ (m?s|min)", said)
+    assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 2
+    assert not list(whole.glob("*/runs/*/weights"))
+    script = (whole / "commands.sh").read_text()
+    script = script.replace("scalejax study", f"exec {sys.executable} -m scalejax study")
+    (tmp_path / "commands.sh").write_text(script)  # beside the same run.toml
+
+    process = start(["sh", str(tmp_path / "commands.sh"), str(again)])
+    while process.poll() is None and not list(again.glob("grid/runs/*/measurements.jsonl")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 130, said
+    assert "the same command with --resume goes on" in said
+    finish(start(["sh", str(tmp_path / "commands.sh"), str(again)], "--resume"))
+
+    assert results_of(again) == results_of(whole)
+    assert len(list(whole.glob("*/runs/*"))) == 4
+    for path in whole.glob("*/runs/*"):
+        assert figures(again / path.relative_to(whole)) == figures(path)

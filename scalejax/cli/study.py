@@ -142,7 +142,7 @@ class StudyWarmup(TrainMany):
         if self.resume or self.through == "slurm":
             return
         processes = self._processes(programs)
-        seconds = predicted_seconds(study, processes=processes, cores=self.cores)
+        seconds = predicted_seconds(study, processes=processes, cores=self._cores)
         where = "1 process" if processes == 1 else f"{processes} processes"
         print(
             f"Predicted: {format_seconds(seconds)} in {where}, told from the first seconds "
@@ -155,6 +155,11 @@ class StudyWarmup(TrainMany):
             )
             raise ConfigError(refusal("limit", self.limit, accepted))
 
+    @property
+    def _cores(self) -> int | None:
+        """Cores of each process; all for one that makes batches for an accelerator."""
+        return None if has_accelerator() else self.cores
+
     def _processes(self, programs: int) -> int:
         if has_accelerator():
             return self.processes or 1
@@ -165,7 +170,7 @@ class StudyWarmup(TrainMany):
         """The rows of a sweep once all of its runs have ended; their weights are not kept."""
         begin_sweep(plan, files, resume=files.plan.exists())
         processes = self._processes(len(plan.jobs)) if self.through == "processes" else None
-        raise_if_any(self.train(plan, files, processes=processes, cores=self.cores))
+        raise_if_any(self.train(plan, files, processes=processes, cores=self._cores))
         for planned in plan.runs:
             shutil.rmtree(files.run(planned.index).weights, ignore_errors=True)
         return read_rows(plan, files)

@@ -469,8 +469,8 @@ def _panels(
 ) -> Spec:
     """The figure of points, on an axis of single runs, which cuts wider intervals off: on a page a
     column for each optimizer, else one for each rule."""
-    optimizers = [each.name for each in study.optimizers]
-    rules = [_RULES[each] for each in study.scalings]
+    optimizers = list(dict.fromkeys(each.cell.optimizer.name for each in results))
+    rules = list(dict.fromkeys(_RULES[each.cell.scaling] for each in results))
     sides = [("optimizer", optimizers), ("rule", rules)]
     (column, columns), (row, lines) = sides if width == "page" else sides[::-1]
     across = round(_INCHES[width] * POINTS)
@@ -522,7 +522,10 @@ def _panels(
         },
         {
             "transform": [{"filter": "datum.kind == 'lost'"}],
-            "mark": {"type": "point", "shape": "cross", "angle": 45, "filled": True, "size": 30},
+            "mark": {
+                **{"type": "point", "shape": "cross", "angle": 45},
+                **{"filled": True, "size": 30, "opacity": 1},
+            },
             "encoding": {"x": x, "y": {"value": _PANEL_HEIGHT[width] - 5}, "color": color},
         },
     ]

@@ -15,6 +15,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.config.grid import fields_of
 from scalejax.core.errors import ConfigError
+from scalejax.report.figures import study_panels
 from scalejax.report.study import commands, latex, markdown, protocol, write_study
 from scalejax.sweep.results import RunRow
 from scalejax.sweep.study import (
@@ -235,6 +236,38 @@ def test_a_cell_has_intervals_and_a_paired_difference(studied):
     assert study.baseline.text == "none"
     assert lines["linear", 32, "none"]["peak_learning_rate"] == pytest.approx(0.04)
     assert warm["warmup_steps"] == 9
+
+
+def test_a_loss_is_better_where_it_is_lower(run_file, tmp_path):
+    """Of rates and of warmups, and the table has losses as they are; where a rule is left out
+    altogether, the figure has no room for it."""
+    study = plan_study(
+        run_file,
+        {},
+        batches="32",
+        warmups="none,gradual:50%",
+        scalings="linear,sde",
+        optimizers="lamb",
+        rates="0.01,0.1",
+        measure="loss",
+        seeds=2,
+    )
+    plan = study.rate_sweep()
+    assert plan is not None
+    rates = found_rates(study, [row(p, a) for p, a in zip(plan.runs, (0.2, 0.6), strict=True)])
+    rows = [
+        row(planned, 0.5 if planned.fields["schedule.warmup"] == "none" else 0.75)
+        for planned in study.grid({"lamb": 0.1}).runs
+    ]
+    results = cell_results(study, {"lamb": 0.1}, rows)
+
+    assert rates[0].rate == 0.1
+    assert [each.is_chosen for each in results] == [False, True]
+    table = markdown(study, results)
+    assert "| 0.2500 ± 0.0000 | 0.2500 ± 0.0000 | -0.2500 ± 0.0000 |" in table
+    figure = study_panels(study, results, "column")
+    assert figure["spec"]["width"] > 150
+    assert figure["facet"]["column"]["sort"] == ["linear scaling"]
 
 
 def test_the_folder_says_what_was_done(studied, tmp_path):

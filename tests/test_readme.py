@@ -9,10 +9,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse
+from scalejax.config.data import FashionMnistConfig
+from scalejax.data.datasets import open_source
 from scalejax.training.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
@@ -99,19 +102,24 @@ def test_python_of_the_guide_works():
     assert 0 < float(done.stdout) < 1
 
 
-def test_network_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both blocks as they stand, and the tables that the guide leaves out."""
+def test_network_of_the_guide_trains_on_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The blocks as they stand, and the tables that the guide leaves out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder is added
     (network,) = (block for block in blocks("python") if "(Network)" in block)
-    (model,) = blocks("toml")
+    (samples,) = (block for block in blocks("python") if "class Digits" in block)
+    model, data = blocks("toml")
     (tmp_path / "my_networks.py").write_text(network)
+    (tmp_path / "my_data.py").write_text(samples)
+    for part in ("train", "test"):
+        source = open_source(FashionMnistConfig(edition="embedded"), part, seed=0)
+        rows = source.take(np.arange(len(source)))
+        np.save(tmp_path / f"{part}_x.npy", rows["inputs"])
+        np.save(tmp_path / f"{part}_y.npy", rows["targets"].astype(np.uint8))
     (tmp_path / "run.toml").write_text(
         model
+        + data
         + """
-[data]
-name = "fashion_mnist"
-edition = "embedded"
 [batch]
 global_batch = 400
 [optimizer]

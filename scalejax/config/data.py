@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.config.optimizer import OptionValue
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_import_path
 from scalejax.core.serialization import Family
 
 FilterValue = bool | int | float | str
@@ -604,3 +605,33 @@ class ArrayRecordConfig(DataConfig):
     def __post_init__(self) -> None:
         require_at_least("data.image_size", self.image_size, 1)
         require_at_least("data.classes", self.classes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomDataConfig(DataConfig):
+    """Data of your own, by import path: samples by index."""
+
+    name: Literal["custom"]
+    """Selects data of your own."""
+    path: str
+    """Import path "module:function". The function is called with "train" or "test", and gives
+    samples by index: a length, `[index]`, and an attribute `classes`, the number of classes or the
+    size of the vocabulary. The module is imported, also to cost a run, which runs its code: name
+    one that you trust."""
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    gives_validation: bool = False
+    """Whether the function gives a part "validation" too, in place of `validation_fraction`."""
+
+    def __post_init__(self) -> None:
+        require_import_path("data.path", self.path, "my_data:samples")
+        if self.gives_validation and self.validation_fraction is not None:
+            accepted = "data.gives_validation has examples of its own; leave one of the two out"
+            raise ConfigError(
+                refusal("data.validation_fraction", self.validation_fraction, accepted)
+            )
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        """The parts that the function gives."""
+        return ("train", "validation", "test") if self.gives_validation else ("train", "test")

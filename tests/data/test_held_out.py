@@ -9,6 +9,7 @@ from parquet_cases import encoded
 
 from scalejax.config.data import (
     ArrayRecordConfig,
+    CustomDataConfig,
     DataConfig,
     FashionMnistConfig,
     ImageFolderConfig,
@@ -130,7 +131,14 @@ def array_records(folder):
     return ArrayRecordConfig(train=train, test=test, classes=3, image_size=4, channels=1)
 
 
+def own(folder):
+    """The images of a function by import path."""
+    del folder
+    return CustomDataConfig(name="custom", path="toy_own_data:images")
+
+
 KINDS = (
+    own,
     numpy_arrays,
     numpy_at_a_url,
     parquet_rows,

@@ -1,15 +1,15 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
-The verbs (`predict`, `train`, `search`, `plan`, `explain`, `compare`, `calibrate`, `validate`) do
-what the commands of these names do. Everything here is imported when it is first used, so that
-`import scalejax` starts no JAX.
+The verbs (`predict`, `train`, `search`, `cost`, `plan`, `explain`, `compare`, `calibrate` and
+`validate`) do what the commands of these names do. Everything here is imported when it is first
+used, so that `import scalejax` starts no JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalejax.api import compare, explain, plan, predict, search, train
+    from scalejax.api import compare, cost, explain, plan, predict, search, train
     from scalejax.config.parallelism import Layout
     from scalejax.config.run import ResolvedRun, RunConfig, load_config
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
@@ -61,6 +61,7 @@ __all__ = [
     "calibrate",
     "cluster_names",
     "compare",
+    "cost",
     "explain",
     "init_state",
     "load_cluster",
@@ -80,7 +81,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("compare", "explain", "plan", "predict", "search", "train"),
+    "api": ("compare", "cost", "explain", "plan", "predict", "search", "train"),
     "config.run": ("ResolvedRun", "RunConfig", "load_config"),
     "data.facts": ("resolve",),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),

@@ -15,7 +15,16 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import NO_SITE, Cluster, Site, load_cluster_and_site
+from scalejax.planning.bill import rates_of
 from scalejax.planning.explain_run import explain_run
+from scalejax.planning.run_cost import (
+    CostOption,
+    RunCost,
+    Work,
+    cost_run,
+    published_decoder,
+    published_tokens,
+)
 from scalejax.planning.scaling_study import predict_run, study
 from scalejax.planning.search import Objective
 from scalejax.planning.search.run import (
@@ -450,6 +459,89 @@ def plan(
         budget=budget,
         framework=_framework(framework),
     )
+
+
+def cost(
+    run: Run,
+    clusters: Sequence[Cluster | Path | str],
+    devices: Sequence[int],
+    *,
+    tokens: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    prices_per_device_hour: Sequence[float] | None = None,
+    watts_per_device: float | None = None,
+    pue: float | None = None,
+    grid_grams_per_kwh: float | None = None,
+    site: Site | None = None,
+    framework: Framework | str = "xla",
+    confirm: int = 1,
+) -> RunCost:
+    """What a whole run costs on each cluster and number of devices, with the best layout of each.
+
+    Example:
+        >>> from scalejax import cost
+        >>> found = cost("gpt3-125m", ["dgx-h100"], [2], tokens=1e9, confirm=0)
+        >>> (row,) = found.rows
+        >>> row.updates, round(row.price / row.device_hours, 2)
+        (1908, 2.95)
+
+    Args:
+        run: a config, a run file (a path that ends in .toml), or a published decoder by name.
+        clusters: clusters, their names in the catalogue, or paths of their files.
+        devices: numbers of devices.
+        tokens: tokens to train on; with neither these nor epochs or steps those published of a
+            decoder by name, and of others the epochs of the run.
+        epochs: passes over the data, in place of tokens.
+        steps: updates, in place of tokens.
+        prices_per_device_hour: a price for each cluster; None for their list prices, in dollars.
+        watts_per_device: power of a device with host, network and cooling; None for that in the
+            clusters' files.
+        pue: power of the data centre over that of its machines; None for that in their files.
+        grid_grams_per_kwh: grams of CO2 for a kWh; None for no CO2.
+        site: conditions and input of each cluster; if None, those in its file.
+        framework: the framework that trains it, or its name.
+        confirm: number of the best layouts of each row that are compiled, of which the fastest is
+            taken; 0 for closed forms.
+
+    Raises:
+        ConfigError: if a name, a number or the run is refused.
+    """
+    notes: list[str] = []
+    if isinstance(run, str) and not run.endswith(".toml"):
+        config, notes = published_decoder(run)
+        facts = fitting_facts(config)
+        if tokens is None and epochs is None and steps is None:
+            tokens = published_tokens(run)
+    else:
+        config, facts = _read(run)
+    prices: Sequence[float | None] = prices_per_device_hour or [None] * len(clusters)
+    if len(prices) != len(clusters):
+        accepted = f"one is needed for each of {len(clusters)} clusters"
+        raise ConfigError(refusal("prices_per_device_hour", prices, accepted))
+    options = []
+    for cluster, price in zip(clusters, prices, strict=True):
+        where, at = _placed(cluster, site)
+        rates = rates_of(
+            where,
+            price_per_device_hour=price,
+            watts_per_device=watts_per_device,
+            pue=pue,
+            grid_grams_per_kwh=grid_grams_per_kwh,
+        )
+        options.append(CostOption(cluster=where, rates=rates, site=at))
+    found, _ = cost_run(
+        config,
+        options,
+        devices,
+        Work(tokens=tokens, epochs=epochs, steps=steps),
+        name=run if isinstance(run, str) and notes else None,
+        framework=_framework(framework),
+        facts=facts,
+        confirm=confirm,
+        notes=notes,
+    )
+    return found
 
 
 def _config(run: Run) -> RunConfig:

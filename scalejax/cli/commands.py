@@ -13,6 +13,7 @@ from scalejax.cli.bench import Bench, DataBench
 from scalejax.cli.command import Command, PlainCommand, flag
 from scalejax.cli.compare import Compare
 from scalejax.cli.completion import Shell, script
+from scalejax.cli.cost import Cost
 from scalejax.cli.data import DataConvert, DataInspect
 from scalejax.cli.doctor import Doctor
 from scalejax.cli.emulate import Emulate
@@ -61,6 +62,7 @@ COMMANDS: dict[str, type[Command]] = {
     "explain": Explain,
     "compare": Compare,
     "search": Search,
+    "cost": Cost,
     "plan": PlanRun,
     "report": Report,
     "config show": ConfigShow,

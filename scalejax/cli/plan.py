@@ -205,8 +205,8 @@ class PlanRun(CostCommand):
         from scalejax.planning.time_to_target.run import ClusterOption
 
         names = cluster_list(self.cluster)
-        prices = _for_each("price", self.price, len(names))
-        watts = _for_each("watts", self.watts, len(names))
+        prices = for_each("price", self.price, len(names))
+        watts = for_each("watts", self.watts, len(names))
         options, rest = [], overrides
         for name, price, power in zip(names, prices, watts, strict=True):
             cluster, site, rest = take_conditions(name, overrides)
@@ -217,7 +217,7 @@ class PlanRun(CostCommand):
         return options, rest
 
 
-def _for_each(field: str, text: str | None, count: int) -> list[float | None]:
+def for_each(field: str, text: str | None, count: int) -> list[float | None]:
     """A number for each of so many clusters, of one for all, of one each, or of none."""
     if text is None:
         return [None] * count

@@ -34,6 +34,20 @@ class PublishedTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pretraining:
+    """What a published decoder was pretrained on."""
+
+    tokens: int
+    """Tokens of a sample for most of it."""
+    global_batch: int | None = None
+    """Samples per update, at the end of any ramp; None if not published, or not kept here."""
+    total_tokens: int | None = None
+    """Tokens in all; None if not published, or not kept here."""
+    source: str
+    """Publication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """A published network."""
 
@@ -64,6 +78,20 @@ class Preset:
     """Publication."""
     training: PublishedTraining | None = None
     """How it was trained; None if that is not kept here."""
+    pretraining: Pretraining | None = None
+    """Samples, batch and tokens of it; None if they are not kept here."""
+
+    @property
+    def pretraining_tokens(self) -> int | None:
+        """Tokens of a sample while it was trained, or else its context; None for images."""
+        return self.tokens if self.pretraining is None else self.pretraining.tokens
+
+    @property
+    def published_batch(self) -> int | None:
+        """Samples per update as published; None if not kept here."""
+        if self.pretraining is not None and self.pretraining.global_batch is not None:
+            return self.pretraining.global_batch
+        return None if self.training is None else self.training.global_batch
 
 
 def with_preset(tables: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -111,14 +139,14 @@ def costed_note(name: str | None, model: ModelConfig, dataset: DatasetFacts) -> 
     if preset.vocabulary is not None:
         parts.append(_beside("vocabulary", dataset.classes, preset.vocabulary))
     if preset.tokens is not None:
-        parts.append(_beside("tokens", dataset.input_shape[0], preset.tokens))
+        parts.append(_beside("tokens", dataset.input_shape[0], preset.pretraining_tokens))
     is_as_published = not any("published" in part for part in parts)
     if is_as_published and model.compute_dtype != "float32":
         return None
     return f"costs {', '.join((*parts, model.compute_dtype))}"
 
 
-def _beside(what: str, given: int, published: int) -> str:
+def _beside(what: str, given: int, published: int | None) -> str:
     return f"{what} {given}" + ("" if given == published else f" (published: {published})")
 
 
@@ -157,6 +185,8 @@ def _catalogue() -> dict[str, Preset]:
             }
             if training := facts.pop("training", None):
                 facts["training"] = PublishedTraining(**training)
+            if pretraining := facts.pop("pretraining", None):
+                facts["pretraining"] = Pretraining(**pretraining)
             found[name] = Preset(sizes=sizes, **facts)
     return found
 

@@ -455,7 +455,7 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
 def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config of a pretraining run of the published network `name` (`scalejax.config.presets`).
 
-    Tokens of its published vocabulary and context length, the published global batch if it is
+    Tokens of its published vocabulary and pretraining context, the published global batch if it is
     known, bfloat16 and AdamW; fields are replaced as by `load_config`. For costs: nothing of the
     learning rate follows from a publication.
 
@@ -465,7 +465,7 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
     decoders = {key: each for key, each in PRESETS.items() if each.tokens and each.vocabulary}
     if (preset := decoders.get(name)) is None:
         raise ConfigError(unknown_name("model", name, decoders))
-    batch = preset.training and preset.training.global_batch
+    batch = preset.published_batch
     if batch is None and (overrides or {}).get("batch.global_batch") is None:
         accepted = f"samples per update are needed, as none are kept here of {name}: --global-batch"
         raise ConfigError(refusal("batch.global_batch", None, accepted))
@@ -473,7 +473,7 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
         "model": {"name": name, "compute_dtype": "bfloat16"},
         "data": {
             "name": "synthetic_tokens",
-            "tokens": preset.tokens,
+            "tokens": preset.pretraining_tokens,
             "vocabulary": preset.vocabulary,
         },
         "batch": {"global_batch": batch},

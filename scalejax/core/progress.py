@@ -143,6 +143,28 @@ def searching() -> AbstractContextManager[OnProgress]:
     )
 
 
+def costing() -> AbstractContextManager[OnProgress]:
+    """A display of the rows whose layouts are searched, each a part, and how far each is."""
+    last = -math.inf
+
+    def say(progress: Progress) -> str | None:
+        nonlocal last
+        now = time.monotonic()
+        if not progress.done:
+            last = now
+            return f"searching {progress.total:,.0f} layouts of {progress.part} ..."
+        if progress.done >= progress.total or now < last + _SECONDS_BETWEEN_LINES:
+            return None
+        last = now
+        return f"searched {progress.done:,.0f} of {progress.total:,.0f}"
+
+    def show(progress: Progress) -> dict[str, Any]:
+        words = f"searching layouts of {progress.part}"
+        return {"completed": progress.done, "total": progress.total, "description": words}
+
+    return _display("searching", (MofNCompleteColumn(), TimeElapsedColumn()), say, show)
+
+
 def planning() -> AbstractContextManager[OnProgress]:
     """A display of the clusters' device counts that are planned, and how many there are."""
     return _display(

@@ -29,6 +29,23 @@ def parse_seconds(field: str, text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def parse_count(field: str, text: str) -> float:
+    """A number as typed: "300B", "15T", "1.5e12", "300_000".
+
+    Raises:
+        ConfigError: if it is no number above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9_]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbgt]?)\s*", text.lower())
+    value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        accepted = "it must be a number above 0, with K, M, B or T for thousands to trillions: 300B"
+        raise ConfigError(refusal(field, text, accepted))
+    return value
+
+
 def unit_of_axis(longest_seconds: float) -> tuple[str, float]:
     """Name and seconds of the unit of a time axis: the largest of days, hours, minutes and seconds
     of which `longest_seconds` is at least two."""

@@ -1,0 +1,255 @@
+"""The command `cost`: what a whole run costs on clusters and numbers of devices.
+
+Imported without JAX, which is imported when it runs.
+"""
+
+import csv
+import re
+import sys
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional
+
+from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.plan import for_each
+from scalejax.cli.predict import cluster_list, parse_counts, split_hardware, take_conditions
+from scalejax.config.model import DecoderConfig
+from scalejax.config.presets import costed_note
+from scalejax.config.run import RunConfig, given_name, load_config
+from scalejax.core import progress, serialization
+from scalejax.core.environment import machine_cores
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_import_path
+from scalejax.core.units import parse_count
+from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import framework_named
+from scalejax.training.record import facts_of
+
+if TYPE_CHECKING:
+    from scalejax.planning.run_cost import CostOption, RunCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost(OverridingCommand):
+    """Say what a run costs: days, dollars, energy, CO2.
+
+    A row for each cluster and number of devices, each with the best layout of its own; the global
+    batch is the same on all. A published decoder has its published batch, context and tokens, where
+    these are kept here, in bfloat16. A flag with a dot replaces a field of the run, of --conditions
+    or of the hardware, such as --network.bytes_per_second 2x.
+    """
+
+    subject: Annotated[Positional[str], flag("MODEL|RUN.toml|MODULE:NAME")]
+    """Published decoder (gpt3-1.3b), llama-like:N=1b, a run file, or where Python finds a
+    RunConfig or a function that returns one (my_runs:large)."""
+    cluster: Annotated[str, flag("A,B,...")]
+    """Names in the catalogue (see scalejax hardware), or TOML files of your own."""
+    devices: Annotated[str, flag("N,N,...")]
+    """Numbers of devices, such as 64,256,1024."""
+    tokens: Annotated[str | None, flag("T")] = None
+    """Tokens to train on, such as 300B or 15T. By default as published, or the run's epochs."""
+    epochs: Annotated[float | None, flag("E")] = None
+    """Passes over the data, in place of tokens."""
+    global_batch: Annotated[int | None, flag("B")] = None
+    """Samples per update. By default as published, or that of the run."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    price: Annotated[str | None, flag("PRICE")] = None
+    """Own price of one device-hour, in any currency; one for all clusters, or P,P,... for each. By
+    default the list price in the cluster's file, in dollars."""
+    watts: Annotated[str | None, flag("W")] = None
+    """Own power of a device with its share of host, network and cooling; one for all, or W,W,...
+    By default that in the cluster's file."""
+    pue: Annotated[float | None, flag("F")] = None
+    """Power of the data centre over that of its machines, such as 1.2."""
+    grid_intensity: Annotated[float | None, flag("GRAMS")] = None
+    """Grams of CO2 for a kWh of electricity, such as 400: adds the CO2."""
+    confirm: Annotated[int, flag("K")] = 1
+    """Number of the best layouts of each row that are compiled, 10 to 30 s each, of which the
+    fastest is taken. By default 1; 0 for none, which is less exact."""
+    facts: Annotated[Path | None, flag("FACTS.json")] = None
+    """Counts and shapes of the data, kept as facts.json in a run folder."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Write the rows and notes here."""
+    csv: Annotated[Path | None, flag("OUT.csv")] = None
+    """Write the rows here, in SI units."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Folder for the run file of each row, which predict, plan and train take."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Search and compile each row, print the tables, write the files."""
+        from scalejax.planning.run_cost import Work, cost_run, published_tokens
+        from scalejax.planning.search.run import SEARCHED_FIELDS
+        from scalejax.report.terminal import cost as cost_tables
+
+        for name in ("json", "csv"):
+            serialization.require_writable(name, getattr(self, name))
+        serialization.require_writable_folder("output", self.output)
+        framework = framework_named(self.framework)
+        counts = list(dict.fromkeys(parse_counts(self.devices)))
+        tokens = None if self.tokens is None else parse_count("tokens", self.tokens)
+        options, rest = self._options(overrides)
+        config, name, path, notes = self._run(rest)
+        if isinstance(config.model, DecoderConfig):
+            for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & rest.keys()):
+                accepted = "cost tries every value; leave it out, or ask predict for one"
+                raise ConfigError(refusal(field, rest[field], accepted))
+        if tokens is None and self.epochs is None and name == self.subject:
+            tokens = published_tokens(self.subject)
+        facts = facts_of(config, path or Path(), rest, self.facts)
+        if (costed := costed_note(name, config.model, facts)) is not None and path is not None:
+            notes.insert(0, costed)
+        rows = len(options) * len(counts)
+        with progress.costing() as on_progress, progress.compiling(rows) as on_compiled:
+            report, runs = cost_run(
+                config,
+                options,
+                counts,
+                Work(tokens=tokens, epochs=self.epochs),
+                name=name,
+                framework=framework,
+                facts=facts,
+                confirm=self.confirm,
+                processes=machine_cores(),
+                notes=notes,
+                on_progress=on_progress,
+                on_compiled=on_compiled,
+            )
+        files = self._write_runs(report, runs, name)
+        report = replace(
+            report,
+            rows=tuple(
+                replace(row, run_file=None if file is None else str(file))
+                for row, file in zip(report.rows, files, strict=True)
+            ),
+        )
+        tables.show(cost_tables.costed(report))
+        self._write(report)
+        if all(row.misfit is not None for row in report.rows):
+            raise DoesNotFit("nothing fits on any of these clusters and numbers of devices.")
+        self._show_next(report, overrides)
+
+    def _run(self, overrides: Overrides) -> tuple[RunConfig, str, Path | None, list[str]]:
+        """The run, what it is called, its file, and notes on what was taken for granted."""
+        from scalejax.planning.run_cost import published_decoder
+        from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
+
+        batch: Overrides = (
+            {} if self.global_batch is None else {"batch.global_batch": self.global_batch}
+        )
+        overrides = {**overrides, **batch}
+        if self.subject.endswith(".toml"):
+            path = Path(self.subject)
+            tables_of = serialization.load_toml(path)
+            missing: Overrides = {}
+            if "schedule" not in tables_of:
+                missing["schedule.base_learning_rate"] = 1e-4
+            if "optimizer" not in tables_of:
+                missing["optimizer.name"] = "adamw"
+            config = load_config(path, {**missing, **overrides})
+            return config, given_name(path, overrides) or config.model.name, path, []
+        if self.subject.startswith(LIKE_LLAMA):
+            return like_llama(self.subject, overrides), self.subject, None, []
+        if ":" in self.subject:
+            return *_imported(self.subject, overrides), None, []
+        config, notes = published_decoder(self.subject, overrides)
+        return config, self.subject, None, notes
+
+    def _options(self, overrides: Overrides) -> tuple[list["CostOption"], Overrides]:
+        """The clusters with their rates, and the overrides of the run."""
+        from scalejax.planning.bill import rates_of
+        from scalejax.planning.run_cost import CostOption
+
+        names = cluster_list(self.cluster)
+        prices = for_each("price", self.price, len(names))
+        watts = for_each("watts", self.watts, len(names))
+        options, rest = [], overrides
+        for name, price, power in zip(names, prices, watts, strict=True):
+            cluster, site, rest = take_conditions(name, overrides)
+            rates = rates_of(
+                cluster,
+                price_per_device_hour=price,
+                watts_per_device=power,
+                pue=self.pue,
+                grid_grams_per_kwh=self.grid_intensity,
+            )
+            options.append(CostOption(cluster=cluster, rates=rates, site=site))
+        return options, rest
+
+    def _write_runs(
+        self, report: "RunCost", runs: list[RunConfig | None], name: str
+    ) -> list[Path | None]:
+        """Write the run file of each row that has one, and return its path."""
+        files: list[Path | None] = [None] * len(runs)
+        if self.output is None:
+            return files
+        stem = re.sub(r"[/:=]", "-", name)
+        for place, (row, run) in enumerate(zip(report.rows, runs, strict=True)):
+            if run is not None:
+                path = self.output / f"{stem}-{row.cluster}-{row.device_count}.toml"
+                serialization.save_toml(run, path)
+                files[place] = path
+        return files
+
+    def _write(self, report: "RunCost") -> None:
+        if self.json is not None:
+            serialization.save(report, self.json)
+            print(f"wrote {self.json}")
+        if self.csv is not None:
+            rows = report.to_rows()
+            with self.csv.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+            print(f"wrote {self.csv}")
+        for row in report.rows:
+            if row.run_file is not None:
+                print(f"wrote {row.run_file}")
+
+    def _show_next(self, report: "RunCost", overrides: Overrides) -> None:
+        """Print what to type next."""
+        best = report.soonest if report.cheapest is None else report.cheapest
+        if best is None:
+            return
+        row = report.rows[best]
+        names = cluster_list(self.cluster)
+        where = names[best * len(names) // len(report.rows)]
+        parts = "".join(
+            f" --{name} {value}" for name, value in split_hardware(overrides)[0].items()
+        )
+        file = (
+            row.run_file
+            or f"DIR/{report.title.split(' ')[0]}-{row.cluster}-{row.device_count}.toml"
+        )
+        if row.run_file is None:
+            print("With --output DIR, the run file of each row is written too.")
+        devices = row.device_count
+        print(f"To see why: scalejax explain {file} --cluster {where} --devices {devices}{parts}")
+
+
+def _imported(where: str, overrides: Overrides) -> tuple[RunConfig, str]:
+    """The run at an import path, and its name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    from scalejax.config.run import with_fields
+
+    require_import_path("subject", where, "my_runs:large")
+    module, _, name = where.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(import_module(module), name)
+        if callable(found):
+            found = found()
+    except Exception as error:  # whatever its code raises
+        accepted = f"it cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(refusal("subject", where, accepted)) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not isinstance(found, RunConfig):
+        accepted = f"it is {type(found).__name__}, and must be a RunConfig or return one"
+        raise ConfigError(refusal("subject", where, accepted))
+    return (with_fields(found, overrides) if overrides else found), name

@@ -1,0 +1,567 @@
+"""What a whole run costs on each cluster and number of devices: days, dollars, energy, CO2.
+
+For each the best layout of a search for that number, its step compiled, with the global batch kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.presets import PRESETS
+from scalejax.config.run import ResolvedRun, RunConfig, published_run, with_fields
+from scalejax.core.errors import (
+    ConfigError,
+    DoesNotFit,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+    unknown_name,
+)
+from scalejax.core.metrics import steps_per_epoch
+from scalejax.core.progress import OnProgress, Progress, no_display
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
+from scalejax.core.units import format_count
+from scalejax.data.facts import fitting_facts, resolve
+from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.planning.bill import MWH_JOULES, Rates, bill, updates_for
+from scalejax.planning.search.run import (
+    SEARCHED_FIELDS,
+    in_words,
+    report_search,
+    run_of,
+    search_run,
+)
+from scalejax.simulator.frameworks import XLA, Framework
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
+from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
+from scalejax.xla.closed_form import shape_of
+
+_ASSUMED_TOKENS = 2**22
+"""Tokens of an update where none are kept of a published network: assumed, and said so."""
+_MOST = 1e18
+"""Tokens, epochs or updates of a run: more than any."""
+_TRIED = 3
+"""Strategies of a search that are compiled until one fits, where the first does not."""
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostOption:
+    """A cluster to cost, and what an hour of its devices costs."""
+
+    cluster: Cluster
+    """The hardware."""
+    rates: Rates
+    """Price and power of a device."""
+    site: Site = NO_SITE
+    """Conditions and input of its hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """What the run costs on so many devices of a cluster; None where it is unknown."""
+
+    cluster: str
+    """Name of the cluster."""
+    device_count: int
+    """Devices in the run."""
+    misfit: str | None = None
+    """Why there is no answer; None if there is one."""
+    layout: str | None = None
+    """Layout, microbatch, recompute and ZeRO stage."""
+    global_batch: int | None = None
+    """Samples per update."""
+    step_seconds: float | None = None
+    """Time of an update, the median."""
+    is_compiled: bool = False
+    """Whether that is of the compiled step; if not, of its closed form."""
+    closed_form_seconds: float | None = None
+    """Time of an update by the closed form that the layout was found with."""
+    updates: int | None = None
+    """Updates in the run."""
+    run_seconds: float | None = None
+    """Time of all updates, failures and checkpoints included where they are known: the median."""
+    p10_run_seconds: float | None = None
+    """10th percentile of that time."""
+    p90_run_seconds: float | None = None
+    """90th percentile of that time."""
+    device_hours: float | None = None
+    """Hours of one device."""
+    price: float | None = None
+    """Device-hours times the price of one: dollars, if it is the list price."""
+    energy_joules: float | None = None
+    """Energy of all devices, with their hosts."""
+    co2_kilograms: float | None = None
+    """CO2 of that energy."""
+    mfu: float | None = None
+    """Model FLOP utilisation, 0..1."""
+    peak_memory_bytes: int | None = None
+    """Peak memory of a device."""
+    memory_bytes: int | None = None
+    """Memory of a device."""
+    run_file: str | None = None
+    """The file of this run, if one was written."""
+
+    @property
+    def days(self) -> float | None:
+        """The time of the run in days."""
+        return None if self.run_seconds is None else self.run_seconds / _DAY
+
+
+@document("cost")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost(Tabular):
+    """What a run costs on each cluster and number of devices."""
+
+    title: str
+    """Network, framework and clusters."""
+    work: str
+    """What is trained: tokens or epochs, batch and precision."""
+    rows: tuple[CostRow, ...]
+    """One row for each cluster and number of devices, in the order asked for."""
+    soonest: int | None = None
+    """Position of the row with the least time; None where nothing fits."""
+    cheapest: int | None = None
+    """Position of the row with the least price; None where nothing is priced."""
+    currency: str = "dollars"
+    """What prices are in: "dollars" of list prices, "cost" in the currency of one's own."""
+    notes: tuple[str, ...] = ()
+    """Where the figures come from, and what is not in them."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The rows, with days and MWh beside the SI units."""
+        rows: list[dict[str, JsonValue]] = []
+        for row in self.rows:
+            joules = row.energy_joules
+            energy = None if joules is None else joules / MWH_JOULES
+            rows.append({**asdict(row), "days": row.days, "energy_mwh": energy})
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How much is trained: one of these, or none for the epochs of the run."""
+
+    tokens: float | None = None
+    """Tokens."""
+    epochs: float | None = None
+    """Passes over the data."""
+    steps: int | None = None
+    """Updates."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("tokens", "epochs", "steps") if getattr(self, name) is not None]
+        if len(given) > 1:
+            accepted = f"{given[1]} says it too; give one of the two"
+            raise ConfigError(refusal(given[0], getattr(self, given[0]), accepted))
+        for name in given:
+            require_above(name, getattr(self, name), 0)
+            require_at_most(name, getattr(self, name), _MOST)
+
+    def updates(self, config: RunConfig, facts: DatasetFacts, batch: int) -> int:
+        """Updates in which a run with that batch trains so much.
+
+        Raises:
+            ConfigError: if tokens are given for a network that reads none.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            if (size := tokens_of(facts)) is None:
+                accepted = "a sample has no tokens here: give --epochs or --steps"
+                raise ConfigError(refusal("tokens", f"{self.tokens:g}", accepted))
+            return updates_for(self.tokens, batch, size)
+        if self.epochs is not None:
+            return updates_for(self.epochs * facts.train_examples, batch)
+        is_filled = config.input.remainder == "pad"
+        return config.train.epochs * steps_per_epoch(
+            facts.train_examples, batch, is_filled=is_filled
+        )
+
+
+def tokens_of(facts: DatasetFacts) -> int | None:
+    """Tokens of a sample; None if it is of something else."""
+    return facts.input_shape[0] if len(facts.input_shape) == 1 == len(facts.target_shape) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A layout for a row."""
+
+    words: str
+    run: ResolvedRun | None
+    """None where the trainer has no such run, so that only its closed form is known."""
+    closed_form: Prediction | None
+    """None where no search found it."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that is being found."""
+
+    option: CostOption
+    device_count: int
+    candidates: list[_Candidate]
+    """The best first."""
+    misfit: str | None = None
+    prediction: Prediction | None = None
+    chosen: _Candidate | None = None
+    is_compiled: bool = False
+    refusals: list[str] = field(default_factory=list)
+    """Why candidates do not fit, or do not compile."""
+
+    def choose(self, candidate: _Candidate, compiled: Prediction | None) -> None:
+        """Take a candidate: the fastest as compiled, or else the first."""
+        taken = self.prediction if self.is_compiled else None
+        if self.chosen is None or (
+            compiled is not None and (taken is None or compiled.step_seconds < taken.step_seconds)
+        ):
+            self.chosen, self.prediction = candidate, compiled or candidate.closed_form
+            self.is_compiled = compiled is not None
+
+
+def published_decoder(
+    name: str, overrides: Mapping[str, JsonValue] | None = None
+) -> tuple[RunConfig, list[str]]:
+    """The run of a published decoder at its published batch, and notes on where that is from.
+
+    Raises:
+        ConfigError: if there is no such decoder, or as `published_run` does.
+    """
+    decoders = [each for each, preset in PRESETS.items() if preset.tokens and preset.vocabulary]
+    if name not in decoders:
+        known = unknown_name("model", name, decoders)
+        raise ConfigError(f"{known} A run file ends in .toml, and Python's is MODULE:NAME.")
+    preset, fields = PRESETS[name], dict(overrides or {})
+    notes = []
+    if "batch.global_batch" not in fields and preset.published_batch is None:
+        fields["batch.global_batch"] = max(
+            1, round(_ASSUMED_TOKENS / (preset.pretraining_tokens or 1))
+        )
+        notes.append(
+            f"batch ASSUMED: none is kept here of {name}, so about {_ASSUMED_TOKENS / 1e6:.2g} M "
+            "tokens; --global-batch says another"
+        )
+    if preset.pretraining is not None:
+        notes.append(f"as published, but for what is given: {preset.pretraining.source}")
+    return published_run(name, fields), notes
+
+
+def published_tokens(name: str) -> float:
+    """Tokens that a published decoder was trained on.
+
+    Raises:
+        ConfigError: if they are not kept here.
+    """
+    found = PRESETS[name].pretraining if name in PRESETS else None
+    if found is None or found.total_tokens is None:
+        raise ConfigError(f"--tokens T is missing, such as 300B: none are kept here of {name}.")
+    return float(found.total_tokens)
+
+
+def cost_run(
+    config: RunConfig,
+    options: Sequence[CostOption],
+    device_counts: Sequence[int],
+    work: Work,
+    *,
+    name: str | None = None,
+    framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
+    confirm: int = 1,
+    processes: int = 1,
+    notes: Sequence[str] = (),
+    on_progress: OnProgress = no_display,
+    on_compiled: OnProgress = no_display,
+) -> tuple[RunCost, list[RunConfig | None]]:
+    """What a run costs on each cluster and number of devices, and the run of each row.
+
+    The global batch is kept: that of the run, or what it is on the fewest devices. The run of a row
+    has its layout, and with random tokens as many of them as are trained on.
+
+    Args:
+        config: network, data, batch and optimizer; where the closed form knows the network, its
+            layout, microbatches and remat are replaced by those found, else they are kept.
+        options: clusters, each with its rates.
+        device_counts: numbers of devices.
+        work: how much is trained.
+        name: what the network is called; by default as in `config`.
+        framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
+        confirm: number of the best layouts of each search that are compiled, of which the fastest
+            is taken; 0 for the closed form of the best.
+        processes: see `search`.
+        notes: further notes.
+        on_progress: called as the search for a row begins, and as it goes on.
+        on_compiled: called for each compilation.
+
+    Raises:
+        ConfigError: if nothing is to be costed, or the work is none of the network's.
+    """
+    counts = list(dict.fromkeys(device_counts))
+    if not counts or not options:
+        raise ConfigError(refusal("devices", "", "at least one number and one cluster are needed"))
+    require_at_least("devices", min(counts), 1)
+    require_at_least("confirm", confirm, 0)
+    if config.batch.ramp_epochs:
+        accepted = "cost takes one batch: leave it out, or ask predict for the run"
+        raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
+    facts = fitting_facts(config, facts)
+    batch = config.batch.global_batch or resolve(config, min(counts), facts).split.global_batch
+    kept = with_fields(
+        config,
+        {"layout.data": None, "batch.global_batch": batch, "batch.per_device_batch": None},
+    )
+    updates = work.updates(config, facts, batch)
+    searched, why = _searched(kept, options[0].cluster, facts)
+    rows = [_Row(option, count, []) for option in options for count in counts]
+    for row in rows:
+        part = f"{row.device_count} devices of {row.option.cluster.name}"
+
+        def progressed(progress: Progress, part: str = part) -> None:
+            on_progress(replace(progress, part=part))
+
+        if searched is None:
+            _lay_out(row, kept, facts)
+        else:
+            most = max(_TRIED, confirm)
+            _search(row, searched, facts, framework, processes, most, progressed)
+    _compile(rows, framework, confirm if searched is not None else 1, on_compiled)
+    done = [_costed(row, updates) for row in rows]
+    priced = [place for place, row in enumerate(done) if row.price is not None]
+    timed = [place for place, row in enumerate(done) if row.run_seconds is not None]
+    clusters = ", ".join(option.cluster.name for option in options)
+    where = clusters if len(options) > 1 else options[0].cluster.title
+    report = RunCost(
+        title=framework.title_of(f"{name or config.model.name} on {where}"),
+        work=_in_words(kept, facts, batch, updates),
+        rows=tuple(done),
+        soonest=min(timed, key=lambda place: done[place].run_seconds or 0.0, default=None),
+        cheapest=min(priced, key=lambda place: done[place].price or 0.0, default=None),
+        currency="dollars" if all(map(_is_at_list_price, options)) else "cost",
+        notes=(
+            *notes,
+            *([] if why is None else [f"layouts are not searched, the run's is kept: {why}"]),
+            *_of_rates(options),
+            *dict.fromkeys(
+                note
+                for row in rows
+                for note in (row.prediction.notes if row.prediction is not None else ())
+                if not note.startswith("MFU ")
+            ),
+            "start-up and evaluations are not counted",
+        ),
+    )
+    return report, [_run_of(row, updates, batch) for row in rows]
+
+
+def _is_at_list_price(option: CostOption) -> bool:
+    """Whether its price is that of its file, or unknown."""
+    listed, price = option.cluster.price, option.rates.price_per_device_hour
+    return price is None or (listed is not None and price == listed.dollars_per_device_hour)
+
+
+def _searched(
+    config: RunConfig, cluster: Cluster, facts: DatasetFacts
+) -> tuple[RunConfig | None, str | None]:
+    """The run whose layout is searched; or None, and why it is not."""
+    try:
+        found = with_fields(config, SEARCHED_FIELDS)
+        shape_of(found, cluster.chip, facts)
+    except ConfigError as error:
+        return None, _in_one_line(error)
+    if found.fine_tuning is not None and found.fine_tuning.lora is not None:
+        return None, "search ranks training in full, no adapters"
+    return found, None
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _search(
+    row: _Row,
+    config: RunConfig,
+    facts: DatasetFacts,
+    framework: Framework,
+    processes: int,
+    most: int,
+    on_progress: OnProgress,
+) -> None:
+    """Find the best layouts of a row, so many at most, or why there are none."""
+    cluster, site = row.option.cluster, row.option.site
+    try:
+        found = search_run(
+            config,
+            cluster,
+            (row.device_count,),
+            site=site,
+            processes=processes,
+            facts=facts,
+            on_progress=on_progress,
+        )
+    except (ConfigError, DoesNotFit) as error:
+        row.misfit = _in_one_line(error)
+        return
+    if not found.ranked:
+        row.misfit = "no layout divides network and samples evenly"
+        if found.nearest is not None:
+            strategy, ratio = found.nearest
+            row.misfit = (
+                f"nothing fits: the nearest needs {ratio:.2g}x the memory, {in_words(strategy)}"
+            )
+        return
+    report = report_search(
+        config, cluster, found, site=site, framework=framework, facts=facts, top=most
+    )
+    for each in report.ranked:
+        try:
+            run = run_of(config, each.strategy, facts)
+        except ConfigError:  # scalejax trains no such run
+            run = None
+        row.candidates.append(_Candidate(in_words(each.strategy), run, each.prediction))
+
+
+def _lay_out(row: _Row, config: RunConfig, facts: DatasetFacts) -> None:
+    """Take the layout of the run for a row, or say why it has none there."""
+    try:
+        row.option.cluster.require_devices(row.device_count)
+        run = resolve(config, row.device_count, facts)
+    except (ConfigError, DoesNotFit) as error:
+        row.misfit = _in_one_line(error)
+        return
+    row.candidates.append(_Candidate(str(run.layout), run, None))
+
+
+def _compile(
+    rows: Sequence[_Row], framework: Framework, confirm: int, on_compiled: OnProgress
+) -> None:
+    """Choose a candidate of each row: the fastest of the first `confirm` as they are compiled, or
+    the next that fits; in closed form where none is to be compiled or the compiler refuses it."""
+    begin, end = 0, confirm
+    while any(map(_is_open, rows)):
+        jobs: list[ProfileJob] = []
+        compiled: list[tuple[_Row, _Candidate]] = []
+        for row in filter(_is_open, rows):
+            cluster = row.option.cluster
+            is_here = cluster.chip.cuda is None or has_cuda_compiler()
+            for each in row.candidates[begin : max(end, begin + 1)]:
+                if each.run is None or (each.closed_form is not None and not (confirm and is_here)):
+                    row.choose(each, None)
+                    continue
+                part = f"{row.device_count} devices of {cluster.name}"
+                jobs.append(
+                    ProfileJob(run=each.run, cluster=cluster, framework=framework, name=part)
+                )
+                compiled.append((row, each))
+        answers = profile_each(jobs, on_compiled) if jobs else []
+        for (row, each), answer in zip(compiled, answers, strict=True):
+            if isinstance(answer, Program):
+                prediction = predict(answer, row.option.cluster, site=row.option.site)
+                if prediction.fits:
+                    row.choose(each, prediction)
+                    continue
+                ratio = prediction.peak_memory_bytes / prediction.memory_bytes
+                row.refusals.append(f"nothing fits: {each.words} needs {ratio:.3g}x the memory")
+            elif each.closed_form is not None:
+                row.choose(each, None)
+            else:
+                row.refusals.append(_in_one_line(answer))
+        begin = max(end, begin + 1)
+        end = begin + 1
+        for row in filter(_is_open, rows):
+            if begin >= len(row.candidates):
+                row.misfit = row.refusals[0] if row.refusals else "no layout was found"
+
+
+def _is_open(row: _Row) -> bool:
+    return row.chosen is None and row.misfit is None
+
+
+def _costed(row: _Row, updates: int) -> CostRow:
+    """The row with its figures."""
+    cluster, prediction, chosen = row.option.cluster, row.prediction, row.chosen
+    if prediction is None or chosen is None:
+        return CostRow(
+            cluster=cluster.name, device_count=row.device_count, misfit=row.misfit or "unknown"
+        )
+    if not prediction.fits:
+        ratio = prediction.peak_memory_bytes / prediction.memory_bytes
+        misfit = f"nothing fits: {chosen.words} needs {ratio:.3g}x the memory"
+        return CostRow(cluster=cluster.name, device_count=row.device_count, misfit=misfit)
+    seconds = updates * prediction.step_seconds / (prediction.goodput or 1.0)
+    found = bill(seconds, row.device_count, row.option.rates)
+    low, high = (
+        None if step is None else seconds * step / prediction.step_seconds
+        for step in (prediction.p10_step_seconds, prediction.p90_step_seconds)
+    )
+    closed = chosen.closed_form
+    return CostRow(
+        cluster=cluster.name,
+        device_count=row.device_count,
+        layout=chosen.words,
+        global_batch=prediction.global_batch,
+        step_seconds=prediction.step_seconds,
+        is_compiled=prediction.backend != "closed_form",
+        closed_form_seconds=None if closed is None else closed.step_seconds,
+        updates=updates,
+        run_seconds=seconds,
+        p10_run_seconds=low,
+        p90_run_seconds=high,
+        device_hours=found.device_hours,
+        price=found.price,
+        energy_joules=found.energy_joules,
+        co2_kilograms=found.co2_kilograms,
+        mfu=prediction.mfu,
+        peak_memory_bytes=prediction.peak_memory_bytes,
+        memory_bytes=prediction.memory_bytes,
+    )
+
+
+def _run_of(row: _Row, updates: int, batch: int) -> RunConfig | None:
+    """The run of a row, whose random tokens are as many as it trains on in one epoch."""
+    if row.prediction is None or row.chosen is None or row.chosen.run is None:
+        return None
+    config = row.chosen.run.config
+    if config.data.name != "synthetic_tokens":
+        return config
+    return with_fields(config, {"data.train_examples": updates * batch, "train.epochs": 1})
+
+
+def _in_words(config: RunConfig, facts: DatasetFacts, batch: int, updates: int) -> str:
+    """What is trained."""
+    samples = f"{updates:,} updates of {batch:,} samples"
+    dtype = config.model.compute_dtype
+    if (size := tokens_of(facts)) is None:
+        return f"{samples} in {dtype}"
+    total = format_count(updates * batch * size)
+    return f"{total} tokens: {samples} of {size:,} tokens, in {dtype}"
+
+
+def _of_rates(options: Sequence[CostOption]) -> Iterator[str]:
+    """Which price and power is whose, and what is unknown."""
+    for option in options:
+        cluster, rates = option.cluster, option.rates
+        price, power = cluster.price, cluster.power
+        if rates.price_per_device_hour is None:
+            yield f"no price of {cluster.name}: give --price"
+        elif price is not None and _is_at_list_price(option):
+            yield (
+                f"{cluster.name}: {price.dollars_per_device_hour:g} dollars a device-hour, list "
+                f"price of {price.date} (source: scalejax hardware {cluster.name})"
+            )
+        if rates.watts_per_device is None:
+            yield f"no watts of {cluster.name}: give --watts"
+            continue
+        if power is None or rates.watts_per_device != power.watts:
+            continue
+        kind = "as measured in training" if power.training_watts else "the most it is rated for"
+        yield f"{cluster.name}: {power.watts:,.4g} W a device with its share of the node, {kind}"
+        if rates.pue is None:
+            yield f"no PUE of {cluster.name}: energy is of the machines alone; --pue F adds it"
+    known = [option for option in options if option.rates.watts_per_device is not None]
+    if known and all(option.rates.grid_grams_per_kwh is None for option in known):
+        yield "no CO2: give --grid-intensity, grams for a kWh"

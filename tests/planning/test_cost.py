@@ -1,0 +1,227 @@
+"""What a run costs: rows by hand, the best layout of each number of devices, and refusals."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import scalejax
+from scalejax.cli.main import main
+from scalejax.config.presets import PRESETS
+from scalejax.config.run import load_config
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError
+from scalejax.core.units import parse_count
+from scalejax.planning.run_cost import RunCost, Work
+from scalejax.simulator.predict import ScalingPrediction
+
+EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
+SMALL = str(EXAMPLES / "fashion_small_batch.toml")
+
+
+def costed(arguments: str, folder: Path) -> RunCost:
+    """The answer of a command line."""
+    assert main(["cost", *arguments.split(), "--json", str(folder / "cost.json")]) == 0
+    return serialization.load(RunCost, folder / "cost.json")
+
+
+def test_days_and_dollars_are_arithmetic_that_can_be_done_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """GPT-3 1.3B as published: 300e9 tokens in updates of 512 samples of 2,048 are 286,103 updates.
+
+    Each takes a step; 12 H100 at 2.95 dollars an hour and 969 W each, and 400 g for a kWh.
+    """
+    monkeypatch.setenv("COLUMNS", "80")
+    report = costed(
+        "gpt3-1.3b --cluster dgx-h100 --devices 12 --confirm 0 --grid-intensity 400 "
+        f"--csv {tmp_path / 'cost.csv'} --output {tmp_path / 'runs'}",
+        tmp_path,
+    )
+
+    (row,) = report.rows
+    assert row.step_seconds is not None
+    assert 1.0 < row.step_seconds < 2.0
+    assert (row.updates, row.global_batch) == (286_103, 512)
+    days = 286_103 * row.step_seconds / 86_400
+    hours = 12 * days * 24
+    assert row.days == pytest.approx(days, rel=1e-12)
+    assert row.device_hours == pytest.approx(hours, rel=1e-12)
+    assert row.price == pytest.approx(2.95 * hours, rel=1e-12)
+    assert row.energy_joules == pytest.approx(969 * 3600 * hours, rel=1e-12)
+    assert row.co2_kilograms == pytest.approx(0.969 * hours * 0.4, rel=1e-12)
+    assert row.p10_run_seconds is not None
+    assert row.p90_run_seconds is not None
+    assert row.p10_run_seconds < 86_400 * days < row.p90_run_seconds
+    assert (report.soonest, report.cheapest) == (0, 0)
+    printed = capsys.readouterr().out
+    (line,) = [
+        each
+        for each in printed.splitlines()
+        if each.startswith("dgx-h100      12 ") and (" to " in each)
+    ]
+    shown = line.replace(",", "").split()
+    assert float(shown[2]) == pytest.approx(days, rel=0.01)
+    assert [float(each) for each in shown[6:8]] == pytest.approx([hours, 2.95 * hours], rel=0.01)
+    assert "as published, but for what is given: Brown et al. 2020" in " ".join(printed.split())
+    assert "To see why: scalejax explain" in printed
+    assert max(len(each) for each in printed.splitlines() if "/" not in each) <= 80
+    with (tmp_path / "cost.csv").open() as file:
+        (row_of_csv,) = csv.DictReader(file)
+    assert float(row_of_csv["days"]) == pytest.approx(days)
+    run = load_config(tmp_path / "runs" / "gpt3-1.3b-dgx-h100-12.toml")
+    assert (run.batch.global_batch, run.model.compute_dtype) == (512, "bfloat16")
+    assert run.data.known_facts is not None
+    assert run.data.known_facts.train_examples == 286_103 * 512
+    assert run.data.known_facts.input_shape == (2048,)
+
+
+def test_each_number_of_devices_has_its_own_layout_and_the_same_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Rows of clusters whose price or power is unknown say so; a flag gives them, and a multiple
+    of the network makes steps shorter."""
+    flags = (
+        "gpt2-124m --tokens 10B --global-batch 8 --confirm 0 --devices 4,8 "
+        "--cluster.devices_per_node 4 --cluster "
+    )
+    report = costed(flags + "dgx-h100,mi300x", tmp_path)
+    words = " ".join(capsys.readouterr().out.split())
+    faster = costed(flags + "dgx-h100 --network.bytes_per_second 4x --price 1.5", tmp_path)
+
+    assert [(row.cluster, row.device_count) for row in report.rows] == [
+        ("dgx-h100", 4), ("dgx-h100", 8), ("mi300x", 4), ("mi300x", 8),
+    ]  # fmt: skip
+    assert {row.global_batch for row in report.rows} == {8}
+    assert len({row.layout for row in report.rows[:2]}) == 2
+    assert report.rows[2].price is None
+    assert "no price of mi300x: give --price" in words
+    assert "no watts of mi300x: give --watts" in words
+    assert "no PUE of dgx-h100" in words
+    before, after = report.rows[1], faster.rows[1]
+    assert before.step_seconds is not None
+    assert after.step_seconds is not None
+    assert after.step_seconds < before.step_seconds
+    assert after.device_hours is not None
+    assert after.price == pytest.approx(1.5 * after.device_hours)
+
+
+def test_a_row_where_nothing_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """And rows on more devices than there are; where no row has an answer the command ends with 2
+    and one sentence."""
+    flags = ["llama3-8b", "--tokens", "1T", "--confirm", "0", "--global-batch", "8"]
+    path = tmp_path / "one.toml"
+    path.write_text('based_on = "dgx-a100"\n[chip]\nmemory_bytes = 12_000_000_000\n')
+    command = ["cost", *flags, "--cluster", f"{path},tpu-v6e", "--devices", "8,512"]
+
+    assert main([*command[:-1], "8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert main([*command[:-3], "tpu-v6e", "--devices", "512"]) == 2
+    refused = capsys.readouterr()
+
+    assert "8 devices of one: nothing fits: the nearest needs" in printed
+    assert "512 devices of tpu-v6e: devices=512 is refused: tpu-v6e has at most 256" in refused.out
+    assert "error: nothing fits on any of these clusters" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("gpt3-1.4b --devices 8", "did you mean 'gpt3-1.3b'"),
+        ("gpt2-124m --devices 8", "--tokens T is missing, such as 300B"),
+        ("gpt3-1.3b --devices 8 --tokens many", "it must be a number above 0, with K, M, B or T"),
+        ("gpt3-1.3b --devices 8 --tokens 1B --epochs 2", "epochs says it too"),
+        ("gpt3-1.3b --devices 8 --price 1,2", "one for each of 1 clusters"),
+        ("gpt3-1.3b --devices 8 --pue 0.5", "pue=0.5 is refused"),
+        ("gpt3-1.3b --devices 8 --layout.tensor 2", "cost tries every value"),
+        ("gpt3-1.3b --devices 0", "devices=0 is refused"),
+        ("no_such_module:run --devices 8", "it cannot be imported: ModuleNotFoundError"),
+        ("json:dumps --devices 8", "it cannot be imported: TypeError"),
+        ("json:JSONDecoder --devices 8", "must be a RunConfig or return one"),
+        (f"{SMALL} --devices 8 --tokens 1B", "a sample has no tokens here: give --epochs"),
+        ("none.toml --devices 8", "none.toml"),
+    ],
+)
+def test_what_cannot_be_costed_is_refused(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    """One sentence, exit code 2, nothing printed."""
+    assert main(["cost", *typed.split(), "--cluster", "dgx-h100"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in " ".join(printed.err.split())
+
+
+# Two programs of a small network are compiled, 3 s each.
+@pytest.mark.slow
+def test_a_run_file_keeps_its_layout_and_is_what_predict_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A network without a closed form: the batch of the file on all, and the run of each row is
+    predicted to take as long."""
+    report = costed(
+        f"{SMALL} --cluster dgx-h100 --devices 2,4 --output {tmp_path / 'runs'}", tmp_path
+    )
+    file = report.rows[1].run_file
+    assert file is not None
+    capsys.readouterr()
+    command = ["predict", file, "--cluster", "dgx-h100", "--devices", "4"]
+    assert main([*command, "--json", str(tmp_path / "predicted.json")]) == 0
+    predicted = serialization.load(ScalingPrediction, tmp_path / "predicted.json").predictions[0]
+
+    assert {row.global_batch for row in report.rows} == {
+        load_config(Path(SMALL)).batch.global_batch
+    }
+    assert all(row.is_compiled for row in report.rows)
+    assert any("layouts are not searched" in note for note in report.notes)
+    assert predicted.run_seconds == pytest.approx(report.rows[1].run_seconds)
+
+
+def test_a_run_is_found_where_python_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function that returns a config, or the config itself; a run file needs no schedule."""
+    (tmp_path / "my_runs.py").write_text(
+        "from scalejax.config.run import published_run\n"
+        "def small():\n    return published_run('gpt2-124m', {'batch.global_batch': 16})\n"
+        "same = small()\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "gpt2-124m"\ncompute_dtype = "bfloat16"\n[batch]\nglobal_batch = 16\n'
+        '[data]\nname = "synthetic_tokens"\nvocabulary = 50_257\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = " --tokens 1B --cluster dgx-h100 --devices 4 --confirm 0"
+
+    steps = {
+        costed(subject + flags, tmp_path).rows[0].step_seconds
+        for subject in ("my_runs:small", "my_runs:same", "run.toml")
+    }
+
+    assert len(steps) == 1
+
+
+def test_work_is_said_once():
+    """Tokens, epochs or updates, as typed."""
+    assert parse_count("tokens", "300B") == 300e9
+    assert parse_count("tokens", "1.5e12") == parse_count("tokens", "1.5T")
+    with pytest.raises(ConfigError, match=r"tokens=1.* is refused: steps says it too"):
+        Work(tokens=1.0, steps=2)
+    with pytest.raises(ConfigError, match=r"^epochs=0"):
+        Work(epochs=0.0)
+
+
+def test_what_was_published_of_pretraining_divides():
+    """Batches of table 2.1 of GPT-3 within 5 % of what it says, in whole samples."""
+    published = {
+        "gpt3-125m": 0.5e6, "gpt3-760m": 0.5e6, "gpt3-1.3b": 1e6, "gpt3-2.7b": 1e6,
+        "gpt3-6.7b": 2e6, "gpt3-13b": 2e6, "gpt3-175b": 3.2e6,
+    }  # fmt: skip
+    for name, tokens in published.items():
+        found = PRESETS[name].pretraining
+        assert found is not None
+        assert found.global_batch is not None
+        assert found.global_batch * found.tokens == pytest.approx(tokens, rel=0.05)
+        assert found.total_tokens == 300e9
+    assert json.dumps(PRESETS["llama3-405b"].published_batch) == "2048"

@@ -300,6 +300,10 @@ IMPOSSIBLE = {
     "share": (lambda p: {"operations": [p["operations"][0] | {"share": 1e300}]}, r"share=1e\+300"),
     "flop": (lambda p: {"operations": [p["operations"][0] | {"flop": -1}]}, "flop=-1 "),
     "devices": (lambda p: {"mesh_axes": [["data", 0]]}, "mesh_axes.data=0 "),
+    "waits": (
+        lambda p: {"operations": [p["operations"][0] | {"waits_for": "x"}]},
+        r"\w+.waits_for='x' is refused: it must be the name of an operation .*here there is none",
+    ),
     "memory": (lambda p: {"memory": p["memory"] | {"alias_bytes": 2**50}}, "memory.alias_bytes="),
     "loops": (
         lambda p: {

@@ -138,6 +138,12 @@ def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[li
     remaining = iter(arguments)
     for argument in remaining:
         flag, has_value, value = argument.partition("=")
+        if flag.startswith("---"):
+            raise ConfigError(
+                f"{argument} is no flag, which begins with two hyphens: give a file or folder of "
+                f"that name as ./{argument}, and another value behind its flag, as in "
+                f"--FLAG={argument}."
+            )
         field = flag.removeprefix("--")
         if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:
             raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")

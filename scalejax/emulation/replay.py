@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.instructions import Instruction, Value
 from scalejax.emulation.run import Lines, executor_of
 from scalejax.training.record import Measurement
@@ -43,19 +43,19 @@ def replay(
     values: dict[int, Value] = {}
     for place, each in enumerate(instructions):
         if any(number not in values for number in each.inputs):
-            raise ConfigError(
-                f"the log is damaged: its line {place} reads a value that no earlier line computes."
-            )
+            number = next(number for number in each.inputs if number not in values)
+            accepted = "it must be of values that an earlier row computes: the log is damaged"
+            raise ConfigError(refusal(f"inputs of row {place + 1}", number, accepted))
         inputs = tuple(values[number] for number in each.inputs)
         contents = executor.execute(
             each.operation, [value.content for value in inputs], each.factors, each.rows
         )
         if len(contents) != len(each.outputs):
-            raise ConfigError(
-                f"the log is of another run, or damaged: its line {place} has {len(each.outputs)} "
-                f"results, and with emulation.server_shards={emulation.server_shards} it must have "
-                f"{len(contents)}."
+            accepted = (
+                f"it must be {len(contents)} for {each.operation!r} with emulation.server_shards="
+                f"{emulation.server_shards}: the log is of another run, or damaged"
             )
+            raise ConfigError(refusal(f"outputs of row {place + 1}", len(each.outputs), accepted))
         for number, content in zip(each.outputs, contents, strict=True):
             values[number] = Value(number, content)
         if each.operation in ("trained", "evaluated", "tested"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.core import serialization
 from scalejax.core.environment import handling
-from scalejax.core.errors import ConfigError, ScalejaxError
+from scalejax.core.errors import ConfigError, ScalejaxError, prefixed
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.checks import emulated_run, require_progress
 from scalejax.emulation.durations import durations_of
@@ -171,7 +171,9 @@ def replay_folder(config: RunConfig, folder: Path) -> int:
         raise ConfigError(f"{folder} has no {_EVENTS}: emulate the run with --events.")
     wanted = [line for line in record.measurements if not isinstance(line, StatusChange)]
     again: list[Measurement] = []
-    replay(run, emulation, read_events(events), again.append)
+    instructions = read_events(events)
+    with prefixed(f"{events}: "):
+        replay(run, emulation, instructions, again.append)
     for before, now in zip(wanted, again, strict=False):
         for name in (field.name for field in fields(before)):
             was, found = getattr(before, name), getattr(now, name, None)

@@ -313,6 +313,8 @@ class Program:
         )
 
 
+_NAMED = 3
+"""Most collectives that a refusal names."""
 _MOST_RUNS, _MOST_FLOP, _MOST_BYTES = 1e9, 1e21, 1e18
 """Bounds of one device and step: a billion operations; ten days of a petaFLOP/s; of bytes, ten
 thousand times the memory of any device, once a second for a day."""
@@ -327,7 +329,26 @@ def load_program(path: Path) -> Program:
     program = load(Program, path)
     with prefixed(f"{path}: "):
         _require_possible(program)
+        require_known_waits(program)
     return program
+
+
+def require_known_waits(program: Program) -> None:
+    """Refuse a program in which an operation waits for a collective that it does not hold.
+
+    Raises:
+        ConfigError: naming both, and collectives that there are.
+    """
+    started = {item.name for item, _ in program.walk() if item.collective is not None}
+    for item, _ in program.walk():
+        if item.waits_for is not None and item.waits_for not in started:
+            named = ", ".join(map(repr, sorted(started)[:_NAMED])) or "here there is none"
+            more = f", and {len(started) - _NAMED:,} more" if len(started) > _NAMED else ""
+            accepted = (
+                "it must be the name of an operation of the program that has a collective "
+                f"({named}{more}), or absent"
+            )
+            raise ConfigError(refusal(f"{item.name[:80]}.waits_for", item.waits_for, accepted))
 
 
 def _require_possible(program: Program) -> None:

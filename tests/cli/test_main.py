@@ -193,6 +193,8 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("train x.toml --lr 3", "--lr is no flag of scalejax train (see scalejax train --help)"),
         ("train x.toml --foldr 3", "--foldr is no flag of scalejax train (did you mean --folder?)"),
         ("train x.toml --train.epochs", "--train.epochs needs a value"),
+        ("launch ---.toml --np 2", "---.toml is no flag, which begins with two hyphens: give a"),
+        ("launch x.toml --np 2 --partition ---", "as in --FLAG=---."),
         ("train x.toml --cpu-devices few", "--cpu-devices='few' is refused: it must be a whole"),
         ("quickstart --seeds 1.5", "--seeds='1.5' is refused: it must be a whole number"),
         ("bench x.toml --monitor x", "--monitor='x' is refused: it must be a number"),

@@ -207,7 +207,7 @@ def test_a_backlog_grows_until_it_is_drained():
 
 def test_a_wait_for_nothing_is_refused():
     """A program that waits for what it never starts was read wrongly."""
-    with pytest.raises(ConfigError, match=r"waits for 'ghost'"):
+    with pytest.raises(ConfigError, match=r"ghost-done\.waits_for='ghost' is refused"):
         timeline(program_of(matmul("m", 1), wait("ghost")), PAPER)
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
-from scalejax.core.errors import ConfigError
-from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.program import Collective, Loop, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +184,3 @@ def is_compute_alone(loop: Loop) -> bool:
         else item.collective is None and item.waits_for is None
         for item in loop.body
     )
-
-
-def require_known_waits(program: Program) -> None:
-    """Refuse a program in which an operation waits for a collective that it does not hold.
-
-    Raises:
-        ConfigError: naming both.
-    """
-    started = {item.name for item, _ in program.walk() if item.collective is not None}
-    for item, _ in program.walk():
-        if item.waits_for is not None and item.waits_for not in started:
-            raise ConfigError(
-                f"program {program.name!r}: {item.name} waits for {item.waits_for!r}, "
-                "which is no collective of it."
-            )

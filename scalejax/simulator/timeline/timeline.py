@@ -19,7 +19,13 @@ from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load, with_routing
 from scalejax.simulator.operations.roofline import OperationTime, operation_time
-from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.program import (
+    Collective,
+    Loop,
+    Operation,
+    Program,
+    require_known_waits,
+)
 from scalejax.simulator.timeline.schedule import (
     Event,
     Repeat,
@@ -29,7 +35,6 @@ from scalejax.simulator.timeline.schedule import (
     Work,
     costed_fields,
     is_compute_alone,
-    require_known_waits,
 )
 from scalejax.simulator.timeline.streams import Streams
 

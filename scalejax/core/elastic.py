@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,27 +123,50 @@ class SharedFolder:
 
 
 @contextmanager
-def shared_folder(memory: Path = MEMORY) -> Iterator[SharedFolder]:
-    """A new folder in `memory`, or where the system has none with its temporary files, for as long
-    as the block, unless it is to be kept; those of launchers that were killed are removed.
+def shared_folder(
+    memory: Path = MEMORY, *, say: Callable[[str], None] | None = None
+) -> Iterator[SharedFolder]:
+    """A new folder in `memory`, for as long as the block, unless it is to be kept; those of
+    launchers that were killed are removed.
+
+    Args:
+        memory: the folder that it is in.
+        say: is told why it is with the temporary files of the system, where no copies are made, as
+            nothing can be made in `memory`; None: that is refused.
 
     Raises:
         ConfigError: if it cannot be made.
     """
-    parent = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    prefix = f"scalejax-{os.getuid()}-"
-    for other in parent.glob(f"{prefix}*"):
-        _remove_abandoned(other)
     try:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700, of a random name
-        owner = _locked(path)
+        path, owner = _made(memory)
     except OSError as error:
-        raise ConfigError(f"{str(parent)!r} cannot be written: {error}.") from error
+        if say is None:
+            raise ConfigError(f"{str(memory)!r} cannot be written: {error}.") from error
+        if memory.is_dir():  # else the system has none
+            say(f"Note: no copies in memory, but checkpoints alone: {memory} is refused ({error}).")
+        instead = Path(tempfile.gettempdir())
+        try:
+            path, owner = _made(instead)
+        except OSError as again:
+            raise ConfigError(f"{str(instead)!r} cannot be written: {again}.") from again
     try:
         yield SharedFolder(path)
     finally:
         _remove(path)
         os.close(owner)
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    """A new folder in `parent`, and its owner, as `_locked`."""
+    prefix = f"scalejax-{os.getuid()}-"
+    for other in parent.glob(f"{prefix}*"):
+        _remove_abandoned(other)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700, of a random name
+    try:
+        return path, _locked(path)
+    except OSError:
+        _remove(path)
+        raise
 
 
 def _locked(path: Path) -> int:

@@ -29,7 +29,7 @@ from scalejax.core.serialization import make_folder
 from scalejax.launch.gpus import share
 from scalejax.launch.nodes import Nodes, code_of_task, says_that_a_node_failed
 from scalejax.launch.places import Elastic, Places
-from scalejax.launch.watchdog import STOPPED, STUCK_SECONDS, Loss, Watch, lost
+from scalejax.launch.watchdog import OF_MEMORY, STOPPED, STUCK_SECONDS, Loss, Watch, lost
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 10.0
@@ -109,7 +109,7 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     """
     with (
         contextlib.nullcontext(signals) if signals else Signals() as signals,
-        _shared_folder(job) as shared,
+        _shared_folder(job, out) as shared,
     ):
         code = None
         try:
@@ -120,13 +120,15 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
                 _save_copy(job, shared, out)
 
 
-def _shared_folder(job: Launch) -> contextlib.AbstractContextManager[SharedFolder | None]:
+def _shared_folder(
+    job: Launch, out: TextIO
+) -> contextlib.AbstractContextManager[SharedFolder | None]:
     """What the processes of an elastic run share: memory, or where they are on several machines a
     folder that all see."""
     if job.elastic is None:
         return contextlib.nullcontext()
     if job.nodes is None:
-        return shared_folder()
+        return shared_folder(say=lambda text: print(text, file=out))
     try:
         make_folder(job.folder)
     except OSError as error:
@@ -219,7 +221,8 @@ def _change(
     ended: Loss | None,
 ) -> Change:
     """What the record is to say, together with a change that it does not have yet."""
-    reason = "others joined" if ended is None else str(ended)
+    # What may have been the cause is said once, when the process is lost.
+    reason = "others joined" if ended is None else str(ended).replace(OF_MEMORY, "")
     change = Change(
         before=len(before),
         after=len(after),

@@ -17,6 +17,8 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _FOLLOWING = (ExitCode.LOST, -signal.SIGABRT)
 """Exit codes of processes that lost a peer: after an error, or aborted by JAX itself."""
 
+OF_MEMORY = " (by the system, if memory was short)"
+"""What is added where a process was killed by SIGKILL."""
 _IN_WORDS = {
     ExitCode.DAMAGED: "found what is stored damaged",
     ExitCode.LOST: "lost contact with another one",
@@ -181,6 +183,5 @@ def _in_words(code: int) -> str:
         return _IN_WORDS[ExitCode(code)]
     if code < 0:
         name = signal.Signals(-code).name
-        hint = " (by the system, if memory was short)" if -code == signal.SIGKILL else ""
-        return f"was killed by {name}{hint}"
+        return f"was killed by {name}{OF_MEMORY if -code == signal.SIGKILL else ''}"
     return f"ended with exit code {code}"

@@ -27,9 +27,15 @@ from scalejax.xla import read_step
 
 
 def predict_run(
-    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
+    files: RunFolder,
+    run: ResolvedRun,
+    mesh: Mesh,
+    programs: RunPrograms,
+    reporter: Reporter,
+    begin: int = 0,
 ) -> None:
-    """Write the program of the compiled step and its prediction, unless they are there already.
+    """Write the program of the compiled step and its prediction, unless they are there already;
+    tell it for the steps that are left after the first `begin`.
 
     Of a batch that grows, the steps of every phase are predicted and told, and nothing is written:
     what is beside the measurement is of one step.
@@ -64,18 +70,23 @@ def predict_run(
             train_examples=of_phase.samples_per_epoch,
             epochs=end - phase.first_epoch,
         )
-        total += prediction.run_seconds or 0.0
+        steps = max(1, (end - phase.first_epoch) * phase.steps_per_epoch)
+        left = min(1.0, max(0.0, (phase.first_step + steps - begin) / steps))
+        total += left * (prediction.run_seconds or 0.0)
         if len(phases) == 1:
             serialization.save(program, files.program)
             serialization.save(prediction, files.prediction)
             of_step = f"{format_seconds(prediction.step_seconds)} a step, "
-        else:
+        elif left:
             reporter.say(
                 f"predicted from epoch {phase.first_epoch + 1}, {phase.split.global_batch:,} "
                 f"samples: {format_seconds(prediction.step_seconds)} a step, "
-                f"{format_seconds(prediction.run_seconds)} for its training steps"
+                f"{format_seconds(left * (prediction.run_seconds or 0.0))} for its training steps"
             )
-    reporter.say(f"predicted: {of_step}{format_seconds(total)} for the training steps alone,")
+    of_steps = "the training steps alone"
+    if begin:
+        of_steps = f"the {run.total_steps - begin:,} training steps left, alone"
+    reporter.say(f"predicted: {of_step}{format_seconds(total)} for {of_steps},")
     reporter.say(how)
 
 

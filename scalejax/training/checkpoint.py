@@ -241,7 +241,7 @@ class Checkpoints:
         """
         if step in self._accuracies or (self._saving and self._saving.step == step):
             return
-        decided_by_first(partial(self._require_room, state))
+        self.require_room(state)
         with _naming_unwritable(self.folder):
             self._await_last_save()
             arrays = checksums(state)
@@ -365,6 +365,14 @@ class Checkpoints:
             saving, self._saving = self._saving, None
             saving.result()
             self._accuracies = saving.counted
+
+    def require_room(self, state: object) -> None:
+        """Refuse a state that does not fit on the disk; every process must call it.
+
+        Raises:
+            ConfigError: in all of them.
+        """
+        decided_by_first(partial(self._require_room, state))
 
     def _require_room(self, state: object) -> None:
         """Refuse a state that does not fit on the disk, in all processes alike: if the write failed

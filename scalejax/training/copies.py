@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
 
 import jax
 
@@ -19,12 +20,13 @@ from scalejax.core.errors import ConfigError, Unavailable
 from scalejax.core.units import format_bytes
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.manifest import MANIFEST, RunAtStep
-from scalejax.training.multihost import decided_by_first, is_first
+from scalejax.training.multihost import all_gather_text, decided_by_first, is_first
 from scalejax.training.state import TrainState
 
 _KEPT = 2
 _OVERHEAD_BYTES = 2**20
 """What a copy takes besides the state, at most."""
+_TRIED_BYTES = 2**14
 _LEAST_SHARE = 50
 """A copy is made after so many times the time for which the last one held training up."""
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -151,8 +153,12 @@ class Copies:
         """Copy `state`; returns when the devices have given it away. Every process must call it.
 
         Raises:
-            Unavailable: if one of several processes could not begin it, and others wait for that.
+            Unavailable: if one of several processes failed in it, and others wait for that.
         """
+        with self._optional():
+            if self.store is not None:
+                self._require_writable()
+                self.store.require_room(state)
         if self.store is None:
             return
         begin = self._clock()
@@ -162,6 +168,17 @@ class Copies:
         self._last = self._looked = self._clock()
         # The first has its checksums compiled.
         self._blocked_seconds = 0.0 if is_first_copy else self._last - begin
+
+    def _require_writable(self) -> None:
+        """Refuse in all processes alike what one of them cannot write, before any waits for it."""
+        reason = ""
+        try:
+            with TemporaryFile(dir=self.shared.copies) as file:
+                file.write(bytes(_TRIED_BYTES))
+        except OSError as error:
+            reason = f"{self.shared.copies} cannot be written: {error}"
+        if reasons := [each for each in all_gather_text(reason) if each]:
+            raise ConfigError(reasons[0])
 
     def wait(self) -> bool:
         """Whether the last copy counts, once it does or could not be written; every process must

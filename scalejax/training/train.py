@@ -54,9 +54,9 @@ from scalejax.training.step import init_state
 from scalejax.training.time_accounting import RunClock, load_time_account, time_account_in_words
 from scalejax.training.trackers import require_trackers
 
-OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter], None]
-"""What is done with the compiled programs of a run before it trains, by every process: such as
-`scalejax.measure.own_prediction.predict_run`."""
+OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter, int], None]
+"""What is done with the compiled programs of a run before it trains from a step, by every process:
+such as `scalejax.measure.own_prediction.predict_run`."""
 
 
 def train(
@@ -147,7 +147,7 @@ def train(
             if copies is not None:
                 copies.go_on_from(begin)
             if on_compiled is not None:
-                on_compiled(files, run, mesh, programs, reporter)
+                on_compiled(files, run, mesh, programs, reporter, begin)
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
             signals.begin()

@@ -1,5 +1,6 @@
 """The folder in memory is there as long as its launcher, and not longer."""
 
+import errno
 import os
 import time
 from dataclasses import replace
@@ -45,6 +46,30 @@ def test_the_next_launcher_removes_what_one_that_was_killed_left(tmp_path):
             assert not half_removed.exists()
         assert living.path.exists()
         assert begun.exists()
+
+
+def test_a_launcher_goes_on_where_memory_is_full(tmp_path, monkeypatch):
+    """With temporary files, where no copies are made, and says so; others see no such folder."""
+    memory, instead = tmp_path / "memory", tmp_path / "instead"
+    for folder in (memory, instead):
+        folder.mkdir()
+    monkeypatch.setattr(elastic.tempfile, "gettempdir", lambda: str(instead))
+    locked, said = elastic._locked, []
+
+    def full(path):
+        if path.parent == memory:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return locked(path)
+
+    monkeypatch.setattr(elastic, "_locked", full)
+    with shared_folder(memory, say=said.append) as shared:
+        assert shared.path.parent == instead
+    (note,) = said
+    assert note.startswith("Note: no copies in memory, but checkpoints alone: ")
+    assert "No space left" in note
+    assert not [*memory.iterdir(), *instead.iterdir()]
+    with pytest.raises(ConfigError, match="cannot be written"), shared_folder(memory):
+        pass
 
 
 def test_what_is_not_in_the_record_yet_is_kept(tmp_path):

@@ -391,7 +391,7 @@ def test_those_that_are_left_go_on_and_others_join_them(tmp_path, monkeypatch):
     ]
     first, second = re.findall(r"Change\(before=4, after=(\d).*?step=(\d+)", lines)
     assert (first, second) == (("2", "10"), ("4", "20"))
-    assert "at step 10, and 1 more; others joined" in lines
+    assert "killed by SIGKILL at step 10, and 1 more; others joined" in lines
     assert not list(memory.iterdir())
 
 

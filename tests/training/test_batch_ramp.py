@@ -157,6 +157,12 @@ def test_each_batch_of_a_ramp_is_predicted(tmp_path, monkeypatch):
     assert "for the training steps alone" in told.lines[3]
     assert not files.prediction.exists()
 
+    told.lines.clear()
+    begin = run.phases[1].first_step
+    own_prediction.predict_run(files, run, mesh, compile_run(run, mesh), told, begin)
+    assert [line.split(":")[0] for line in told.lines[:2]] == of_phases[1:]
+    assert f"for the {run.total_steps - begin} training steps left" in told.lines[2]
+
 
 class Killed(Exception):
     """What happened to the run."""

@@ -227,9 +227,12 @@ def full(*unused):
     raise ConfigError("no space left") from OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("part", ["make_folder", "set_newest", "_require_room", "write_manifest"])
+@pytest.mark.parametrize(
+    "part", ["make_folder", "set_newest", "_require_room", "all_gather_text", "write_manifest"]
+)
 def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
-    """When copies are opened, gone on from, begun, and written beside training: there are none from
+    """When copies are opened, gone on from, begun, also by another process, and written beside
+    training: there are none from
     then on, which is said once; who is to stop for others saves a checkpoint. What was not finished
     takes no memory any more, and the copy before is kept."""
     monkeypatch.setattr(module, "MEMORY", tmp_path)
@@ -253,8 +256,10 @@ def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
         assert not copies.wait()
     else:
         assert copies.wait()
-        owner = Checkpoints if part == "_require_room" else checkpoint
-        monkeypatch.setattr(owner, part, full)
+        if part == "all_gather_text":
+            monkeypatch.setattr(module, part, lambda text: (text, "no space left"))
+        else:
+            monkeypatch.setattr(Checkpoints if part[0] == "_" else checkpoint, part, full)
         copies.save(2, state, [])
         while copies.store and copies.store.is_saving:
             time.sleep(0.01)

@@ -141,6 +141,9 @@ class Operation:
     """Pass that a convolution belongs to; None for other kinds, and if unknown."""
     convolution_groups: int = 1
     """Groups into which a convolution divides its channels: all of them if depthwise."""
+    channels_first: bool = False
+    """Whether a convolution's arrays have channels before positions (NCHW), as PyTorch's have by
+    default; else they lie as matrix units of 16 bits read them."""
     grouped_pass: GroupedPass | None = None
     """Pass that a grouped product belongs to, whose rows are divided among groups with a matrix
     each, as tokens among experts; None for other operations. Its `shape` is (groups on the device,
@@ -430,6 +433,15 @@ def each_changed(
         else change(item)
         for item in items
     )
+
+
+def with_channels_first(program: Program) -> Program:
+    """`program` whose convolutions have arrays with channels first."""
+
+    def changed(item: Operation) -> Operation:
+        return replace(item, channels_first=True) if item.kind == "convolution" else item
+
+    return replace(program, operations=each_changed(program.operations, changed))
 
 
 def with_share(items: Iterable[Operation | Loop], share: float) -> tuple[Operation | Loop, ...]:

@@ -13,9 +13,16 @@ from scalejax.core.tabular import Tabular
 from scalejax.core.units import GIB
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, with_channels_first
 from scalejax.validation.archive import Archive
-from scalejax.validation.cases import Case, Skipped, case_of, framework_of, one_line
+from scalejax.validation.cases import (
+    Case,
+    Skipped,
+    case_of,
+    framework_of,
+    has_channels_first,
+    one_line,
+)
 from scalejax.validation.clusters import chip_name
 from scalejax.validation.convergence import LossRow, SamplesRow, loss_results, samples_results
 from scalejax.validation.kinds import CONVERGENCE, Ledger, find_ledger, read_any, shipped_ledgers
@@ -123,6 +130,8 @@ def compile_cases(
 def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
     if isinstance(program, str):
         return Skipped(row=case.row, reason=program, is_mapped=True)
+    if has_channels_first(case.row) and case.framework == framework_of(case.row):
+        program = with_channels_first(program)
     return CompiledCase(
         row=case.row,
         program=program,

@@ -99,6 +99,17 @@ def test_tf32_convolutions_are_transposed_before_hopper():
     )
 
 
+def test_half_precision_is_transposed_where_channels_come_first():
+    """For units of 16 bits, from V100 on; P100 has none and reads channels first."""
+    first = convolution(channels_first=True)
+    depthwise = convolution(channels_first=True, shape=(32, 784, 1, 128, 9), convolution_groups=128)
+
+    assert all(is_transposed(first, load_chip(name)) for name in ("v100", "a100-80gb", "h100"))
+    assert not is_transposed(first, load_chip("p100"))
+    assert not is_transposed(depthwise, load_chip("v100"))
+    assert not is_transposed(convolution(), load_chip("v100"))
+
+
 def test_depthwise_convolutions_run_on_f32_units():
     """A quarter of the f32 peak of 10 TFLOP/s, whatever the type."""
     work = {"flop": 10**10, "shape": (32, 784, 1, 128, 9), "convolution_groups": 128}

@@ -187,6 +187,7 @@ operations = st.builds(
     shape=st.one_of(st.just(()), st.tuples(*[st.integers(1, 4096)] * 5)),
     convolution_pass=st.sampled_from([None, "forward", "input_gradient", "filter_gradient"]),
     convolution_groups=st.sampled_from([1, 4, 64]),
+    channels_first=st.booleans(),
 )
 chips = st.sampled_from(["p100", "v100", "a100-80gb", "h100", "b200", "tpu-v5p"]).map(load_chip)
 

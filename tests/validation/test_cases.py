@@ -9,7 +9,7 @@ from scalejax.config.model import GptConfig, LlamaConfig
 from scalejax.config.presets import PRESETS
 from scalejax.config.training import FineTuningConfig, LoraConfig
 from scalejax.validation import Skipped, find_ledger, read_ledger
-from scalejax.validation.cases import case_of
+from scalejax.validation.cases import case_of, has_channels_first
 
 
 def test_image_row_becomes_its_run(row):
@@ -32,6 +32,23 @@ def test_text_row_becomes_its_run(row):
     assert run.config.model.attention == "unfused"
     assert (run.layout.fsdp, run.split.microbatches) == (8, 2)
     assert run.dataset.classes == 512
+
+
+@pytest.mark.parametrize(
+    ("framework", "source", "expected"),
+    [
+        ("NVIDIADeepLearningExamples/PyTorch", "github:Oneflow-Inc/DLPerf@c89430bac6", True),
+        ("PyTorch", "github:NVIDIA/DeepLearningExamples@729963dd47", False),
+        ("MxNet", "github:Oneflow-Inc/DLPerf@c89430bac6", False),
+    ],
+)
+def test_channels_come_first_in_pytorch_unless_it_is_told_otherwise(
+    row, framework, source, expected
+):
+    """As NVIDIA's published results tell it."""
+    change = {"framework": framework, "source": source, "precision": "fp16"}
+
+    assert has_channels_first(row(RESNET | change)) == expected
 
 
 def test_what_a_row_leaves_open_is_tried_in_order(row):

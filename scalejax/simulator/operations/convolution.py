@@ -28,6 +28,8 @@ VECTOR_BYTES = 16
 """Widest load of one GPU thread (CUDA C++ Programming Guide, device memory accesses): channels
 are padded to a multiple of it, so three bf16 channels cost as much as eight."""
 
+_MATRIX_UNITS = (7, 0)
+"""Compute capability of the first GPUs with matrix units, of 16 bits (V100)."""
 _TILE = 128 * 128
 """Results of one block of a large product (CUTLASS, "Efficient GEMM in CUDA")."""
 _SHORTEST_SUM = 512
@@ -69,15 +71,22 @@ def convolution_time(operation: Operation, chip: Chip) -> ProductTime:
 def is_transposed(operation: Operation, chip: Chip) -> bool:
     """Whether the library must transpose every array to put channels last (NHWC).
 
-    tf32 units multiply arrays whose channels come last. Before Hopper, XLA keeps f32 arrays with
-    channels first, so cuDNN transposes the inputs and outputs of a convolution.
+    Matrix units multiply arrays whose channels come last. Before Hopper, XLA keeps f32 arrays with
+    channels first, so cuDNN transposes the inputs and outputs of a convolution; so it does with
+    arrays of 16 bits of which a framework keeps channels first.
 
     Source: XLA, `gpu_layout_assignment.cc` (f32 convolutions are NCHW below compute capability
-    9).
+    9); NVIDIA, Deep Learning Performance, "Convolutional Layers User's Guide" (tensor layouts in
+    memory). ResNet-50 of timm on RTX 3090 takes 1.48 times as long with channels first
+    (`timm_rtx3090_training`).
     """
     if chip.cuda is None or is_depthwise(operation):
         return False
-    return chip.rate_type(operation.dtype) == "tf32" and chip.cuda.compute_capability < (9, 0)
+    rate_type, capability = chip.rate_type(operation.dtype), chip.cuda.compute_capability
+    if rate_type == "tf32":
+        return capability < (9, 0)
+    is_half = rate_type in ("bf16", "f16")
+    return operation.channels_first and is_half and capability >= _MATRIX_UNITS
 
 
 def attainable_fraction(operation: Operation, chip: Chip) -> float:

@@ -58,7 +58,7 @@ Event = Work | Start | Wait | Repeat
 
 costed_fields = attrgetter(
     "kind", "dtype", "flop", "read_bytes", "write_bytes", "shape", "convolution_pass",
-    "convolution_groups", "grouped_pass", "share",
+    "convolution_groups", "channels_first", "grouped_pass", "share",
 )  # fmt: skip
 """All of a compute operation but its name and source: operations equal in these cost the same."""
 

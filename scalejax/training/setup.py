@@ -34,6 +34,7 @@ from scalejax.models.lora import add_adapters
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
+from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.optimizers.transformations import with_clipping
 from scalejax.training.schedules import Schedule, learning_rate_schedule
 
@@ -72,16 +73,10 @@ def train_setup(
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)
     network = network_class(run.config.model)
-    stacked = network.stacked
+    hidden = HiddenMatrices(network.stacked, network.fused, network.output_layers(model))
     described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
-    optimizer = build_optimizer(
-        described,
-        schedule,
-        stacked=stacked,
-        fused=network.fused,
-        output_layers=network.output_layers(model),
-    )
-    optimizer = with_clipping(run.config.clipping, optimizer, stacked)
+    optimizer = build_optimizer(described, schedule, hidden=hidden)
+    optimizer = with_clipping(run.config.clipping, optimizer, hidden.stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)

@@ -22,6 +22,7 @@ from scalejax.models import BatchNormScope, build_network
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers import build_optimizer
+from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.schedules import learning_rate_schedule
 from scalejax.training.step import build_step, init_state
 
@@ -258,7 +259,7 @@ def test_gamma_can_start_at_one():
 def test_batch_norm_and_biases_are_not_decayed(resnet_params):
     """Without a gradient, 20 convolutions and the last layer shrink, and nothing else moves."""
     config = load_config(EXAMPLE).optimizer
-    optimizer = build_optimizer(config, lambda _: jnp.asarray(1.0), stacked=())
+    optimizer = build_optimizer(config, lambda _: jnp.asarray(1.0), hidden=HiddenMatrices(()))
     zeros = jax.tree.map(jnp.zeros_like, resnet_params)
     updates, _ = optimizer.update(zeros, optimizer.init(resnet_params), resnet_params)
 

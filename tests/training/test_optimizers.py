@@ -26,6 +26,7 @@ from scalejax.config.optimizer import (
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.training.optimizers import build_optimizer, evaluated_params
+from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.optimizers.transformations import with_clipping
 
 RNG = np.random.default_rng(0)
@@ -79,7 +80,9 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 def positions(config: OptimizerConfig, rates: list[float]) -> list[float]:
     """Where a bias at 0 goes under gradients of 1; a bias, for it has no trust ratio."""
-    optimizer = build_optimizer(config, lambda step: jnp.asarray(rates)[step], stacked=())
+    optimizer = build_optimizer(
+        config, lambda step: jnp.asarray(rates)[step], hidden=HiddenMatrices(())
+    )
     params: Any = {"bias": jnp.zeros(())}
     found = []
     state = optimizer.init(params)
@@ -166,7 +169,7 @@ def in_numpy(kind: str, update: Callable[..., np.ndarray]) -> dict[str, np.ndarr
 
 def assert_follows(config: OptimizerConfig, kind: str, update: Callable[..., np.ndarray]) -> None:
     """The parameters that end in `kind` go where the algorithm in NumPy leads them."""
-    after = trained(build_optimizer(config, rate, stacked=()))
+    after = trained(build_optimizer(config, rate, hidden=HiddenMatrices(())))
     for path, expected in in_numpy(kind, update).items():
         layer, name = path.split("/")
         np.testing.assert_allclose(after[layer][name], expected, rtol=1e-5, atol=1e-6)
@@ -184,7 +187,7 @@ def test_a_moment_in_bfloat16_is_rounded_where_it_is_kept(field, name):
     """The update reads it before it is rounded: the first one is the same, bit by bit."""
     config, updates, moments = replace(AdamWConfig(), **{field: "bfloat16"}), [], []
     for each in (AdamWConfig(), config):
-        optimizer = build_optimizer(each, rate, stacked=())
+        optimizer = build_optimizer(each, rate, hidden=HiddenMatrices(()))
         update, state = optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
         updates.append(update)
         moments.append(optax.tree.get(state, name))
@@ -271,7 +274,7 @@ def test_schedule_free_evaluates_the_average(base):
     """Defazio et al. 2024, equations 3 to 5, at a level rate: y = .1 z + .9 x; z steps; x is the
     mean of all z."""
     config = ScheduleFreeConfig(base=base, weight_decay=0.1)
-    optimizer = build_optimizer(config, lambda _: jnp.asarray(0.1), stacked=())
+    optimizer = build_optimizer(config, lambda _: jnp.asarray(0.1), hidden=HiddenMatrices(()))
     params: Any = PARAMS
     state = optimizer.init(PARAMS)
     for gradient in GRADIENTS:
@@ -314,7 +317,9 @@ def test_impossible_optimizers_are_refused(fields, said):
 def test_sgd_by_hand():
     """Decay joins the gradient before the buffer: 1 - .1 (2 + .5 x 1) = .75, then .27."""
     optimizer = build_optimizer(
-        SgdConfig(momentum=0.9, weight_decay=0.5), lambda _: jnp.asarray(0.1), stacked=()
+        SgdConfig(momentum=0.9, weight_decay=0.5),
+        lambda _: jnp.asarray(0.1),
+        hidden=HiddenMatrices(()),
     )
 
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
@@ -355,7 +360,9 @@ def test_sgd_by_hand():
 )
 def test_without_masks_equals_optax(config, reference):
     """Four updates at a changing rate end where Optax's own optimizer ends."""
-    assert_equal(trained(build_optimizer(config, rate, stacked=())), trained(reference))
+    assert_equal(
+        trained(build_optimizer(config, rate, hidden=HiddenMatrices(()))), trained(reference)
+    )
 
 
 def test_masked_lars_equals_masked_lars_of_optax():
@@ -367,14 +374,14 @@ def test_masked_lars_equals_masked_lars_of_optax():
     }
     reference = optax.lars(rate, weight_decay=0.1, weight_decay_mask=mask, trust_ratio_mask=mask)
 
-    found = trained(build_optimizer(LarsConfig(weight_decay=0.1), rate, stacked=()))
+    found = trained(build_optimizer(LarsConfig(weight_decay=0.1), rate, hidden=HiddenMatrices(())))
 
     assert_equal(found, trained(reference))
 
 
 def test_masked_lamb_is_adam_for_biases_and_lamb_for_weights():
     """Each parameter equals what the one or the other of Optax's makes of it."""
-    found = trained(build_optimizer(LambConfig(weight_decay=0.1), rate, stacked=()))
+    found = trained(build_optimizer(LambConfig(weight_decay=0.1), rate, hidden=HiddenMatrices(())))
     adam = trained(optax.adam(rate, eps=1e-6))
     lamb = trained(optax.lamb(rate, weight_decay=0.1))
 
@@ -393,7 +400,7 @@ def test_decay_holds_for_kernels_and_embeddings_only(kind):
 
     def changed(decays_norm_and_bias: bool) -> Any:
         config = kind(weight_decay=0.1, decays_norm_and_bias=decays_norm_and_bias)
-        after = trained(build_optimizer(config, rate, stacked=()), gradients=[zeros])
+        after = trained(build_optimizer(config, rate, hidden=HiddenMatrices(())), gradients=[zeros])
         return jax.tree.map(lambda a, b: bool((a != b).any()), after, PARAMS)
 
     assert changed(False) == {
@@ -415,7 +422,7 @@ def test_each_layer_of_a_stack_has_its_own_trust_ratio(config, scales):
     gradient = {"kernel": GRADIENTS[0]["tokens"]["embedding"][:3].reshape(3, 2, 2)}
 
     def one_update(params: Any, gradient: Any) -> Any:
-        optimizer = build_optimizer(config, rate, stacked=("blocks",))
+        optimizer = build_optimizer(config, rate, hidden=HiddenMatrices(("blocks",)))
         return optimizer.update(gradient, optimizer.init(params), params)[0]
 
     stacked = one_update({"blocks": layers}, {"blocks": gradient})["blocks"]["kernel"]

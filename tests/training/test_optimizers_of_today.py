@@ -65,7 +65,9 @@ PARAMS, GRADIENTS = tree(), [tree() for _ in range(UPDATES)]
 def updates_of(config: OptimizerConfig) -> list[Any]:
     """The updates of the embedding and of the first layer's kernels, before the rate and its sign,
     for gradients that do not depend on the parameters."""
-    optimizer = build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=("blocks",))
+    optimizer = build_optimizer(
+        config, lambda _: jnp.asarray(RATE), hidden=HiddenMatrices(("blocks",))
+    )
     params, found = nested(PARAMS), []
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for gradient in GRADIENTS:
@@ -223,7 +225,9 @@ def test_shampoo_divides_by_roots_of_its_sides(path, largest_side):
 def test_products_of_preconditioners_are_in_full_float32(kind):
     """Where accelerators round to tf32 or bfloat16 by default: roots of nearly singular matrices
     are NaN then."""
-    optimizer = build_optimizer(kind(), lambda _: jnp.asarray(RATE), stacked=("blocks",))
+    optimizer = build_optimizer(
+        kind(), lambda _: jnp.asarray(RATE), hidden=HiddenMatrices(("blocks",))
+    )
     params = nested(PARAMS)
 
     text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
@@ -383,7 +387,7 @@ def test_an_optimizer_is_found_by_its_import_path():
         return state["m"] / (1 - 0.8**t) / state["u"]
 
     assert far(found, KERNEL, expected) < 1e-5
-    optimizer = build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=())
+    optimizer = build_optimizer(config, lambda _: jnp.asarray(RATE), hidden=HiddenMatrices(()))
     state = optimizer.init(nested(PARAMS))
     doubled = optax.tree.map_params(optimizer, lambda leaf: leaf + 1, state)
     assert sum(leaf.sum() for leaf in jax.tree.leaves(doubled)) == 2 * sum(
@@ -426,7 +430,9 @@ def test_what_is_no_optimizer_is_refused(tmp_path, monkeypatch, path, options, s
     monkeypatch.setattr("sys.path", list(sys.path))
     config = CustomOptimizerConfig(path=path.format(own), options=options)
     with pytest.raises(ConfigError, match=said) as refused:
-        build_optimizer(config, lambda _: jnp.asarray(RATE), stacked=()).init(nested(PARAMS))
+        build_optimizer(config, lambda _: jnp.asarray(RATE), hidden=HiddenMatrices(())).init(
+            nested(PARAMS)
+        )
     assert "\n" not in str(refused.value)
 
 

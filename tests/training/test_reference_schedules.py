@@ -24,6 +24,7 @@ from scalejax.config.schedule import (
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.training.optimizers import build_optimizer
+from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.schedules import learning_rate_schedule
 
 STEPS_PER_EPOCH = 4
@@ -196,7 +197,7 @@ def test_horovods_momentum_correction_is_ours(form):
     optimizer = build_optimizer(
         SgdConfig(momentum=0.9, momentum_form=form),
         lambda step: jnp.asarray(rates)[step],
-        stacked=(),
+        hidden=HiddenMatrices(()),
     )
     params: Any = {"kernel": jnp.zeros(())}
     state, found = optimizer.init(params), []

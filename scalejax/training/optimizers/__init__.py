@@ -52,9 +52,7 @@ def build_optimizer(
     config: OptimizerConfig,
     schedule: Schedule,
     *,
-    stacked: tuple[str, ...],
-    fused: tuple[tuple[str, int], ...] = (),
-    output_layers: tuple[str, ...] = (),
+    hidden: HiddenMatrices,
 ) -> GradientTransformation:
     """The Optax transformation that `config` names; its updates are added to the parameters.
 
@@ -63,9 +61,8 @@ def build_optimizer(
     Args:
         config: which optimizer, and its numbers.
         schedule: the learning rate by step.
-        stacked: `Network.stacked`; in LARS and LAMB each layer in there has its own trust ratio.
-        fused: `Network.fused`; in Muon, SOAP and Shampoo each of these is a matrix.
-        output_layers: `Network.output_layers`; these are none.
+        hidden: the hidden matrices of the network, which Muon, SOAP and Shampoo treat as such; and
+            which parameters are stacked, of which in LARS and LAMB each layer has its own ratio.
     """
     raise NotImplementedError(f"build_optimizer is not registered for {type(config).__name__}")
 
@@ -86,12 +83,12 @@ def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransfor
 
 @build_optimizer.register
 def _adamw(
-    config: AdamWConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+    config: AdamWConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype)
     adam = _with_second_moment_in(config.nu_dtype, adam)
     return optax.chain(
-        cautious(adam, stacked) if config.cautious else adam,
+        cautious(adam, hidden.stacked) if config.cautious else adam,
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -124,11 +121,11 @@ def _custom(
 
 @build_optimizer.register
 def _lion(
-    config: LionConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+    config: LionConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     lion = optax.scale_by_lion(config.beta1, config.beta2)
     return optax.chain(
-        cautious(lion, stacked) if config.cautious else lion,
+        cautious(lion, hidden.stacked) if config.cautious else lion,
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -166,11 +163,8 @@ def _muon(
     config: MuonConfig,
     schedule: Schedule,
     *,
-    stacked: tuple[str, ...],
-    fused: tuple[tuple[str, int], ...] = (),
-    output_layers: tuple[str, ...] = (),
+    hidden: HiddenMatrices,
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused, output_layers)
 
     def numbers(axes: MatrixAxes | None, _: Any) -> Any:
         assert axes is not None  # noqa: S101  masked otherwise
@@ -199,11 +193,8 @@ def _soap(
     config: SoapConfig,
     schedule: Schedule,
     *,
-    stacked: tuple[str, ...],
-    fused: tuple[tuple[str, int], ...] = (),
-    output_layers: tuple[str, ...] = (),
+    hidden: HiddenMatrices,
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused, output_layers)
     return _with_adamw(config, hidden, scale_by_soap(config, hidden), schedule)
 
 
@@ -212,11 +203,8 @@ def _shampoo(
     config: ShampooConfig,
     schedule: Schedule,
     *,
-    stacked: tuple[str, ...],
-    fused: tuple[tuple[str, int], ...] = (),
-    output_layers: tuple[str, ...] = (),
+    hidden: HiddenMatrices,
 ) -> GradientTransformation:
-    hidden = HiddenMatrices(stacked, fused, output_layers)
     return _with_adamw(config, hidden, scale_by_shampoo(config, hidden), schedule)
 
 
@@ -244,27 +232,27 @@ def _adagrad(config: AdagradConfig, schedule: Schedule, **_: object) -> Gradient
 
 @build_optimizer.register
 def _lars(
-    config: LarsConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+    config: LarsConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     mask = _mask(config)
     decayed = optax.add_decayed_weights(config.weight_decay, mask)
     ratio = Ratio(coefficient=config.trust_coefficient)
     if config.variant == "optax":
-        scaled = (decayed, optax.masked(scale_by_layer(ratio, stacked), mask))
+        scaled = (decayed, optax.masked(scale_by_layer(ratio, hidden.stacked), mask))
     else:
         # The ratio uses the gradient alone, and also scales the weight decay added here.
         ratio = Ratio(coefficient=config.trust_coefficient, decay=config.weight_decay)
-        scaled = (optax.masked(scale_by_layer(ratio, stacked), mask),)
+        scaled = (optax.masked(scale_by_layer(ratio, hidden.stacked), mask),)
     return optax.chain(*scaled, *_momentum(config, schedule))
 
 
 @build_optimizer.register
 def _lamb(
-    config: LambConfig, schedule: Schedule, *, stacked: tuple[str, ...], **_: object
+    config: LambConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     is_nvidias, mask = config.variant == "nvlamb", _mask(config)
     bound = config.weight_norm_bound if config.variant == "paper" else None
-    ratio = scale_by_layer(Ratio(weight_norm_bound=bound, clip=config.trust_clip), stacked)
+    ratio = scale_by_layer(Ratio(weight_norm_bound=bound, clip=config.trust_clip), hidden.stacked)
     return optax.chain(
         *([optax.clip_by_global_norm(1.0)] if is_nvidias else []),
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),

@@ -55,7 +55,7 @@ class HiddenMatrices:
 
     stacked: tuple[str, ...]
     """`Network.stacked`."""
-    fused: tuple[tuple[str, int], ...]
+    fused: tuple[tuple[str, int], ...] = ()
     """`Network.fused`."""
     output_layers: tuple[str, ...] = ()
     """`Network.output_layers`."""

@@ -21,7 +21,7 @@ from scalejax.cli.launch import LaunchRun
 from scalejax.cli.plan import PlanRun
 from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.cli.search import Search
-from scalejax.cli.study import StudyWarmup
+from scalejax.cli.study import StudyCoordinates, StudyWarmup
 from scalejax.cli.sweep import Sweep
 from scalejax.cli.train import (
     ConfigFields,
@@ -56,6 +56,7 @@ COMMANDS: dict[str, type[Command]] = {
     "launch": LaunchRun,
     "sweep": Sweep,
     "study warmup": StudyWarmup,
+    "study coordinates": StudyCoordinates,
     "emulate": Emulate,
     "bench": Bench,
     "predict": Predict,

@@ -1,6 +1,7 @@
-"""The command `study warmup`: from a run.toml to what a paper's section on warmup shows.
+"""The commands `study`: from a run.toml to what a paper's section on warmup shows, and how
+activations of a decoder grow with its size.
 
-Imported without JAX, which only its worker processes import.
+Imported without JAX, which only worker processes of the first import, and the second when it runs.
 """
 
 import shutil
@@ -8,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from scalejax.cli.command import Overrides, flag
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.plan import parse_range
 from scalejax.cli.sweep import TrainMany, raise_if_any
-from scalejax.core import serialization
-from scalejax.core.environment import has_accelerator, machine_cores
+from scalejax.config.run import load_config
+from scalejax.core import progress, serialization
+from scalejax.core.environment import choose_platform, has_accelerator, machine_cores
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.progress import Progress
 from scalejax.core.units import counted, format_seconds, parse_seconds
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.report.terminal import tables
@@ -204,3 +208,66 @@ class StudyWarmup(TrainMany):
             table = StudyTable(rates=tuple(rate_lines(rates)), cells=tuple(cell_lines(results)))
             serialization.save(table, self.json)
             print(f"wrote {self.json}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyCoordinates(RunFileCommand):
+    """Check how a decoder's activations grow with width.
+
+    Trains a few steps at each width, as the file's model.parametrization says and without it, and
+    fits how activations, and what the steps change of them, grow by layer (a coordinate check of
+    muP). The rate is constant, the peak of the schedule.
+    """
+
+    widths: Annotated[str | None, flag("N,N,...")] = None
+    """Widths (model.hidden), such as 64..512; all others grow by as much. By default 64,128,256,512
+    without --depths."""
+    depths: Annotated[str | None, flag("N,N,...")] = None
+    """Depths (model.layers) in place of widths, such as 2..16 (CompleteP)."""
+    steps: Annotated[int, flag("N")] = 10
+    """Steps at each. By default 10."""
+    keep: Annotated[Literal["head_size", "heads"], flag("{head_size,heads}")] = "head_size"
+    """What stays as networks grow wider: the size of heads, or their number. By default their
+    size."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Write every number here."""
+    figure: Annotated[Path | None, flag("FILE")] = None
+    """Draw the changes for print: FILE.pdf with its fonts, FILE.svg or FILE.png."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Train, print exponents and verdict, write what is asked for."""
+        from scalejax.report.figures import coordinates, for_print
+        from scalejax.report.html.charts import require_picture, save_print
+
+        serialization.require_writable("json", self.json)
+        if self.figure is not None:
+            require_picture("figure", self.figure)
+            serialization.require_writable("figure", self.figure)
+        if self.depths is not None and self.widths is not None:
+            accepted = "one of the two grows at a time: leave --widths out"
+            raise ConfigError(refusal("depths", self.depths, accepted))
+        along = "hidden" if self.depths is None else "layers"
+        text = self.depths or self.widths or "64,128,256,512"
+        sizes = parse_range("widths" if along == "hidden" else "depths", text)
+        config = load_config(self.run_file, overrides)
+        choose_platform(self.cpu_devices)
+        from scalejax.sweep.activations import check_coordinates
+
+        with progress.measuring(2 * len(sizes)) as on_progress:
+            found = check_coordinates(
+                config,
+                along,
+                sizes,
+                steps=self.steps,
+                kept=self.keep,
+                say=lambda part: on_progress(Progress(part=part)),
+            )
+        tables.show(sweep_tables.coordinates(found))
+        if self.json is not None:
+            serialization.save(found, self.json)
+            print(f"wrote {self.json}")
+        if self.figure is not None:
+            save_print(for_print(coordinates(found), "column"), self.figure)
+            print(f"wrote {self.figure}")

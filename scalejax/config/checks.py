@@ -386,6 +386,25 @@ def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelCo
             raise ConfigError(unknown_name("fine_tuning.lora.targets", target, names))
 
 
+def require_parametrized_update(
+    model: ModelConfig, optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None
+) -> None:
+    """Refuse muP and CompleteP with optimizers and adapters for which they give no rates."""
+    parametrization = model.parametrization if isinstance(model, DecoderConfig) else None
+    if parametrization is None:
+        return
+    name = parametrization.name
+    if not optimizer.normalises_entries:
+        accepted = (
+            f"its rates are those of adamw and lion, not of optimizer.name={optimizer.name!r}; use "
+            "one of these, or leave it out"
+        )
+        raise ConfigError(refusal("model.parametrization", name, accepted))
+    if fine_tuning is not None and fine_tuning.lora is not None:
+        accepted = "it gives no rates of adapters; leave it or fine_tuning.lora out"
+        raise ConfigError(refusal("model.parametrization", name, accepted))
+
+
 def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
     """Refuse rate factors with a schedule-free optimizer, whose average is weighted by one rate."""
     if not optimizer.averages_iterates:

@@ -316,6 +316,7 @@ class DecoderConfig(ModelConfig):
         remat: DecoderRemat
         attention: AttentionKind
         amax_history_length: int
+        parametrization: "ParametrizationConfig | None"
 
     reads = ("text",)
     is_gated: ClassVar[bool] = False
@@ -357,6 +358,28 @@ class DecoderConfig(ModelConfig):
     def value_head_size(self) -> int:
         """Width of a head of values."""
         return self.head_size
+
+    @property
+    def width_ratio(self) -> float:
+        """Width over that of the base of its parametrization; 1 without."""
+        return self.hidden / self.parametrization.base_hidden if self.parametrization else 1.0
+
+    @property
+    def depth_ratio(self) -> float:
+        """Layers over those of the base of its parametrization; 1 where depth does not matter."""
+        base = self.parametrization and self.parametrization.base_layers
+        return self.layers / base if base else 1.0
+
+    @property
+    def query_scale(self) -> float:
+        """Factor on queries beside 1 / sqrt(K), of size K: sqrt(K of the base / K)."""
+        base = self.parametrization and self.parametrization.base_head_size
+        return (base / self.head_size) ** 0.5 if base else 1.0
+
+    @property
+    def is_base(self) -> bool:
+        """Whether its parametrization, if it has one, changes nothing at its size."""
+        return self.width_ratio == self.depth_ratio == self.query_scale == 1
 
     @property
     def has_attention_sinks(self) -> bool:
@@ -424,6 +447,60 @@ class DecoderConfig(ModelConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParametrizationConfig:
+    """How initial weights, rates and multipliers follow from width and depth, so that the learning
+    rate, decay and initialisation found for a small decoder, the base, hold for larger ones: they
+    are stated for the base, where nothing changes. All widths grow with `hidden`.
+
+    For w = hidden / base_hidden and l = layers / base_layers: hidden matrices begin with a standard
+    deviation over root w, have AdamW's rate over w and decay times w, so that their product stays;
+    logits are of the residual stream over w; products of queries and keys are over their size in
+    place of its root; epsilon is over w. CompleteP: what attention and feed-forward add is over l,
+    as is epsilon of their parameters, and they begin as in the base.
+
+    Source: Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 8 (mup); Dey et al. 2025,
+    "Don't be lazy: CompleteP", arXiv 2505.01618, table 1 with alpha = 1.
+    """
+
+    name: Literal["mup", "completep"]
+    """Whether rates carry over to other widths ("mup"), or to other depths too ("completep")."""
+    base_hidden: int
+    """`hidden` of the base."""
+    base_layers: int | None = None
+    """`layers` of the base ("completep")."""
+    base_head_size: int | None = None
+    """Width of a head of queries and keys of the base; if absent, that of this network: more heads,
+    not larger ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("base_hidden", "base_layers", "base_head_size"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(f"model.parametrization.{name}", value, 1)
+        if (self.base_layers is None) == (self.name == "completep"):
+            accepted = 'it is of "completep"; "mup" keeps the depth: leave it out'
+            if self.base_layers is None:
+                accepted = '"completep" needs the layers of the base'
+            raise ConfigError(
+                refusal("model.parametrization.base_layers", self.base_layers, accepted)
+            )
+
+
+def _require_parametrized(model: DecoderConfig) -> None:
+    """Refuse a parametrization of networks for which its authors give no rules."""
+    if (wanted := model.parametrization) is None:
+        return
+    for name, why in (
+        ("moe", "experts and their routers"),
+        ("mla", "latents, whose width need not grow with the network"),
+        ("mtp", "the block of multi-token prediction"),
+        ("scaled_embeddings", "embeddings that grow with the root of the width"),
+    ):
+        if getattr(model, name, None):
+            accepted = f"its rules are not given for {why}; leave it or model.{name} out"
+            raise ConfigError(refusal("model.parametrization", wanted.name, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig(DecoderConfig):
     """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
 
@@ -458,6 +535,9 @@ class GptConfig(DecoderConfig):
     amax_history_length: int = 1024
     """With float8_delayed, steps over which the largest value of an operand sets its scale
     (Transformer Engine's `amax_history_len`, which is 1024)."""
+    parametrization: ParametrizationConfig | None = None
+    """How initial weights and rates follow from width and depth (muP, CompleteP); if absent, they
+    do not."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
@@ -467,6 +547,7 @@ class GptConfig(DecoderConfig):
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
         self.require_stack()
         self.require_activations()
+        _require_parametrized(self)
 
 
 def window_scope(window: int, keys: int) -> str:
@@ -649,6 +730,9 @@ class LlamaConfig(DecoderConfig):
     """Multi-head latent attention in place of grouped queries; if absent, there is none."""
     mtp: MtpConfig | None = None
     """Multi-token prediction; if absent, there is none."""
+    parametrization: ParametrizationConfig | None = None
+    """How initial weights and rates follow from width and depth (muP, CompleteP); if absent, they
+    do not."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
@@ -673,6 +757,7 @@ class LlamaConfig(DecoderConfig):
         self.require_activations()
         if self.moe is not None:
             self._require_experts(self.moe)
+        _require_parametrized(self)
 
     @property
     def unnamed_activations(self) -> dict[ActivationName, str]:

@@ -43,6 +43,10 @@ class OptimizerConfig(Family):
     is_layer_wise: ClassVar[bool] = False
     """Whether it takes norms of whole layers, so that no server may hold a part of one."""
 
+    normalises_entries: ClassVar[bool] = False
+    """Whether each entry of a step is of the size of the rate whatever the gradient's, as the rules
+    of muP and CompleteP for AdamW have it."""
+
     is_in_closed_form: ClassVar[bool] = True
     """Whether its state is `moments` arrays like the parameters and its work that of elements, as
     the closed form of a step counts them."""
@@ -123,6 +127,7 @@ class SgdConfig(OptimizerConfig):
 class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
 
+    normalises_entries = True
     name: Literal["adamw"] = "adamw"
     """Selects this optimizer."""
     beta1: float = 0.9
@@ -186,6 +191,7 @@ class LionConfig(OptimizerConfig):
     """Lion: steps along the sign of a momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2),
     as in Optax. Its authors take a third to a tenth of AdamW's rate, and as much more decay."""
 
+    normalises_entries = True
     name: Literal["lion"] = "lion"
     """Selects this optimizer."""
     beta1: float = 0.9

@@ -29,6 +29,7 @@ from scalejax.config.checks import (
     require_noise_scale_parts,
     require_offloadable_state,
     require_packable,
+    require_parametrized_update,
     require_petastorm_batch,
     require_power_of_two_devices,
     require_ramp_within_run,
@@ -166,6 +167,7 @@ class RunConfig:
         require_offloadable_state(self.layout, self.optimizer, self.gradient_sync)
         require_cacheable_features(self.fine_tuning, self.input)
         require_adaptable_model(self.fine_tuning, model)
+        require_parametrized_update(model, self.optimizer, self.fine_tuning)
         require_droppable(self.dropout, model, layout)
         if self.averaging is not None:
             self.averaging.require_within(train.epochs)

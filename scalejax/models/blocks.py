@@ -39,6 +39,8 @@ class PreNormBlock(nnx.Module):
     """Norm of what attention adds; None if there is none."""
     feed_forward_post_norm: nnx.Module | None = None
     """Norm of what the feed-forward layer adds; None if there is none."""
+    added_scale: float = 1.0
+    """Factor on what attention and the feed-forward layer add."""
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
@@ -48,16 +50,18 @@ class PreNormBlock(nnx.Module):
         ):
             normalised_BSD = constrained_for_layer(normalised(norm, x_BSD))
             added_BSD = layer(normalised_BSD)  # type: ignore[operator]
-            x_BSD = with_added(x_BSD, added_BSD, post_norm)
+            x_BSD = with_added(x_BSD, added_BSD, post_norm, self.added_scale)
         return x_BSD
 
 
-def with_added(x_BSD: jax.Array, added_BSD: jax.Array, post_norm: nnx.Module | None) -> jax.Array:
-    """The residual stream with what a layer adds to it, normalised first if `post_norm` is given,
-    [B, S, D]."""
+def with_added(
+    x_BSD: jax.Array, added_BSD: jax.Array, post_norm: nnx.Module | None, scale: float = 1.0
+) -> jax.Array:
+    """The residual stream with `scale` times what a layer adds to it, normalised first if
+    `post_norm` is given, [B, S, D]."""
     if post_norm is not None:
         added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
-    added_BSD = dropped(added_BSD)
+    added_BSD = dropped(added_BSD if scale == 1 else added_BSD * scale)
     x_BSD = constrained_residual(x_BSD + added_BSD)
     # Else the all-reduce over tensor would be repeated in the backward pass.
     return kept(x_BSD) if axis_size(TENSOR) > 1 else x_BSD

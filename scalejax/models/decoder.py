@@ -40,6 +40,8 @@ class CausalNetwork(Network):
     """What the backward pass recomputes."""
     is_tied: bool
     """Whether the output layer is the token embedding."""
+    logit_scale: float = 1.0
+    """Factor on logits."""
     period: int = 1
     """Layers after which the kinds of layers repeat."""
     first: int = 0
@@ -161,6 +163,8 @@ class CausalNetwork(Network):
     ) -> jax.Array:
         # In the compute type, then cast up for the loss: so are the products of their gradients.
         normalised_BSD = constrained_for_head((norm or self.norm)(x_BSD))
+        if self.logit_scale != 1:  # of the narrower of the two
+            normalised_BSD = normalised_BSD * self.logit_scale
         logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
         return constrained_for_head(logits_BSV).astype(jnp.float32)
 

@@ -53,6 +53,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
         head_size = config.hidden // config.heads
+        self.query_scale = config.query_scale
         self.kind: AttentionKind = config.attention
         self.remat: DecoderRemat = config.remat
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
             config.hidden,
             (3, config.heads, head_size),
             dtype=dtype,
-            kernel_init=nnx.initializers.normal(INIT_STD),
+            kernel_init=_hidden_init(config),
             rngs=rngs,
         )
         self.projection = nnx.Linear(
@@ -76,6 +77,8 @@ class Attention(nnx.Module):
         qkv_BSNHK = linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat)
         qkv_BSNHK = kept(named(qkv_BSNHK, "qkv_proj"))
         q_BSHK, k_BSHK, v_BSHK = map(constrained_between, jnp.unstack(qkv_BSNHK, axis=2))
+        if self.query_scale != 1:
+            q_BSHK = q_BSHK * self.query_scale
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
         mixed_BSHK = constrained_between(mixed_BSHK)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
@@ -93,7 +96,7 @@ class FeedForward(nnx.Module):
             config.hidden,
             config.inner_width,
             dtype=dtype,
-            kernel_init=nnx.initializers.normal(INIT_STD),
+            kernel_init=_hidden_init(config),
             rngs=rngs,
         )
         self.down = nnx.Linear(
@@ -126,6 +129,7 @@ class Block(PreNormBlock):
     """One of its blocks."""
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
+        self.added_scale = 1 / config.depth_ratio
         self.attention_norm = _layer_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.feed_forward_norm = _layer_norm(config, rngs)
@@ -159,6 +163,7 @@ class Gpt(CausalNetwork, names=("gpt",)):
         self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
         self.norm = _layer_norm(config, rngs)
         self.is_tied = config.tied_embeddings
+        self.logit_scale = 1 / config.width_ratio
         if not self.is_tied:
             self.output = embedding(dataset.classes)
 
@@ -185,7 +190,13 @@ def _layer_norm(config: GptConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     )
 
 
+def _hidden_init(config: GptConfig) -> Initializer:
+    return nnx.initializers.normal(INIT_STD / config.width_ratio**0.5)
+
+
 def _residual_init(config: GptConfig) -> Initializer:
     """Smaller for the two layers per block that add to the residual, so that its variance does
-    not grow with depth (Radford et al. 2019, section 2.3)."""
-    return nnx.initializers.normal(INIT_STD / (2 * config.layers) ** 0.5)
+    not grow with depth (Radford et al. 2019, section 2.3); where they are scaled by depth, as small
+    as in the base."""
+    base_layers = config.layers / config.depth_ratio
+    return nnx.initializers.normal(INIT_STD / (2 * base_layers * config.width_ratio) ** 0.5)

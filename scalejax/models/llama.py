@@ -77,6 +77,7 @@ class Attention(nnx.Module):
         self.local_theta = block.local_rope_theta or config.rope_theta
         head_size = config.head_size
         self.rotated = round(head_size * block.rope_fraction)
+        self.query_scale = config.query_scale
         self.norms_every_head = block.qk_norm == "head"
         # One matrix, so that gradients of its operand are summed over tensor once. Heads that
         # read the same keys are a dimension, so that the tensor axis divides them and no more.
@@ -112,6 +113,8 @@ class Attention(nnx.Module):
             k_BSGK = self._normalised(self.k_norm, k_BSGK)
         theta = self.theta if self.window is None else self.local_theta
         q_BSHK, k_BSGK = (_rotated(heads, theta, self.rotated) for heads in (q_BSHK, k_BSGK))
+        if self.query_scale != 1:
+            q_BSHK = q_BSHK * self.query_scale
         mixed_BSHK = causal_attention(
             q_BSHK,
             k_BSGK,
@@ -336,6 +339,7 @@ class Block(PreNormBlock):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.added_scale = 1 / config.depth_ratio
         self.attention_norm = _norm(config, rngs)
         if config.mla is None:
             self.attention = Attention(config, rngs=rngs)
@@ -387,6 +391,7 @@ class Llama(CausalNetwork, names=("llama",)):
         self.remat: DecoderRemat = config.remat
         self.is_tied = config.tied_embeddings
         self.period = config.block.period
+        self.logit_scale = 1 / config.width_ratio
         self.embedding_scale = config.hidden**0.5 if config.scaled_embeddings else None
 
         def embedding() -> nnx.Embed:
@@ -518,7 +523,7 @@ def _layer(
         outputs,
         use_bias=use_bias,
         dtype=jnp.dtype(config.compute_dtype),
-        kernel_init=init or nnx.initializers.normal(INIT_STD),
+        kernel_init=init or nnx.initializers.normal(INIT_STD / config.width_ratio**0.5),
         rngs=rngs,
     )
 
@@ -540,4 +545,5 @@ def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> 
 
 def _residual(config: LlamaConfig) -> Initializer:
     """Initialiser as gpt's, smaller for the two layers per block that add to the residual."""
-    return nnx.initializers.normal(INIT_STD / (2 * config.layers) ** 0.5)
+    base_layers = config.layers / config.depth_ratio
+    return nnx.initializers.normal(INIT_STD / (2 * base_layers * config.width_ratio) ** 0.5)

@@ -16,6 +16,7 @@ import altair as alt
 from scalejax.core.units import GIB, counted
 from scalejax.planning.search import Candidate, pareto
 from scalejax.report.html.charts import DASHES, PALETTE, Row, Spec, colored, line_chart
+from scalejax.sweep.coordinates import LOGITS, CoordinateCheck
 from scalejax.sweep.intervals import t_interval
 from scalejax.sweep.plan import in_words, short_names
 from scalejax.sweep.results import Arm, RunRow, arms
@@ -322,6 +323,25 @@ def _said(found: Sequence[Arm], *more: str) -> alt.TitleParams:
     count = sum(len(arm.diverged) for arm in found)
     crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
     return alt.TitleParams([text for text in (*more, crosses) if text], fontWeight="normal")
+
+
+def coordinates(found: CoordinateCheck) -> Spec:
+    """Mean absolute change of activations over the steps of a coordinate check, over the size of
+    the network: a line for the embedding, the last block and the logits of each parametrization,
+    both axes logarithmic. A change that is 0 or not finite is left out."""
+    layers = list(dict.fromkeys(each.layer for each in found.coordinates))
+    shown = (layers[0], layers[-2], LOGITS)
+    rows: list[Row] = [
+        {"label": f"{each.parametrization}, {each.layer}", "x": each.size, "y": each.change}
+        for each in found.coordinates
+        if each.layer in shown and each.change
+    ]
+    scale = alt.Scale(type="log", base=2, nice=False, padding=20)
+    x = alt.X("x:Q", title=found.along, scale=scale, axis=alt.Axis(values=list(found.sizes)))
+    title = f"mean |change| in {counted(found.steps, 'step')}"
+    chart = line_chart(rows, x, title)
+    axis = alt.Axis(format="~g", labelOverlap="greedy")
+    return _picture(chart.encode(y=alt.Y("y:Q", title=title, scale=_LOGARITHMIC, axis=axis)))
 
 
 # For print.

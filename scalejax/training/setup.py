@@ -35,6 +35,7 @@ from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
 from scalejax.training.optimizers.matrices import HiddenMatrices
+from scalejax.training.optimizers.parametrization import Parametrization
 from scalejax.training.optimizers.transformations import with_clipping
 from scalejax.training.schedules import Schedule, learning_rate_schedule
 
@@ -75,7 +76,10 @@ def train_setup(
     network = network_class(run.config.model)
     hidden = HiddenMatrices(network.stacked, network.fused, network.output_layers(model))
     described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
-    optimizer = build_optimizer(described, schedule, hidden=hidden)
+    size = None
+    if isinstance(model, DecoderConfig) and model.parametrization is not None:
+        size = Parametrization(width=model.width_ratio, depth=model.depth_ratio)
+    optimizer = build_optimizer(described, schedule, hidden=hidden, parametrization=size)
     optimizer = with_clipping(run.config.clipping, optimizer, hidden.stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":

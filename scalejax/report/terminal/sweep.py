@@ -16,6 +16,7 @@ from scalejax.core.units import (
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.record import in_words as emulation_in_words
 from scalejax.report.terminal.tables import facts, figures
+from scalejax.sweep.coordinates import FLAT, LOGITS, CoordinateCheck
 from scalejax.sweep.intervals import Interval, t_interval
 from scalejax.sweep.optuna import Trial
 from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
@@ -240,3 +241,27 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
         table.add_row("test accuracy", format_fraction(record.tested.accuracy), "at the end")
     yield Text(emulation_in_words(found.config), style="bold")
     yield table
+
+
+def coordinates(found: CoordinateCheck) -> Iterator[RenderableType]:
+    """Table of how each layer of a decoder grows with its size, and the verdict by
+    parametrization."""
+    sizes = ", ".join(map(str, found.sizes))
+    what = "width" if found.along == "hidden" else "depth"
+    yield Text(
+        f"Exponent of the {what} ({found.along} = {sizes}) in mean absolute activations, "
+        f"{counted(found.steps, 'step')} at a rate of {found.learning_rate:g}."
+    )
+    table = figures("parametrization", "layer", "at start", "at end", "of change", "flat")
+    for each in found.slopes:
+        values = (each.start, each.end, each.change)
+        numbers = (UNKNOWN if value is None else f"{value:+.2f}" for value in values)
+        words = "yes" if each.is_flat else "no"
+        table.add_row(each.parametrization, each.layer, *numbers, words)
+    yield table
+    verdicts = [
+        f"{name}: {'flat' if is_flat else 'not flat'}." for name, is_flat in found.are_flat.items()
+    ]
+    yield Text(
+        "\n".join(verdicts) + f"\nFlat: all three within {FLAT:g} of 0, of {LOGITS} the change."
+    )

@@ -35,6 +35,7 @@ from scalejax.models.lora import ADAPTERS
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
 from scalejax.training.optimizers.own import own_optimizer
+from scalejax.training.optimizers.parametrization import Parametrization, parametrized
 from scalejax.training.optimizers.preconditioned import scale_by_shampoo, scale_by_soap
 from scalejax.training.optimizers.transformations import cautious, corrected_by_the_last
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
@@ -53,6 +54,7 @@ def build_optimizer(
     schedule: Schedule,
     *,
     hidden: HiddenMatrices,
+    parametrization: Parametrization | None = None,
 ) -> GradientTransformation:
     """The Optax transformation that `config` names; its updates are added to the parameters.
 
@@ -63,6 +65,8 @@ def build_optimizer(
         schedule: the learning rate by step.
         hidden: the hidden matrices of the network, which Muon, SOAP and Shampoo treat as such; and
             which parameters are stacked, of which in LARS and LAMB each layer has its own ratio.
+        parametrization: how rates of AdamW and Lion follow from the network's size; None if they
+            do not.
     """
     raise NotImplementedError(f"build_optimizer is not registered for {type(config).__name__}")
 
@@ -83,12 +87,17 @@ def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransfor
 
 @build_optimizer.register
 def _adamw(
-    config: AdamWConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
+    config: AdamWConfig,
+    schedule: Schedule,
+    *,
+    hidden: HiddenMatrices,
+    parametrization: Parametrization | None = None,
 ) -> GradientTransformation:
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype)
     adam = _with_second_moment_in(config.nu_dtype, adam)
+    adam = cautious(adam, hidden.stacked) if config.cautious else adam
     return optax.chain(
-        cautious(adam, hidden.stacked) if config.cautious else adam,
+        parametrized(parametrization, adam, hidden),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -121,11 +130,16 @@ def _custom(
 
 @build_optimizer.register
 def _lion(
-    config: LionConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
+    config: LionConfig,
+    schedule: Schedule,
+    *,
+    hidden: HiddenMatrices,
+    parametrization: Parametrization | None = None,
 ) -> GradientTransformation:
     lion = optax.scale_by_lion(config.beta1, config.beta2)
+    lion = cautious(lion, hidden.stacked) if config.cautious else lion
     return optax.chain(
-        cautious(lion, hidden.stacked) if config.cautious else lion,
+        parametrized(parametrization, lion, hidden),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -160,10 +174,7 @@ def _adafactor(config: AdafactorConfig, schedule: Schedule, **_: object) -> Grad
 
 @build_optimizer.register
 def _muon(
-    config: MuonConfig,
-    schedule: Schedule,
-    *,
-    hidden: HiddenMatrices,
+    config: MuonConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
 
     def numbers(axes: MatrixAxes | None, _: Any) -> Any:
@@ -190,20 +201,14 @@ def _muon(
 
 @build_optimizer.register
 def _soap(
-    config: SoapConfig,
-    schedule: Schedule,
-    *,
-    hidden: HiddenMatrices,
+    config: SoapConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     return _with_adamw(config, hidden, scale_by_soap(config, hidden), schedule)
 
 
 @build_optimizer.register
 def _shampoo(
-    config: ShampooConfig,
-    schedule: Schedule,
-    *,
-    hidden: HiddenMatrices,
+    config: ShampooConfig, schedule: Schedule, *, hidden: HiddenMatrices, **_: object
 ) -> GradientTransformation:
     return _with_adamw(config, hidden, scale_by_shampoo(config, hidden), schedule)
 

@@ -1,10 +1,10 @@
 """FLOP of matrix products and convolutions in HLO, in all forms that the compiler emits.
 
 Knows `dot`, `convolution` and the library calls that replace them on NVIDIA GPUs (cuBLAS,
-cuDNN), and the convolutions as which a TPU's compiler writes matrix products. A multiplication
-and the addition of its result are two operations. Products with the padding of a convolution
-are counted, as is usual (ResNet-50 at 224 x 224: 4.1 G multiply-adds); products with the zeros
-that a dilation inserts are not, since no library computes them.
+cuDNN), QR factorisations, and the convolutions as which a TPU's compiler writes matrix products.
+A multiplication and the addition of its result are two operations. Products with the padding of a
+convolution are counted, as is usual (ResNet-50 at 224 x 224: 4.1 G multiply-adds); products with
+the zeros that a dilation inserts are not, since no library computes them.
 """
 
 import json
@@ -18,6 +18,8 @@ from typing import Literal
 from scalejax.simulator.program import ConvolutionPass
 from scalejax.xla.hlo import Array, Instruction, Shape, arrays
 
+_SOLVERS = ("cusolver_", "cublas_", "hipsolver_", "lapack_")
+"""Prefixes of the call targets of JAX's linear algebra."""
 FUSED_ATTENTION = "__cudnn$fmha"
 """Prefix of the call targets of cuDNN's fused attention, forward and backward."""
 
@@ -76,6 +78,8 @@ def _count_flop(instruction: Instruction, operands: Sequence[Shape]) -> FlopCoun
             return _library_convolution(instruction, operands, target)
         if target.startswith(FUSED_ATTENTION):
             return _fused_attention(instruction, operands, target)
+        if target.startswith(_SOLVERS) and ("geqrf" in target or "orgqr" in target):
+            return _orthogonal_factor(operands)
     return None
 
 
@@ -285,6 +289,24 @@ def _library_convolution(
         convolution_pass=kind,
         convolution_groups=_groups(instruction, "feature"),
     )
+
+
+def _orthogonal_factor(operands: Sequence[Shape]) -> FlopCount:
+    """FLOP count of a QR factorisation (geqrf), or of Q made of its reflectors (orgqr): of m rows
+    and n <= m columns 2 m n^2 - 2 n^3 / 3 each, and of fewer rows than columns likewise.
+
+    Costed as a product of unknown shape in full float32. Left out: half of the work is products of
+    a matrix and a vector in panels, one column after the other, so that small factors take longer
+    (by how much was not measured).
+
+    Source: Golub & Van Loan 2013, "Matrix Computations", 4th edition, section 5.2.2.
+    """
+    array = _only_array(operands[0])
+    *batch, rows, columns = array.dims
+    longer, shorter = max(rows, columns), min(rows, columns)
+    flop = math.prod(batch) * (6 * longer * shorter**2 - 2 * shorter**3) // 3
+    dtype = "f32_highest" if array.dtype == "f32" else array.dtype
+    return FlopCount(kind="matmul", dtype=dtype, flop=flop, shape=())
 
 
 def _fused_attention(

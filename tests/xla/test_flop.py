@@ -53,6 +53,33 @@ def test_a_cublas_call_says_its_dimensions_in_its_settings():
     assert (found.kind, found.dtype, found.flop) == ("matmul", "f32", 2 * 256 * 1000 * 32)
 
 
+@pytest.mark.parametrize(
+    ("target", "flop"),
+    [("cusolver_geqrf_ffi", 3 * 4 * 512**3 // 3), ("lapack_sorgqr_ffi", 3 * 4 * 512**3 // 3)],
+)
+def test_a_qr_factorisation_is_four_thirds_of_a_cube(target, flop):
+    """Three square matrices of side 512: 4/3 n^3 each for the reflectors, and again for Q. In full
+    float32, which the solvers keep."""
+    found = counted(
+        "  %custom-call.2 = (f32[3,512,512]{1,2,0}, f32[3,512]{1,0}) custom-call(%a), "
+        f'custom_call_target="{target}", api_version=API_VERSION_TYPED_FFI',
+        "a: f32[3,512,512]{1,2,0}",
+    )
+
+    assert (found.kind, found.dtype, found.flop) == ("matmul", "f32_highest", flop)
+
+
+def test_a_tall_qr_factorisation():
+    """LAPACK's count for 300 rows and 200 columns: 2 m n^2 - 2 n^3 / 3 = 18,666,667."""
+    found = counted(
+        "  %custom-call.2 = (f32[300,200]{0,1}, f32[200]{0}) custom-call(%a), "
+        'custom_call_target="cusolver_geqrf_ffi"',
+        "a: f32[300,200]{0,1}",
+    )
+
+    assert found.flop == pytest.approx(18_666_667, abs=1)
+
+
 FORWARD_FLOP = 2 * 32 * 28 * 28 * 9 * 64 * 128
 """A 3x3 convolution of stride 2, 64 to 128 channels, 32 samples of 56 x 56."""
 WINDOW = "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"

@@ -145,7 +145,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         words="of_mixed_images",
     ),
     Mutation(
-        path="scalejax/training/gradients.py",
+        path="scalejax/training/losses.py",
         old="smoothed = (1 - smoothing) * of_target + smoothing * of_all",
         new="smoothed = of_target + smoothing * of_all",
         mistake="label smoothing leaves the whole weight on the target",

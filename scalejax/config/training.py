@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from scalejax.config.optimizer import OptionValue
 from scalejax.config.parallelism import MODEL_AXES, ContextStrategy
 from scalejax.config.pipeline_schedule import PipelineSchedule
 from scalejax.core.errors import (
@@ -16,6 +17,8 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_at_most,
+    require_import_path,
+    unknown_name,
 )
 from scalejax.core.filesystem import is_url
 from scalejax.core.serialization import Family
@@ -208,10 +211,25 @@ class LayoutConfig:
         return self.tensor > 1 and self.expert_tensor == 1
 
 
+_CROSS_ENTROPY = "cross_entropy"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The training loss, a cross-entropy; evaluation has no label smoothing."""
+    """The training loss, a cross-entropy or a function of your own; evaluation is always by the
+    cross-entropy of the targets alone."""
 
+    kind: str = "cross_entropy"
+    """"cross_entropy", or the import path "module:function" of a loss of your own. It is called as
+    function(logits, targets, **options) with logits float32 [..., classes] and targets int32 [...],
+    and gives the loss of each target, floating-point numbers [...], of which the mean is taken over
+    what counts; targets that do not count, of packed documents, are -100. It is traced into the
+    step, sharded and costed as the rest is: JAX operations alone, and where classes are split over
+    tensor in `layout.mode = "shard_map"` a sum over one-hot classes in place of a gather, which
+    XLA's partitioner does not survive. The module is imported, which runs its code: name one that
+    you trust."""
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """Keyword arguments of a loss of your own."""
     label_smoothing: float = 0.0
     """Share of a target that is spread evenly over all classes (Szegedy et al. 2015, section 7,
     arXiv 1512.00567); of the targets of multi-token prediction too."""
@@ -221,10 +239,33 @@ class LossConfig:
     training alone, of the targets of multi-token prediction too."""
 
     def __post_init__(self) -> None:
+        if self.is_own:
+            if ":" not in self.kind:
+                names = [_CROSS_ENTROPY, "module:function"]
+                raise ConfigError(unknown_name("loss.kind", self.kind, names))
+            require_import_path("loss.kind", self.kind, "optax:sigmoid_focal_loss")
+        for name, is_of_own in (("label_smoothing", False), ("z_loss", False), ("options", True)):
+            if (value := getattr(self, name)) and is_of_own != self.is_own:
+                accepted = (
+                    "it is of a loss of your own: say which by loss.kind"
+                    if is_of_own
+                    else f"it is of the cross-entropy, not of loss.kind={self.kind!r}"
+                )
+                raise ConfigError(refusal(f"loss.{name}", value, f"{accepted}; leave it out"))
         require_at_least("loss.z_loss", self.z_loss, 0)
         if not 0 <= self.label_smoothing < 1:
             accepted = "it must be from 0 to below 1"
             raise ConfigError(refusal("loss.label_smoothing", self.label_smoothing, accepted))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of the user's own."""
+        return self.kind != _CROSS_ENTROPY
+
+    @property
+    def own_module(self) -> str | None:
+        """The module of a user's own that `kind` names; None of the cross-entropy."""
+        return self.kind.split(":")[0] if self.is_own else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

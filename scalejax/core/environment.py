@@ -8,6 +8,7 @@ is imported only to reconfigure it where it has been imported already.
 import contextlib
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -16,8 +17,15 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
-from scalejax.core.errors import ConfigError, in_one_line, refusal, require_at_least
+from scalejax.core.errors import (
+    ConfigError,
+    in_one_line,
+    refusal,
+    require_at_least,
+    unknown_name,
+)
 from scalejax.core.units import counted
 
 GPU_FLAGS = (
@@ -262,3 +270,27 @@ def own_module(field: str, path: str) -> ModuleType:
         said = in_one_line(error)
         accepted = f"{name!r}, installed or in {os.getcwd()}, must import, but {said}"
         raise ConfigError(refusal(field, path, accepted)) from error
+
+
+def own_function(field: str, path: str, takes: str) -> Callable[..., Any]:
+    """The function of an import path "module:function" that `field` gives.
+
+    Args:
+        field: the field.
+        path: the import path.
+        takes: what the function takes, in words.
+
+    Raises:
+        ConfigError: if there is no such module or function, or its code fails.
+    """
+    module = own_module(field, path)
+    module_name, _, name = path.partition(":")
+    function = getattr(module, name, None)
+    if function is None:
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ConfigError(
+            unknown_name(field, path, [f"{module_name}:{each}" for each in functions])
+        )
+    if not callable(function):
+        raise ConfigError(refusal(field, path, f"{name} must be a function of {takes}"))
+    return function

@@ -37,13 +37,13 @@ from scalejax.models.packing import documents_of, packed
 from scalejax.models.pipeline import dealt_to_stages, of_dealt_layers
 from scalejax.models.sharding import (
     in_token_order,
-    is_partly_manual,
     of_all_tokens,
     of_own_tokens,
     sample_tokens,
     summed_over_tokens,
 )
 from scalejax.training.gradient_sync.device_rows import DeviceRows, PyTree
+from scalejax.training.losses import losses_of
 from scalejax.training.optimizers.fine_tuning import trainable, updated
 from scalejax.training.passes import Parameters
 from scalejax.training.pipeline import Network, scheduled_gradients
@@ -113,7 +113,7 @@ def _metrics_of_two(
     targets, (logits, second) = batch["targets"], both
     tokens = sample_tokens(targets.shape[1])
     later = of_own_tokens(jnp.roll(of_all_tokens(targets), -1, axis=1), axis=1)
-    losses = _cross_entropy(second, later, setup.run.config.loss)
+    losses = losses_of(second, later, setup.run.config.loss)
     is_counted = of_own_tokens(jnp.arange(tokens) < tokens - 1, axis=0)
     mean_count = max(tokens - 1, 1) / (tokens // targets.shape[1])  # of the shards of a sample
     seconds = jnp.where(is_counted[None], losses, 0).sum(axis=1) / mean_count
@@ -142,7 +142,7 @@ def loss_and_accuracy(
 
     def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
-        return _cross_entropy(logits, targets, how), hits
+        return losses_of(logits, targets, how), hits
 
     targets = batch["targets"]
     if targets.ndim > 1:
@@ -172,28 +172,6 @@ def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
     """mix x own + (1 - mix) x others, row by row, for `mix` of shape [rows]."""
     share = mix.reshape(-1, *[1] * (own.ndim - 1))
     return share * own + (1 - share) * others
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array, how: LossConfig) -> jax.Array:
-    """Softmax cross-entropy with label smoothing and z-loss, float32 of the shape of `targets`.
-
-    Where the data axis is manual (`shard_map`), the logit of the target is picked by a sum over
-    all: a gather along sharded classes makes XLA's partitioner abort
-    (spmd_partitioner_util.cc:497, jax 0.10.2).
-    """
-    if not is_partly_manual():
-        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    else:
-        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
-    smoothing = how.label_smoothing
-    if smoothing == 0 and how.z_loss == 0:
-        return of_target
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    of_all = log_sum - logits.mean(axis=-1)
-    smoothed = (1 - smoothing) * of_target + smoothing * of_all
-    return smoothed + how.z_loss * log_sum**2 if how.z_loss else smoothed
 
 
 def mean_loss(

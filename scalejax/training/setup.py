@@ -31,6 +31,7 @@ from scalejax.models import (
 from scalejax.models.attention_blocks import has_fused_blocks
 from scalejax.models.fsdp import in_float8
 from scalejax.models.lora import add_adapters
+from scalejax.training.losses import require_loss
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.training.optimizers.loss_scale import with_loss_scale
@@ -60,9 +61,11 @@ def train_setup(
     `schedule`, if given, replaces the learning rate of the config.
 
     Raises:
-        ConfigError: if fused attention is required, and neither devices nor JAX have it.
+        ConfigError: if fused attention is required, and neither devices nor JAX have it; if a loss
+            or an optimizer of the user's own is none.
     """
     _require_trained(run.config)
+    require_loss(run.config.loss, run.dataset)
     device = None if mesh is None else mesh.devices.flat[0]
     if device is not None and lacks_fused_blocks(run):
         # Other reasons are refused with the layout: this one is no matter of the run.

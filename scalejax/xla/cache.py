@@ -171,10 +171,10 @@ def _own_members(job: RunJob) -> dict[str, str]:
 
 
 def _own_modules(job: RunJob) -> dict[str, str]:
-    """The files of a user's own network and optimizer, and their digests; the same import path may
-    mean another file in another folder. Empty for those that come with scalejax."""
+    """The files of a user's own network, optimizer and loss, and their digests; the same import
+    path may mean another file in another folder. Empty for those that come with scalejax."""
     config = job.run.config
-    modules = (config.model.own_module, config.optimizer.own_module)
+    modules = (each.own_module for each in (config.model, config.optimizer, config.loss))
     return {key: value for each in modules if each for key, value in _own_file(each).items()}
 
 

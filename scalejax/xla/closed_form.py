@@ -86,6 +86,9 @@ def shape_of(
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
     if config.dropout is not None:
         raise ConfigError("[dropout] is refused: the closed form has no masks; use predict.")
+    if config.loss.is_own:
+        accepted = "the closed form knows the cross-entropy; use scalejax predict"
+        raise ConfigError(refusal("loss.kind", config.loss.kind, accepted))
     if not config.optimizer.is_in_closed_form:
         accepted = "the closed form counts moments and no matrices of an optimizer; use predict"
         raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from scalejax.config.optimizer import CustomOptimizerConfig
-from scalejax.core.environment import own_module
-from scalejax.core.errors import ConfigError, in_one_line, refusal, unknown_name
+from scalejax.core.environment import own_function
+from scalejax.core.errors import ConfigError, in_one_line, refusal
 from scalejax.training.schedules import Schedule
 
 
@@ -27,16 +27,7 @@ def own_optimizer(
             options, or gives no transformation; `init` of the transformation, if one of its
             functions fails.
     """
-    module_name, function_name = config.path.split(":")
-    module = own_module("optimizer.path", config.path)
-    function = getattr(module, function_name, None)
-    if function is None:
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        there = [f"{module_name}:{name}" for name in functions]
-        raise ConfigError(unknown_name("optimizer.path", config.path, there))
-    if not callable(function):
-        accepted = f"{function_name} must be a function of the learning rate"
-        raise ConfigError(refusal("optimizer.path", config.path, accepted))
+    function = own_function("optimizer.path", config.path, "the learning rate")
     called = f"{config.path} is called as function(learning_rate, **options), but"
     try:
         inspect.signature(function).bind(schedule, **config.options)

@@ -18,6 +18,7 @@ from scalejax.cli.data import DataConvert, DataInspect
 from scalejax.cli.doctor import Doctor
 from scalejax.cli.emulate import Emulate
 from scalejax.cli.launch import LaunchRun
+from scalejax.cli.page import Explore
 from scalejax.cli.plan import PlanRun
 from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.cli.search import Search
@@ -65,6 +66,7 @@ COMMANDS: dict[str, type[Command]] = {
     "search": Search,
     "cost": Cost,
     "plan": PlanRun,
+    "page": Explore,
     "report": Report,
     "config show": ConfigShow,
     "config fields": ConfigFields,

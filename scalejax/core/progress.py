@@ -175,6 +175,29 @@ def planning() -> AbstractContextManager[OnProgress]:
     )
 
 
+def costing_cases(cases: int) -> AbstractContextManager[OnProgress]:
+    """A display of the cases (a cluster, a number of devices and a batch) that are costed."""
+    last = time.monotonic()
+
+    def say(progress: Progress) -> str | None:
+        nonlocal last
+        now = time.monotonic()
+        if not progress.done:
+            return f"costing {cases} cases of clusters, devices and batches ..."
+        if progress.done < progress.total and now < last + _SECONDS_BETWEEN_LINES:
+            return None
+        last = now
+        return f"costed {progress.done:.0f} of {progress.total:.0f} cases"
+
+    return _display(
+        "costing",
+        (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        say,
+        lambda each: {"completed": each.done, "total": each.total},
+        total=cases,
+    )
+
+
 def measuring(stages: int) -> AbstractContextManager[OnProgress]:
     """A display of the current one of the `stages` of a measurement, each of which is a part."""
     names: set[str] = set()

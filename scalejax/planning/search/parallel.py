@@ -121,10 +121,14 @@ class _SpecCosts:
         found: list[Candidate] = []
         with collecting_seldom():
             for group in groups:
-                memory_of, fits = _fitting(self._question, group)
-                if fits:
-                    found += self._costs.candidates(fits, memory_of)
+                found += fitting_candidates(self._costs, self._question, group)
         return found
+
+
+def fitting_candidates(costs: StrategyCosts, spec: SearchSpec, group: Group) -> list[Candidate]:
+    """The strategies of a group that fit, costed."""
+    memory_of, fits = _fitting(spec, group)
+    return costs.candidates(fits, memory_of) if fits else []
 
 
 def _fitting(

@@ -410,16 +410,15 @@ def _ranked(
         )
 
 
-def prediction_of(
+def program_of(
     config: RunConfig,
     facts: DatasetFacts | None,
     cluster: Cluster,
-    site: Site,
     strategy: Strategy,
     framework: Framework = XLA,
-) -> tuple[Prediction, str | None]:
-    """Prediction of a strategy's whole program in closed form, and why it is not its framework's
-    own, if it is not."""
+) -> tuple[Program, str | None]:
+    """A strategy's whole program in closed form, and why it is not its framework's own, if it is
+    not."""
     shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     shapes = (
         replace(shape, vocabulary=shape.vocabulary * times)
@@ -440,6 +439,20 @@ def prediction_of(
             program = framework.applied(program, run_of(config, strategy, facts), larger)
     except ConfigError as error:  # scalejax trains no such run
         note = f"as XLA runs it: {' '.join(str(error).split())}"
+    return program, note
+
+
+def prediction_of(
+    config: RunConfig,
+    facts: DatasetFacts | None,
+    cluster: Cluster,
+    site: Site,
+    strategy: Strategy,
+    framework: Framework = XLA,
+) -> tuple[Prediction, str | None]:
+    """Prediction of a strategy's whole program in closed form, and why it is not its framework's
+    own, if it is not."""
+    program, note = program_of(config, facts, cluster, strategy, framework)
     return predict(program, cluster, site=site), note
 
 

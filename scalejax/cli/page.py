@@ -1,0 +1,194 @@
+"""The command `page`: one HTML file with which a decoder's time, cost and memory can be played.
+
+Imported without JAX, which its calculation never needs.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.plan import for_each, parse_range
+from scalejax.cli.predict import cluster_list, take_conditions
+from scalejax.config.model import LlamaConfig
+from scalejax.config.presets import PRESETS
+from scalejax.config.run import RunConfig, given_name, load_config, with_fields
+from scalejax.core import progress, serialization
+from scalejax.core.environment import machine_cores
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.units import parse_count
+from scalejax.data.facts import fitting_facts
+from scalejax.hardware import Cluster
+from scalejax.simulator.frameworks import framework_named
+
+_MOST_BYTES = 3_000_000
+_TOKENS_FOR_A_PARAMETER = 20
+"""Hoffmann et al. 2022, arXiv 2203.15556, table 3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explore(OverridingCommand):
+    """Write a page to play with: days, dollars and memory.
+
+    Of RUN.toml, or of a published decoder by name (llama3-8b): sliders and menus for devices,
+    batch, tokens, layout, precision, network and framework, on one HTML file that needs no network
+    and holds its setting in its address. It takes about a minute; nothing is compiled. A flag with
+    a dot replaces a field of the file, a condition of the clusters or a part of their hardware.
+    """
+
+    run: Annotated[Positional[str], flag("MODEL or RUN.toml")]
+    """A published decoder by name, or the config of a run of gpt or llama."""
+    cluster: Annotated[str, flag("A,B,...")]
+    """Clusters to compare: names in the catalogue, or TOML files of your own."""
+    output: Annotated[Path, flag("PAGE.html")]
+    """The file."""
+    devices: Annotated[str, flag("N..M")] = "64..2048"
+    """Numbers of devices: 64..2048 for every doubling, or 64,256,1000."""
+    batches: Annotated[str | None, flag("B,B,...")] = None
+    """Samples per update. By default that of the run or of the publication (a note says where
+    it is assumed), half of it and twice."""
+    tokens: Annotated[str | None, flag("TOKENS")] = None
+    """Tokens to begin with, such as 300B or 15T. By default the epochs of the run, or those of the
+    publication, or 20 for each parameter."""
+    precisions: Annotated[str | None, flag("TYPE,...")] = None
+    """Types of products. By default that of the run, and float8 where a chip has it."""
+    networks: Annotated[str, flag("X,X,...")] = "0.5,1,2"
+    """Rates of the network between nodes, over the cluster's own."""
+    frameworks: Annotated[str | None, flag("NAME,...")] = None
+    """Frameworks that train it (see scalejax hardware). By default xla, and Megatron-Core on GPUs
+    or MaxText elsewhere."""
+    layouts: Annotated[int, flag("K")] = 6
+    """Most layouts of a setting."""
+    price: Annotated[str | None, flag("P,P,...")] = None
+    """Own prices of a device-hour, one for each cluster. By default the list prices."""
+    grid_intensity: Annotated[float | None, flag("GRAMS")] = None
+    """Grams of CO2 for a kWh of electricity."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Predict every setting, and write the page."""
+        from scalejax.planning.bill import rates_of
+        from scalejax.planning.settings_grid import Axes, Place, settings_grid
+        from scalejax.report.html.explorer import Subject, title_of, write_explorer
+
+        serialization.require_writable("output", self.output)
+        places, rest = [], overrides
+        for each in cluster_list(self.cluster):
+            cluster, site, rest = take_conditions(each, overrides)
+            places.append(Place(cluster=cluster, site=site))
+        clusters = [place.cluster for place in places]
+        prices = for_each("price", self.price, len(clusters))
+        rates = tuple(
+            rates_of(each, price_per_device_hour=price, grid_grams_per_kwh=self.grid_intensity)
+            for each, price in zip(clusters, prices, strict=True)
+        )
+        config, name = self._config(rest)
+        tokens, source = self._tokens(config, name)
+        axes = Axes(
+            places=tuple(places),
+            device_counts=tuple(parse_range("devices", self.devices)),
+            global_batches=self._batches(config),
+            compute_dtypes=self._precisions(config, clusters),
+            network_multiples=tuple(sorted(_numbers("networks", self.networks))),
+            frameworks=self._frameworks(clusters),
+        )
+        with progress.costing_cases(len(axes.cases)) as on_progress:
+            grid = settings_grid(
+                config,
+                axes,
+                layouts=self.layouts,
+                processes=machine_cores(),
+                on_progress=on_progress,
+            )
+        subject = Subject(
+            title=title_of(name),
+            run=self.run if Path(self.run).exists() else "RUN.toml",
+            tokens=tokens,
+            tokens_source=source,
+            rates=rates,
+            start=grid.start(config.batch.global_batch),
+        )
+        size = write_explorer(grid, subject, self.output)
+        print(f"wrote {self.output}, {size / 1e6:.1f} MB, which any browser opens without network")
+        if size > _MOST_BYTES:
+            print(
+                "Fewer --devices, --batches, --networks, --frameworks or --layouts make it small."
+            )
+
+    def _config(self, overrides: Overrides) -> tuple[RunConfig, str]:
+        """The run, with what the page varies replaced, and the name of its network."""
+        from scalejax.planning.run_cost import published_decoder
+        from scalejax.planning.search.run import SEARCHED_FIELDS
+
+        for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
+            accepted = "the page tries every value; leave it out"
+            raise ConfigError(refusal(field, overrides[field], accepted))
+        path = Path(self.run)
+        if path.exists() or path.suffix == ".toml":
+            config = load_config(path, {**overrides, **SEARCHED_FIELDS})
+            return config, given_name(path, overrides) or config.model.name
+        fields = {**SEARCHED_FIELDS, **overrides}
+        if self.batches is not None and "batch.global_batch" not in fields:
+            given = parse_range("batches", self.batches)
+            fields["batch.global_batch"] = given[len(given) // 2]
+        config, notes = published_decoder(self.run, fields)
+        for note in notes:
+            print(f"note: {note}.", file=sys.stderr)
+        return config, self.run
+
+    def _batches(self, config: RunConfig) -> tuple[int, ...]:
+        if self.batches is not None:
+            return tuple(parse_range("batches", self.batches))
+        batch = config.batch.global_batch
+        if batch is None:
+            accepted = "samples per update are needed, as the run gives none of all devices"
+            raise ConfigError(refusal("batches", None, accepted))
+        return tuple(sorted({max(1, batch // 2), batch, 2 * batch}))
+
+    def _precisions(self, config: RunConfig, clusters: Sequence[Cluster]) -> tuple[str, ...]:
+        own = str(config.model.compute_dtype)
+        if self.precisions is None:
+            has_float8 = any("fp8" in each.chip.peak_flop_per_second for each in clusters)
+            found = (
+                (own, "float8") if has_float8 and isinstance(config.model, LlamaConfig) else (own,)
+            )
+        else:
+            found = tuple(each.strip() for each in self.precisions.split(","))
+        for each in found:
+            with_fields(config, {"model.compute_dtype": each})
+        return tuple(dict.fromkeys(found))
+
+    def _frameworks(self, clusters: Sequence[Cluster]) -> tuple[str, ...]:
+        are_gpus = all(each.chip.tpu is None for each in clusters)
+        usual = "xla,megatron-core-2026" if are_gpus else "xla,maxtext-2025"
+        names = (self.frameworks or usual).split(",")
+        return tuple(dict.fromkeys(framework_named(each.strip()).name for each in names))
+
+    def _tokens(self, config: RunConfig, name: str) -> tuple[float, str]:
+        """Tokens that the page begins with, and where their number comes from."""
+        if self.tokens is not None:
+            return parse_count("tokens", self.tokens), "as given to the command"
+        if (preset := PRESETS.get(name)) is not None and not Path(self.run).exists():
+            if preset.pretraining is not None and preset.pretraining.total_tokens is not None:
+                return float(preset.pretraining.total_tokens), preset.pretraining.source
+            tokens = float(_TOKENS_FOR_A_PARAMETER * preset.parameters)
+            source = f"{_TOKENS_FOR_A_PARAMETER} for each of {preset.parameters:,} parameters"
+            return tokens, f"{source}, as Hoffmann et al. 2022, arXiv 2203.15556, found best"
+        facts = fitting_facts(config, None)
+        tokens = float(config.train.epochs * facts.train_examples * facts.input_shape[0])
+        return tokens, f"{config.train.epochs} epochs of {facts.train_examples:,} samples"
+
+
+def _numbers(field: str, text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError as error:
+        accepted = "it must be numbers with commas between, such as 0.5,1,2"
+        raise ConfigError(refusal(field, text, accepted)) from error
+    if not all(0 < each < math.inf for each in found):
+        raise ConfigError(refusal(field, text, "each must be above 0, and finite"))
+    return found

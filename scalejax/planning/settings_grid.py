@@ -1,0 +1,435 @@
+"""Predictions of one decoder at every setting of a grid, for a page that has no simulator.
+
+Clusters, devices, batches, compute types, rates of the network and frameworks, each with its best
+layouts. Every entry is what `predict` says of that layout's program in closed form; nothing is
+compiled and nothing interpolated. Layouts are looked for in two rounds, over some hundreds of the
+tens of thousands that `search` goes through: first data or fsdp over all devices with each size of
+the other axes, then all of the best sizes. Knows no page and no file.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.parallelism import Layout
+from scalejax.config.run import RunConfig, with_fields
+from scalejax.core.errors import (
+    ConfigError,
+    DoesNotFit,
+    ScalejaxError,
+    refusal,
+    require_above,
+    require_at_least,
+)
+from scalejax.core.progress import OnProgress, Progress, no_display
+from scalejax.core.workers import Pool, Worker
+from scalejax.data.facts import fitting_facts
+from scalejax.hardware import Cluster, Site
+from scalejax.planning.search import Candidate, deduplicated, pareto
+from scalejax.planning.search.costs import StrategyCosts, workspace_bytes
+from scalejax.planning.search.parallel import (
+    SearchSpec,
+    collecting_seldom,
+    fitting_candidates,
+)
+from scalejax.planning.search.run import in_words, program_of
+from scalejax.planning.search.space import Group, groups
+from scalejax.simulator.frameworks import framework_named
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
+from scalejax.simulator.transformer import Strategy, TransformerShape, memory_use
+from scalejax.xla.closed_form import installed_compiler, shape_of
+
+_FAMILIES = 2
+"""Sizes of the axes but data and fsdp that the second round goes through."""
+_MICROBATCHES = 1, 4
+"""Samples of a device at once in the first round."""
+_MOST_TENSOR, _MOST_PIPELINE, _LEAST_TOKENS = 16, 32, 1024
+"""Bounds of both rounds: devices along tensor (and those of a node) and pipeline, and tokens of a
+sample that a device has at least where context is split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A cluster of the grid."""
+
+    cluster: Cluster
+    """The hardware."""
+    site: Site
+    """Conditions and input of its hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """What the settings of a grid are made of: one of each."""
+
+    places: tuple[Place, ...]
+    """Clusters, by different names."""
+    device_counts: tuple[int, ...]
+    """Numbers of devices, rising."""
+    global_batches: tuple[int, ...]
+    """Samples per update, rising."""
+    compute_dtypes: tuple[str, ...]
+    """Values of `model.compute_dtype`; layouts are looked for in the first."""
+    network_multiples: tuple[float, ...]
+    """Rates of the network between nodes over those of the cluster; layouts are looked for at 1."""
+    frameworks: tuple[str, ...]
+    """Full names of frameworks that train it; layouts are looked for as XLA runs them."""
+
+    def __post_init__(self) -> None:
+        for name in ("device_counts", "global_batches"):
+            for value in getattr(self, name):
+                require_at_least(name, value, 1)
+        for multiple in self.network_multiples:
+            require_above("network", multiple, 0)
+        for name in self.__slots__:
+            if not getattr(self, name):
+                raise ConfigError(refusal(name, [], "one at least is needed"))
+        names = [place.cluster.name for place in self.places]
+        if len(set(names)) < len(names):
+            raise ConfigError(refusal("cluster", names, "each must have a name of its own"))
+
+    @property
+    def cases(self) -> list[tuple[int, int, int]]:
+        """Index of the cluster, devices and batch of each case, the largest first."""
+        return [
+            (index, count, batch)
+            for count in reversed(self.device_counts)
+            for index in range(len(self.places))
+            for batch in reversed(self.global_batches)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting of a grid."""
+
+    cluster: str
+    """Name of the cluster."""
+    device_count: int
+    """Devices."""
+    global_batch: int
+    """Samples per update."""
+    compute_dtype: str
+    """`model.compute_dtype`."""
+    network_multiple: float
+    """Rate of the network between nodes over that of the cluster."""
+    framework: str
+    """Name of the framework."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEntry:
+    """A layout at one setting."""
+
+    strategy: Strategy
+    """Parallelism, microbatches and recompute."""
+    prediction: Prediction
+    """What `predict` says of its program."""
+    state_bytes: int
+    """Of the peak memory: parameters, state of the optimizer and batch."""
+    working_bytes: int
+    """Of the peak memory: activations, gradients and workspace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsGrid:
+    """Predictions of a run at every setting."""
+
+    axes: Axes
+    """What the settings are made of."""
+    tokens_per_sample: int
+    """Tokens of a sample."""
+    entries: dict[Setting, tuple[LayoutEntry, ...]]
+    """Layouts of each setting, the fastest that fits first, and those that do not fit last."""
+    refused: dict[Setting, str]
+    """Why a setting has none."""
+    considered: int
+    """Layouts that were costed to choose from."""
+
+    def start(self, global_batch: int | None) -> Setting:
+        """The setting to begin with: the first of each axis, with that batch and the cluster's own
+        network where there are such, on devices in the middle of those on which it fits."""
+        axes = self.axes
+        first = axes.compute_dtypes[0], axes.frameworks[0], axes.places[0].cluster.name
+
+        def distance(each: Setting) -> tuple[int, ...]:
+            own = each.compute_dtype, each.framework, each.cluster
+            place = axes.device_counts.index(each.device_count)
+            return (
+                sum(one != other for one, other in zip(own, first, strict=True)),
+                each.network_multiple != 1,
+                each.global_batch != global_batch,
+                not self.entries[each][0].prediction.fits,
+                abs(place - len(axes.device_counts) // 2),
+            )
+
+        return min(self.entries, key=distance)
+
+
+def settings_grid(
+    config: RunConfig,
+    axes: Axes,
+    *,
+    facts: DatasetFacts | None = None,
+    layouts: int = 6,
+    processes: int = 1,
+    on_progress: OnProgress = no_display,
+) -> SettingsGrid:
+    """The predictions of `config` at every setting of `axes`.
+
+    Args:
+        config: network, data and optimizer; its layout, batch and remat are replaced.
+        axes: clusters, devices and other values.
+        facts: counts and shapes of its data; if None, they are read.
+        layouts: most layouts of a setting.
+        processes: most processes.
+        on_progress: called now and then with the cases (cluster, devices and batch) that are done.
+
+    Raises:
+        ConfigError: if the network is not known in closed form.
+        DoesNotFit: if no setting has a layout.
+        ScalejaxError: if the system ends a process.
+    """
+    require_at_least("layouts", layouts, 1)
+    require_at_least("processes", processes, 1)
+    tokens = fitting_facts(config, facts).input_shape[0]
+    shape_of(config, axes.places[0].cluster.chip, facts)  # refuses what it does not know
+    cases = axes.cases
+    costs = _CaseCosts(config, axes, facts, layouts)
+    found: dict[int, _CaseAnswer] = {}
+    on_progress(Progress(done=0, total=len(cases)))
+    with Pool(lambda number: Worker(costs), min(processes, len(cases))) as pool:
+        for index, kind, value in pool.work(cases):
+            if kind == "failed" and value.return_code is not None:
+                raise ScalejaxError(f"A process of the page ended: {value.reason}.") from value
+            if kind != "answer":
+                raise value
+            found[index] = value
+            on_progress(Progress(done=len(found), total=len(cases)))
+    grid = SettingsGrid(
+        axes=axes,
+        tokens_per_sample=tokens,
+        entries={key: each for i in sorted(found) for key, each in found[i].entries.items()},
+        refused={key: why for i in sorted(found) for key, why in found[i].refused.items()},
+        considered=sum(each.considered for each in found.values()),
+    )
+    if not grid.entries:
+        reasons = "; ".join(dict.fromkeys(grid.refused.values()))
+        raise DoesNotFit(f"no setting of the page has a layout: {reasons}.")
+    return grid
+
+
+@dataclass(frozen=True, slots=True)
+class _CaseAnswer:
+    """Settings of one cluster, number of devices and batch."""
+
+    entries: dict[Setting, tuple[LayoutEntry, ...]]
+    refused: dict[Setting, str]
+    considered: int
+
+
+class _CaseCosts:
+    """Answers of cases, in one process; costs of operations are kept between them."""
+
+    def __init__(
+        self, config: RunConfig, axes: Axes, facts: DatasetFacts | None, layouts: int
+    ) -> None:
+        self._config, self._axes, self._facts, self._layouts = config, axes, facts, layouts
+        self._costs: dict[int, tuple[TransformerShape, StrategyCosts]] = {}
+
+    def __call__(self, case: tuple[int, int, int]) -> _CaseAnswer:
+        index, count, batch = case
+        place = self._axes.places[index]
+        settings = [
+            Setting(
+                cluster=place.cluster.name,
+                device_count=count,
+                global_batch=batch,
+                compute_dtype=dtype,
+                network_multiple=multiple,
+                framework=framework,
+            )
+            for dtype in self._axes.compute_dtypes
+            for framework in self._axes.frameworks
+            for multiple in self._axes.network_multiples
+        ]
+        try:
+            place.cluster.require_devices(count)
+            strategies, considered = self._chosen(index, count, batch)
+        except (ConfigError, DoesNotFit) as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            return _CaseAnswer({}, dict.fromkeys(settings, why), 0)
+        if not strategies:
+            why = f"no layout divides {batch} samples and the network over {count} devices"
+            return _CaseAnswer({}, dict.fromkeys(settings, why), considered)
+        return self._priced(place, settings, strategies, considered)
+
+    def _priced(
+        self,
+        place: Place,
+        settings: Sequence[Setting],
+        strategies: Sequence[Strategy],
+        considered: int,
+    ) -> _CaseAnswer:
+        """Every setting with what `predict` says of each strategy."""
+        entries: dict[Setting, tuple[LayoutEntry, ...]] = {}
+        refused: dict[Setting, str] = {}
+        programs: dict[tuple[str, str], list[tuple[Strategy, Program]]] = {}
+        whys: dict[tuple[str, str], str] = {}
+        for setting in settings:
+            cluster = with_network(place.cluster, setting.network_multiple)
+            if cluster is None:
+                refused[setting] = f"{place.cluster.name} has no network between nodes"
+                continue
+            key = setting.compute_dtype, setting.framework
+            if key not in programs:
+                config = with_fields(self._config, {"model.compute_dtype": key[0]})
+                programs[key] = []
+                for strategy in strategies:
+                    try:
+                        program, note = program_of(
+                            config, self._facts, place.cluster, strategy, framework_named(key[1])
+                        )
+                    except (ConfigError, DoesNotFit) as error:
+                        whys[key] = " ".join(str(error).split()).rstrip(".")
+                        continue
+                    if note is None:
+                        programs[key].append((strategy, program))
+                    else:
+                        whys[key] = note.removeprefix("as XLA runs it: ").rstrip(".")
+            found = [
+                _entry(strategy, program, cluster, place.site)
+                for strategy, program in programs[key]
+            ]
+            found.sort(key=lambda each: (not each.prediction.fits, each.prediction.step_seconds))
+            if found:
+                entries[setting] = tuple(found)
+            else:
+                refused[setting] = whys[key]
+        return _CaseAnswer(entries, refused, considered)
+
+    def _chosen(self, index: int, count: int, batch: int) -> tuple[list[Strategy], int]:
+        """Strategies of a case, and the number that was costed; where none fits, the one that needs
+        least memory."""
+        place, config = self._axes.places[index], self._config
+        if index not in self._costs:
+            chip = place.cluster.chip
+            of_first = with_fields(config, {"model.compute_dtype": self._axes.compute_dtypes[0]})
+            shape = shape_of(of_first, chip, self._facts, compiler=installed_compiler())
+            self._costs[index] = shape, StrategyCosts(shape, place.cluster, place.site)
+        shape, costs = self._costs[index]
+        moments = config.optimizer.moments
+
+        spec = SearchSpec(shape=shape, cluster=place.cluster, site=place.site, moments=moments)
+
+        def costed(some: Sequence[Group]) -> list[Candidate]:
+            with collecting_seldom():
+                return [each for group in some for each in fitting_candidates(costs, spec, group)]
+
+        every = [
+            _with_few_chunks(group)
+            for group in groups(shape, count, batch)
+            if _is_usual(group, shape, place)
+        ]
+        first = [group for group in every if _is_coarse(group)] or every
+        found = costed(first)
+        considered = sum(map(len, first))
+        found.sort(key=lambda each: (each.step_seconds, each.peak_memory_bytes))
+        best = list(dict.fromkeys(_family(each.strategy.layout) for each in found))[:_FAMILIES]
+        wanted = set(best)
+        second = [g for g in every if _family(g.split.layout) in wanted and not _is_coarse(g)]
+        found += costed(second)
+        considered += sum(map(len, second))
+        found.sort(key=lambda each: (each.step_seconds, each.peak_memory_bytes))
+        if not found:
+            return _nearest(shape, place.cluster, first, moments), considered
+        return _diverse(found, self._layouts), considered
+
+
+def with_network(cluster: Cluster, multiple: float) -> Cluster | None:
+    """`cluster` with so many times the rate of its network between nodes; None if it has none, and
+    the multiple is not 1."""
+    if multiple == 1:
+        return cluster
+    if cluster.network is None:
+        return None
+    rate = multiple * cluster.network.bytes_per_second
+    return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
+
+
+def _family(layout: Layout) -> tuple[int, int, int, int]:
+    return layout.tensor, layout.pipeline, layout.context, layout.expert
+
+
+def _is_usual(group: Group, shape: TransformerShape, place: Place) -> bool:
+    layout = group.split.layout
+    return (
+        layout.tensor <= min(_MOST_TENSOR, place.cluster.devices_per_node)
+        and layout.pipeline <= _MOST_PIPELINE
+        and (layout.context == 1 or shape.tokens // layout.context >= _LEAST_TOKENS)
+        and (group.sequence_parallel or layout.tensor == 1 or _cannot(group, shape))
+    )
+
+
+def _with_few_chunks(group: Group) -> Group:
+    counts = group.chunk_counts
+    return replace(group, chunk_counts=tuple(dict.fromkeys((*counts[:2], counts[-1]))))
+
+
+def _cannot(group: Group, shape: TransformerShape) -> bool:
+    """Whether tokens do not divide over tensor, and so cannot be sharded between layers."""
+    layout = group.split.layout
+    return shape.tokens % (layout.context * layout.tensor) != 0
+
+
+def _is_coarse(group: Group) -> bool:
+    """Whether a group is of the first round."""
+    layout = group.split.layout
+    return (
+        min(layout.data, layout.fsdp) == 1
+        and group.split.microbatch in _MICROBATCHES
+        and group.recompute in ("none", "selective", "full")
+    )
+
+
+def _diverse(found: Sequence[Candidate], most: int) -> list[Strategy]:
+    """Of candidates, the fastest first: the fastest, that of each family, and of the others those
+    that need less memory than all faster ones."""
+    ranked = deduplicated(found)
+    of_family: dict[object, Candidate] = {}
+    for each in ranked:
+        of_family.setdefault(_family(each.strategy.layout), each)
+    chosen = [*list(of_family.values())[: (most + 1) // 2], *pareto(tuple(found)), *ranked]
+    strategies = dict.fromkeys(each.strategy for each in chosen)
+    return list(strategies)[:most]
+
+
+def _nearest(
+    shape: TransformerShape, cluster: Cluster, some: Sequence[Group], moments: Any
+) -> list[Strategy]:
+    """The strategy that needs least memory, if there is any."""
+    workspace = workspace_bytes(cluster.chip)
+    every: Iterator[Strategy] = (each for group in some for each in group.strategies(moments))
+    needed = [
+        (memory_verdict(memory_use(shape, each, workspace_bytes=workspace), cluster.chip), each)
+        for each in every
+    ]
+    return [min(needed, key=lambda pair: pair[0].peak_bytes)[1]] if needed else []
+
+
+def _entry(strategy: Strategy, program: Program, cluster: Cluster, site: Site) -> LayoutEntry:
+    memory = program.memory
+    return LayoutEntry(
+        strategy=strategy,
+        prediction=predict(program, cluster, site=site),
+        state_bytes=memory.argument_bytes + memory.output_bytes - memory.alias_bytes,
+        working_bytes=memory.temporary_bytes,
+    )
+
+
+def words_of(entry: LayoutEntry) -> str:
+    """Description of the layout of an entry on one line."""
+    return in_words(entry.strategy)

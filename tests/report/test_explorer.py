@@ -1,0 +1,306 @@
+"""The page to play with: it shows what `predict` says, in a browser as on paper."""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, chromium
+
+import scalejax
+from scalejax import load_cluster
+from scalejax import predict as predict_verb
+from scalejax.cli.main import main, split_overrides
+from scalejax.config.run import RunConfig, published_run
+from scalejax.data.facts import resolve
+from scalejax.hardware import Cluster
+from scalejax.planning.bill import bill, rates_of, updates_for
+from scalejax.planning.search.run import search_run
+from scalejax.planning.settings_grid import with_network
+from scalejax.simulator.frameworks import framework_named
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.transformer import transformer_program
+from scalejax.xla.closed_form import installed_compiler, shape_of, strategy_of, workspace_bytes
+
+SCRIPTS = Path(scalejax.__file__).parent / "report" / "html"
+NODE = shutil.which("node")
+SETTINGS = 200
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of GPT-2's smallest size on two clusters."""
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    options = (
+        "--cluster dgx-h100,dgx-a100 --devices 8,16 --batches 32,64 --networks 0.5,1 "
+        "--precisions bfloat16,float32 --layouts 3 --tokens 2.5B --price 2,1.5"
+    )
+    assert main(["page", "gpt2-124m", *options.split(), "--output", str(path)]) == 0
+    return path
+
+
+def data_of(page: Path) -> dict:
+    """The table in a page."""
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def random_settings(data: dict) -> list[dict]:
+    """Settings of the controls, with any tokens and prices, drawn once and for all."""
+    draw = random.Random(27)
+    return [
+        {
+            "cluster": draw.choice(data["clusters"])["name"],
+            "devices": draw.choice(data["devices"]),
+            "batch": draw.choice(data["batches"]),
+            "precision": draw.choice(data["dtypes"]),
+            "network": draw.choice(data["networks"]),
+            "framework": draw.choice(data["frameworks"])["name"],
+            "tokens": round(10 ** draw.uniform(8, 13)),
+            "layout": draw.choice([None, *(each["words"] for each in data["layouts"])]),
+            "prices": draw.choice([{}, {"dgx-h100": 3.25, "dgx-a100": 0.75}]),
+            "grid": draw.choice([None, 400]),
+        }
+        for _ in range(SETTINGS)
+    ]
+
+
+def predicted(setting: dict, flags: str) -> Prediction:
+    """What the simulator says of a setting and the flags of its layout, from the run file on."""
+    _, fields = split_overrides(flags.split())
+    fields |= {"model.compute_dtype": setting["precision"], "batch.global_batch": setting["batch"]}
+    config = published_run("gpt2-124m", fields)
+    cluster = with_network(load_cluster(setting["cluster"]), setting["network"])
+    assert cluster is not None
+    framework = framework_named(setting["framework"])
+    if framework.kernels is not None:
+        return predict_verb(config, cluster, setting["devices"], framework=framework)
+    return closed_form_of(config, cluster, setting["devices"])
+
+
+def closed_form_of(config: RunConfig, cluster: Cluster, devices: int) -> Prediction:
+    """The prediction of a run as XLA runs it, without a compiler."""
+    shape = shape_of(config, cluster.chip, compiler=installed_compiler())
+    workspace = workspace_bytes(cluster.chip)
+    strategy = strategy_of(resolve(config, devices))
+    return predict(transformer_program(shape, strategy, workspace_bytes=workspace), cluster)
+
+
+def require_equal(data: dict, settings: list[dict], shown: list[dict]) -> None:
+    """Time, band, memory and costs of every setting that the page answered are the simulator's."""
+    assert sum("refused" not in each for each in shown) > SETTINGS // 2
+    for setting, answer in zip(settings, shown, strict=True):
+        if "refused" in answer:
+            continue
+        own = predicted(setting, answer["flags"])
+        cluster = load_cluster(setting["cluster"])
+        listed = next(e["price"] for e in data["clusters"] if e["name"] == setting["cluster"])
+        price = setting["prices"].get(setting["cluster"], listed)
+        rates = rates_of(cluster, price_per_device_hour=price, grid_grams_per_kwh=setting["grid"])
+        updates = updates_for(setting["tokens"], setting["batch"], data["tokensPerSample"])
+        costs = bill(updates * own.step_seconds, setting["devices"], rates)
+        expected = {
+            "days": updates * own.step_seconds / 86_400,
+            "lowDays": own.p10_step_seconds and updates * own.p10_step_seconds / 86_400,
+            "highDays": own.p90_step_seconds and updates * own.p90_step_seconds / 86_400,
+            "peakBytes": own.peak_memory_bytes,
+            "dollars": costs.price,
+            "mwh": costs.energy_joules and costs.energy_joules / 3.6e9,
+            "kilograms": costs.co2_kilograms,
+            "mfu": own.mfu,
+        }
+        # The table holds six digits, of MFU four.
+        assert {name: answer[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+        assert answer["fits"] == own.fits
+        parts = math.fsum(each["seconds"] for each in answer["waterfall"])
+        assert parts == pytest.approx(answer["step"], rel=1e-3)
+
+
+ANSWERS = """settings.map((setting) => {
+  const found = answers.answer(data, setting);
+  return found.chosen || { refused: found.refused };
+})"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None and NODE is None, reason="no browser and no Node")
+def test_the_page_says_what_predict_says_at_random_settings(page: Path):
+    """Makes a page (5 s). In a browser where there is one, and else in Node: 200 settings, each
+    predicted anew from the flags that the page shows."""
+    data = data_of(page)
+    settings = random_settings(data)
+    if CHROMIUM is not None:
+        with chromium() as tab:
+            tab.open(page.as_uri(), 1400, 900)
+            read = 'JSON.parse(document.getElementById("data").textContent)'
+            shown = tab.value(f"((data, settings) => {ANSWERS})({read}, {json.dumps(settings)})")
+    else:
+        shown = in_node(f"((data, settings) => {ANSWERS})(input.data, input.settings)",
+                        {"data": data, "settings": settings})  # fmt: skip
+    require_equal(data, settings, shown)
+
+
+@pytest.mark.slow
+def test_the_best_layout_of_the_page_is_that_of_search(page: Path):
+    """Makes a page (5 s). It goes through fewer, and finds one within 2 % on either cluster."""
+    data = data_of(page)
+    for place, cluster in enumerate(("dgx-h100", "dgx-a100")):
+        found = search_run(
+            published_run("gpt2-124m", {"batch.global_batch": 64}), load_cluster(cluster), (16,)
+        )
+        at = data["networks"].index(1), data["frameworks"].index(
+            next(each for each in data["frameworks"] if each["name"].startswith("xla"))
+        )  # fmt: skip
+        best = data["cells"][f"{place},1,1,0,{at[0]},{at[1]}"][0]
+        assert best[1] < 1.02 * found.ranked[0].step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+def test_the_page_works_in_a_browser(page: Path, width: int, height: int):
+    """Makes a page (5 s). No error; days, dollars and "does it fit" are seen without scrolling;
+    keys move sliders and open sources; the address holds the setting."""
+    with chromium() as tab:
+        tab.open(page.as_uri(), width, height)
+        assert tab.value("document.documentElement.scrollWidth") <= width
+        bottom = tab.value("document.getElementById('cards').getBoundingClientRect().bottom")
+        assert bottom < height
+        words = tab.value("document.querySelector('header').innerText")
+        assert re.search(r"(min|hours|days) and \$[\d.,]+", words)
+        assert "it fits" in words
+        before = tab.value("document.querySelector('input[type=range]').value")
+        tab.value("document.querySelector('input[type=range]').focus()")
+        tab.key("ArrowRight" if before == "0" else "ArrowLeft")
+        devices = 16 if before == "0" else 8
+        assert f"on {devices} H100" in tab.value("document.getElementById('verdict').innerText")
+        assert tab.value("location.hash") in (f"#devices={devices}", "#")
+        tab.value("document.querySelector('.card button').focus()")
+        tab.key("Enter")
+        said = tab.value("document.getElementById('why').innerText")
+        assert "updates = ceil(tokens / (global batch" in said
+        tab.key("Escape")
+        assert tab.value("document.getElementById('why').open") is False
+        again = f"{page.as_uri()}#cluster=dgx-a100&devices=16&batch=32&tokens=1e9"
+        tab.open(again, width, height, is_dark=True)
+        verdict = tab.value("document.getElementById('verdict').innerText")
+        assert "on 16 A100-40GB (dgx-a100)" in verdict
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert tab.value("getComputedStyle(document.querySelector('aside')).display") == "none"
+        assert tab.complaints == []
+
+
+def in_node(expression: str, given: object) -> Any:
+    """The value of an expression over `answers`, the page's arithmetic, and `input`."""
+    assert NODE is not None
+    script = (
+        f"const answers = require({json.dumps(str(SCRIPTS / 'explorer_answers.js'))});"
+        "const input = JSON.parse(require('fs').readFileSync(0));"
+        f"console.log(JSON.stringify({expression}))"
+    )
+    done = subprocess.run(
+        [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+BY_HAND = {
+    "tokensPerSample": 1000,
+    "clusters": [
+        {"name": "a", "price": 2.0, "watts": 1000.0, "pue": 1.2, "memoryBytes": 80},
+        {"name": "b", "price": None, "watts": None, "pue": None, "memoryBytes": 80},
+    ],
+    "devices": [10, 100],
+    "batches": [50],
+    "dtypes": ["bfloat16"],
+    "networks": [1],
+    "frameworks": [{"name": "xla"}],
+    "terms": ["compute", "memory"],
+    "layouts": [{"words": "data", "flags": ""}, {"words": "fsdp", "flags": ""}],
+    "refusals": ["b has at most 10"],
+    # layout, step, p10, p90, MFU, fits, state, work, peak, goodput, terms
+    "cells": {
+        "0,0,0,0,0,0": [
+            [0, 3.6, 3.5, 3.8, 0.5, 1, 10, 20, 31, None, 0, 3.0, 1, 0.6],
+            [1, 7.2, None, None, None, 0, 10, 80, 91, None, 0, 7.2],
+        ],
+        "0,1,0,0,0,0": [[0, 0.36, None, None, None, 1, 10, 20, 31, 0.9, 0, 0.36]],
+        "1,0,0,0,0,0": [[0, 1.8, None, None, None, 1, 10, 20, 31, None, 0, 1.8]],
+        "1,1,0,0,0,0": 0,
+    },
+}
+SETTING = {
+    "cluster": "a", "devices": 10, "batch": 50, "precision": "bfloat16", "network": 1,
+    "framework": "xla", "tokens": 49_999_001, "layout": None, "prices": {}, "grid": 500,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node")
+def test_the_arithmetic_of_the_page_by_hand():
+    """1,000 updates of 3.6 s are an hour: 10 device-hours, $20, 12 kWh, 6 kg. On 100 devices a
+    tenth of it, over a goodput of 0.9. A cluster twice as fast is worth twice the price."""
+    asked = [{}, {"layout": "fsdp"}, {"devices": 100}, {"cluster": "b", "devices": 100}]
+    given = {"data": BY_HAND, "settings": [SETTING | each for each in asked]}
+    best, named, larger, refused = in_node(
+        "input.settings.map((each) => answers.answer(input.data, each))", given
+    )
+    even = in_node("answers.breakEven(input.data, input.settings[0], 'b')", given)
+
+    chosen = best["chosen"]
+    assert chosen["updates"] == 1000
+    assert chosen["days"] == pytest.approx(1 / 24)
+    assert (chosen["deviceHours"], chosen["dollars"]) == pytest.approx((10, 20))
+    assert (chosen["mwh"], chosen["kilograms"]) == pytest.approx((0.012, 6))
+    assert chosen["lowDays"] == pytest.approx(3500 / 86_400)
+    assert [each["name"] for each in chosen["waterfall"]] == ["compute", "memory"]
+    assert best["isBest"]
+    assert named["chosen"]["fits"] is False
+    assert not named["isBest"]
+    assert larger["chosen"]["days"] == pytest.approx(360 / 0.9 / 86_400)
+    assert refused["refused"] == "b has at most 10"
+    assert even["ratio"] == pytest.approx(2)
+    assert even["price"] == pytest.approx(4)
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node")
+def test_a_curve_is_straight_on_logarithms_where_it_is_read():
+    """Between 10 devices at 100 days and 1,000 at 1 day, 100 devices take 10."""
+    ask = "answers.crossing([{x: 10, y: 100}, {x: 1000, y: 1}], input)"
+
+    assert in_node(ask, 10) == pytest.approx(100)
+    assert in_node(ask, 200) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("llama3-8c --cluster dgx-h100 --batches 64", "did you mean"),
+        ("scalejax/config/examples/fashion_small_batch.toml --cluster dgx-h100", "gpt and llama"),
+        ("gpt2-124m --cluster dgx-h10 --batches 64", "dgx-h100"),
+        ("gpt2-124m --clusters dgx-h100, --batches 64", "names with commas"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --networks 0", "above 0"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --precisions float9", "float9"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --frameworks megatron-cor", "megatron-core"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --tokens many", "300B"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --price 1,2", "one for each of 1"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --layout.tensor 2", "tries every value"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --devices 8..4", "doublings"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --layouts 0", "layouts"),
+    ],
+)
+def test_what_no_page_can_be_made_of_is_refused(
+    arguments: str, answer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """Before anything is costed, naming what is accepted."""
+    path = tmp_path / "page.html"
+
+    assert main(["page", *arguments.split(), "--output", str(path)]) == 2
+    assert answer in capsys.readouterr().err
+    assert not path.exists()

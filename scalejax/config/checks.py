@@ -104,6 +104,10 @@ def require_compatible_augmentation(
         if dataset.input_shape[2] != 3 and (value := getattr(augmentation, name)):
             accepted = "the images are grey, of which brightness and contrast alone change"
             raise ConfigError(refusal(f"input.augmentation.{name}", value, accepted))
+    if augmentation.evaluation_crop != 1 and not data.decodes_images:
+        accepted = f"data.name={data.name!r} has no encoded images, which are cropped as they come"
+        name = "input.augmentation.evaluation_crop"
+        raise ConfigError(refusal(name, augmentation.evaluation_crop, accepted))
     side = min(dataset.input_shape[:2])
     if augmentation.shift_pixels >= side:
         accepted = f"it must be below the {side} pixels of a side"

@@ -102,6 +102,8 @@ class DataConfig(Family):
     """Whether it is in files that a user names, in `train` and `test`."""
     is_stream: ClassVar[bool] = False
     """Whether neighbouring examples follow from each other, as pieces of one text do."""
+    decodes_images: ClassVar[bool] = False
+    """Whether its images are encoded, and of any size until they are read."""
     has_any_vocabulary: ClassVar[bool] = False
     """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
 
@@ -368,6 +370,7 @@ class ParquetConfig(DataConfig):
     """
 
     is_of_files = True
+    decodes_images = True
 
     name: Literal["parquet"] = "parquet"
     """Selects this data set."""
@@ -433,6 +436,7 @@ class ImageFolderConfig(DataConfig):
     """
 
     is_of_files = True
+    decodes_images = True
 
     name: Literal["image_folder"] = "image_folder"
     """Selects this data set."""
@@ -577,6 +581,7 @@ class ArrayRecordConfig(DataConfig):
     """
 
     is_of_files = True
+    decodes_images = True
 
     name: Literal["array_record"] = "array_record"
     """Selects this data set."""

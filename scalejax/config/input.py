@@ -13,9 +13,9 @@ MOST_HUE = 0.5
 class AugmentationConfig:
     """Random augmentation of training images; every kind is off by default.
 
-    Applied in this order: crop or shift, flip, colour jitter, mixup. Test examples are never
-    augmented. The augmentation of an example depends on the seed of the run, the epoch and the
-    index of the example alone.
+    Applied in this order: crop or shift, flip, colour jitter, erasing, mixup. Test examples are
+    never augmented. The augmentation of an example depends on the seed of the run, the epoch and
+    the index of the example alone.
     """
 
     crop_area: tuple[float, float] | None = None
@@ -39,22 +39,41 @@ class AugmentationConfig:
     """x: differences of pixels from their own grey are multiplied by a factor in [1 - x, 1 + x]."""
     hue: float = 0.0
     """x: hues are rotated by a share of the circle in [-x, x]; at most 0.5."""
+    erase_probability: float = 0.0
+    """Probability with which a rectangle of an image is filled with random pixels (random erasing:
+    Zhong et al. 2017, arXiv 1708.04896, where it is 0.5); 0 for none."""
+    erase_area: tuple[float, float] = (0.02, 0.33)
+    """Least and largest share of the image's area that is erased (the paper: 0.02 to 0.4)."""
+    erase_aspect: tuple[float, float] = (0.3, 3.3)
+    """Least and largest aspect ratio of what is erased, height over width; uniform in the
+    logarithm."""
+    evaluation_crop: float = 1.0
+    """Share of the shorter side that the centre crop of evaluation keeps, of encoded images: 0.875
+    is a shorter side of 256 of which 224 are kept (He et al. 2015, arXiv 1512.03385, section 3.4).
+    """
     mixup_alpha: float = 0.0
     """Mixup of neighbouring pairs of a batch, and of their losses, each example with its own weight
     from Beta(alpha, alpha) (Zhang et al. 2017, arXiv 1710.09412; there 0.1 to 0.4); 0 for none."""
 
     def __post_init__(self) -> None:
         area = self.crop_area
-        if area is not None and not 0 < area[0] <= area[1] <= 1:
-            accepted = "the least and the largest part, above 0, at most 1, such as [0.08, 1.0]"
-            raise ConfigError(refusal("input.augmentation.crop_area", list(area), accepted))
-        least, largest = self.crop_aspect
-        if not 0 < least <= largest < float("inf"):
-            accepted = "the least and the largest, above 0, such as [0.75, 1.333]"
+        for name, example in (("crop_area", "[0.08, 1.0]"), ("erase_area", "[0.02, 0.33]")):
+            part = getattr(self, name)
+            if part is not None and not 0 < part[0] <= part[1] <= 1:
+                accepted = f"the least and the largest part, above 0, at most 1, such as {example}"
+                raise ConfigError(refusal(f"input.augmentation.{name}", list(part), accepted))
+        for name, example in (("crop_aspect", "[0.75, 1.333]"), ("erase_aspect", "[0.3, 3.3]")):
+            least, largest = getattr(self, name)
+            if not 0 < least <= largest < float("inf"):
+                accepted = f"the least and the largest, above 0, such as {example}"
+                raise ConfigError(refusal(f"input.augmentation.{name}", [least, largest], accepted))
+        if not 0 < self.evaluation_crop <= 1:
+            accepted = "it must be above 0, and at most 1"
             raise ConfigError(
-                refusal("input.augmentation.crop_aspect", list(self.crop_aspect), accepted)
+                refusal("input.augmentation.evaluation_crop", self.evaluation_crop, accepted)
             )
-        for name in ("shift_pixels", "brightness", "contrast", "saturation", "hue", "mixup_alpha"):
+        colours = ("brightness", "contrast", "saturation", "hue")
+        for name in ("shift_pixels", *colours, "erase_probability", "mixup_alpha"):
             require_at_least(f"input.augmentation.{name}", getattr(self, name), 0)
         if area is not None and self.shift_pixels:
             accepted = "input.augmentation.crop_area moves images already; leave one of them out"
@@ -66,6 +85,7 @@ class AugmentationConfig:
             ("contrast", 1.0),
             ("saturation", 1.0),
             ("hue", MOST_HUE),
+            ("erase_probability", 1.0),
         ):
             if getattr(self, name) > most:
                 accepted = f"it must be from 0 to {most}"
@@ -80,9 +100,14 @@ class AugmentationConfig:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether pixels of an image are changed: crop, shift, flip or colours."""
+        """Whether pixels of an image are changed: crop, shift, flip, colours or erasing."""
+        return self.crop_area is not None or self.finishes
+
+    @property
+    def finishes(self) -> bool:
+        """Whether pixels are changed after a crop."""
         return bool(
-            self.crop_area is not None or self.shift_pixels or self.flip or self.changes_colours
+            self.shift_pixels or self.flip or self.changes_colours or self.erase_probability
         )
 
 

@@ -26,7 +26,12 @@ from scalejax.training.step import batch_shapes
 
 EMBEDDED = FashionMnistConfig(edition="embedded")
 ALL = AugmentationConfig(
-    crop_area=(0.3, 1.0), flip=True, brightness=0.4, contrast=0.4, mixup_alpha=0.3
+    crop_area=(0.3, 1.0),
+    flip=True,
+    brightness=0.4,
+    contrast=0.4,
+    erase_probability=0.5,
+    mixup_alpha=0.3,
 )
 IN_COLOUR = AugmentationConfig(
     crop_area=(0.08, 1.0), flip=True, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
@@ -44,6 +49,93 @@ def photograph(width, height, *, seed=0):
     """A smooth uint8 image [height, width, 3], which a JPEG keeps."""
     small = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+
+
+# --- erasing, and the crop of evaluation ---
+
+
+def erased_by_torchvision(numbers, height, width, area, aspect):
+    """`RandomErasing.get_params` of torchvision 0.26, on numbers that are given: top, left, height
+    and width; None where nothing is erased."""
+    areas, aspects, (down, across) = numbers[:10], numbers[10:20], numbers[20:]
+    log_ratio = np.log(aspect)
+    for of_area, of_aspect in zip(areas, aspects, strict=True):
+        erase_area = height * width * (area[0] + (area[1] - area[0]) * of_area)
+        ratio = np.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * of_aspect)
+        h = round(np.sqrt(erase_area * ratio))
+        w = round(np.sqrt(erase_area / ratio))
+        if not (h < height and w < width):
+            continue
+        return int(down * (height - h + 1)), int(across * (width - w + 1)), h, w
+    return None
+
+
+@pytest.mark.parametrize("area", [(0.02, 0.33), (0.5, 1.0)])
+def test_what_is_erased_is_what_torchvision_erases(area):
+    """The same rectangle for the same numbers, of uniform noise, in as many images as asked for;
+    all else is as it was. Of large rectangles some find no place in ten tries."""
+    config = AugmentationConfig(erase_probability=0.25, erase_area=area)
+    images = np.full((2000, 10, 14, 3), 100, np.uint8)
+    changes = Augmentation(config=config, seed=5).of(np.arange(2000), 3)
+    found = changes.finished(images, np.arange(2000))
+
+    numbers = uniforms(5, 3, np.arange(2000), 64)
+    noise, erased, unplaced = [], 0, 0
+    first = 32  # columns of crops, flips, colours and mixup come before
+    for image, own in zip(found, numbers, strict=True):
+        wanted = own[first] < 0.25
+        box = erased_by_torchvision(own[first + 2 : first + 24], 10, 14, area, (0.3, 3.3))
+        unplaced += wanted and box is None
+        if not wanted or box is None:
+            assert (image == 100).all()
+            continue
+        erased += 1
+        top, left, high, wide = box
+        inside = np.zeros((10, 14), bool)
+        inside[top : top + high, left : left + wide] = True
+        assert (image[~inside] == 100).all()
+        noise.append(image[inside].ravel())
+    assert abs(erased + unplaced - 500) < 5 * np.sqrt(2000 * 0.25 * 0.75)  # 5 sigma
+    assert (unplaced > 0) == (area == (0.5, 1.0))
+    values = np.concatenate(noise)
+    counts = np.bincount(values, minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-4
+    assert np.abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / np.sqrt(len(values))
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 256), (256, 300)])
+def test_evaluation_keeps_the_middle_as_torchvision_does(width, height):
+    """A shorter side of 256 of which 224 are kept, 7/8, by Pillow as torchvision's Resize and
+    CenterCrop have it: of an image of that size the very pixels. Training crops are as ever."""
+    image = photograph(width, height)
+    config = AugmentationConfig(evaluation_crop=0.875, flip=True)
+    augmentation = Augmentation(config=config, seed=0)
+    changes = augmentation.of(np.arange(1), None)
+
+    found = decoded(encoded(image), 224, 3, lambda *size: changes.crop(0, *size))
+
+    top, left = (height - 224) // 2, (width - 224) // 2
+    assert np.array_equal(found, image[top : top + 224, left : left + 224])
+    assert np.array_equal(changes.finished(found[None], np.arange(1))[0], found)
+    random = Augmentation(config=AugmentationConfig(crop_area=(0.1, 0.4)), seed=0)
+    both = AugmentationConfig(crop_area=(0.1, 0.4), evaluation_crop=0.875)
+    assert random.of(np.arange(1), 0).crop(0, 99, 80) == Augmentation(config=both, seed=0).of(
+        np.arange(1), 0
+    ).crop(0, 99, 80)
+
+
+def test_images_that_come_decoded_have_no_crop_of_evaluation():
+    """They are of one size already."""
+    tables = {
+        "model": {"name": "mlp"},
+        "data": {"name": "fashion_mnist", "edition": "embedded"},
+        "batch": {"global_batch": 8},
+        "optimizer": {"name": "sgd"},
+        "schedule": {"base_learning_rate": 0.01},
+        "input": {"augmentation": {"evaluation_crop": 0.9}},
+    }
+    with pytest.raises(ConfigError, match=r"evaluation_crop=0\.9 is refused: data\.name='fash"):
+        build(RunConfig, tables)
 
 
 # --- random numbers ---
@@ -359,6 +451,10 @@ def test_every_order_of_colours_is_as_likely():
         ({"hue": 0.6}, "hue=0.6 is refused: it must be from 0 to 0.5"),
         ({"brightness": -0.1}, "brightness=-0.1 is refused: it must be at least 0"),
         ({"contrast": 1.5}, "contrast=1.5 is refused: it must be from 0 to 1.0"),
+        ({"erase_probability": 1.5}, r"erase_probability=1\.5 is refused: it must be from 0 to 1"),
+        ({"erase_area": (0.0, 0.3)}, r"erase_area=\[0\.0, 0\.3\] is refused"),
+        ({"erase_aspect": (0.0, 3.3)}, r"erase_aspect=\[0\.0, 3\.3\] is refused"),
+        ({"evaluation_crop": 0.0}, r"evaluation_crop=0\.0 is refused: it must be above 0"),
         ({"mixup_alpha": float("nan")}, "mixup_alpha=nan is refused"),
         (
             {"shift_pixels": 4, "crop_area": (0.5, 1.0)},

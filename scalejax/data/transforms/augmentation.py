@@ -1,4 +1,5 @@
-"""Image augmentation of `[input.augmentation]`: random crops, shifts, flips, colours and mixup.
+"""Image augmentation of `[input.augmentation]`: random crops, shifts, flips, colours, erasing and
+mixup, and the crop of evaluation.
 
 Works on encoded or decoded images of any source; opens no file.
 """
@@ -11,7 +12,7 @@ import numpy as np
 from scalejax.config.input import AugmentationConfig
 from scalejax.data.transforms.images import Box, in_threads
 from scalejax.data.transforms.pixels import COLOUR_CHANGES, enlarged, flipped, recoloured, shifted
-from scalejax.data.transforms.random import uniforms
+from scalejax.data.transforms.random import noise_bytes, uniforms
 
 TRIES = 10
 """Crops of a random size that are tried until one lies within the image."""
@@ -23,6 +24,11 @@ _FACTORS = slice(_FLIP + 1, _FLIP + 5)
 _ORDER = slice(_FLIP + 5, _FLIP + 9)
 _MIX = _FLIP + 9
 _DRAWS = _MIX + 1
+_ERASE, _NOISE = _DRAWS, _DRAWS + 1
+_ERASE_AREAS = slice(_NOISE + 1, _NOISE + 1 + TRIES)
+_ERASE_ASPECTS = slice(_ERASE_AREAS.stop, _ERASE_AREAS.stop + TRIES)
+_ERASE_PLACE = slice(_ERASE_ASPECTS.stop, _ERASE_ASPECTS.stop + 2)
+_DRAWS_WITH_ERASING = _ERASE_PLACE.stop
 """Columns of the per-example random numbers, one set for each transform, so that enabling one
 transform does not change another."""
 _VALUES_AT_ONCE = 2**15
@@ -41,9 +47,14 @@ class Augmentation:
 
     def of(self, indices: np.ndarray, epoch: int | None) -> "Changes":
         """The changes of the examples at `indices` in an epoch; none in evaluation (None)."""
-        if epoch is None or self.config == AugmentationConfig():
+        config = self.config
+        if epoch is None:
+            keeps = AugmentationConfig(evaluation_crop=config.evaluation_crop)
+            return Changes(keeps, np.empty((0, _DRAWS)))
+        if config == AugmentationConfig():
             return _NOTHING
-        return Changes(self.config, uniforms(self.seed, epoch, indices, _DRAWS))
+        draws = _DRAWS_WITH_ERASING if config.erase_probability else _DRAWS
+        return Changes(config, uniforms(self.seed, epoch, indices, draws))
 
 
 AS_IS = Augmentation(config=AugmentationConfig(), seed=0)
@@ -69,14 +80,15 @@ class Changes:
             self._sides, self._places = sides.tolist(), numbers[:, _PLACE].tolist()
 
     def crop(self, row: int, width: int, height: int) -> Box | None:
-        """The random crop box of an image of this size; None without random crops.
+        """The random crop box of an image of this size; without random crops that of evaluation,
+        which is None where it is the largest square.
 
         The first of ten random sizes that fits into the image, at a random position; else the
         largest centre crop of an accepted aspect. Inception's crop (Szegedy et al. 2014, arXiv
         1409.4842, section 6), with which Goyal et al. 2017 trained.
         """
         if self._config.crop_area is None:
-            return None
+            return self._centre(width, height)
         unit = math.sqrt(width * height)
         across, down = self._places[row]
         for wide, high in self._sides[row]:
@@ -89,6 +101,14 @@ class Changes:
         box_width = max(1, min(width, round(height * widest)))
         box_height = max(1, min(height, round(width / narrowest)))
         return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
+
+    def _centre(self, width: int, height: int) -> Box | None:
+        """The square in the middle with the share of the shorter side that evaluation keeps."""
+        share = self._config.evaluation_crop
+        if share == 1:
+            return None
+        side = share * min(width, height)
+        return Box((width - side) / 2, (height - side) / 2, side, side)
 
     def applied(self, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The examples of a source of decoded images, augmented; with "mix" added for mixup."""
@@ -113,14 +133,13 @@ class Changes:
         return examples | beside | {"inputs": changed}
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The cropped images of `rows` after shift, flip and colour changes.
+        """The cropped images of `rows` after shift, flip, colour changes and erasing.
 
         Args:
             images: uint8 [rows, height, width, channels].
             rows: index of the example of each image, int [rows].
         """
-        config = self._config
-        if not (config.shift_pixels or config.flip or config.changes_colours):
+        if not self._config.finishes:
             return images
         parts = [self._finished(images[part], rows[part]) for part in _parts(images)]
         return np.concatenate(parts)
@@ -138,7 +157,36 @@ class Changes:
             wanted = np.flatnonzero(widths)
             order = wanted[np.argsort(numbers[:, _ORDER][:, wanted], axis=1)]
             images = recoloured(images, factors, order)
+        if config.erase_probability:
+            images = images.copy()
+            for image, own in zip(images, numbers, strict=True):
+                self._erase(image, own)
         return images
+
+    def _erase(self, image: np.ndarray, numbers: np.ndarray) -> None:
+        """Fill a rectangle of `image` with random pixels, with the probability asked for: the first
+        of ten that is smaller than the image along both sides, else none.
+
+        Source: Zhong et al. 2017, arXiv 1708.04896, algorithm 1; tries and rounding, and aspects
+        that are uniform in the logarithm, as `RandomErasing.get_params` of torchvision 0.26.
+        """
+        config = self._config
+        if numbers[_ERASE] >= config.erase_probability:
+            return
+        height, width, channels = image.shape
+        least, largest = config.erase_area
+        low, high = np.log(config.erase_aspect)
+        areas = height * width * (least + (largest - least) * numbers[_ERASE_AREAS])
+        aspects = np.exp(low + (high - low) * numbers[_ERASE_ASPECTS])
+        for area, aspect in zip(areas.tolist(), aspects.tolist(), strict=True):
+            high_side, wide = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if high_side < height and wide < width:
+                down, across = numbers[_ERASE_PLACE].tolist()
+                top, left = int(down * (height - high_side + 1)), int(across * (width - wide + 1))
+                noise = noise_bytes(numbers[_NOISE], high_side * wide * channels)
+                part = image[top : top + high_side, left : left + wide]
+                part[...] = noise.reshape(part.shape)
+                return
 
     def beside(self) -> dict[str, np.ndarray]:
         """Mixup's "mix", the share of its own that each row keeps, drawn from Beta(alpha, alpha),

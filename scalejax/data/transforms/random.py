@@ -28,3 +28,10 @@ def uniforms(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarr
     columns = hashed(np.arange(count, dtype=np.uint64))
     bits = hashed(examples[:, None] ^ columns)
     return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def noise_bytes(key: float, count: int) -> np.ndarray:
+    """Independent bytes, uint8 [count], that depend on one number of `uniforms` alone."""
+    own = hashed(np.array([key]).view(np.uint64))
+    counters = hashed(np.arange(-(-count // 8), dtype=np.uint64))
+    return hashed(own ^ counters).view(np.uint8)[:count]

@@ -1,5 +1,6 @@
 """Commands of the README, the guide and AGENTS.md exist; figures are those that commands print."""
 
+import json
 import os
 import re
 import runpy
@@ -153,6 +154,32 @@ def test_table_of_the_readme_is_what_its_command_prints(
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) > 3
     assert printed in README
+
+
+def test_distances_of_optimizers_are_those_that_were_measured():
+    """Those of the guide's table and of the README's line are in the results of their command."""
+    path = ROOT / "experiments/optimizers_held/results.json"
+    measured = json.loads(path.read_text(encoding="utf-8"))["far"]
+    cautious = [measured[f"{name}, cautious"]["NumPy"] for name in ("adamw", "lion")]
+
+    def written(distance: float, digits: int) -> str:
+        return f"{distance:.{digits}e}".replace("e-0", "e-") if distance else "0"
+
+    section = GUIDE.partition("### Optimizers and schedules")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)`.*\| ([^|]*) \|$", section, re.MULTILINE)
+    rows = [(name, cell) for name, cell in rows if name in measured]
+    assert {name for name, _ in rows} == {
+        name for name in measured if "," not in name and name != "custom"
+    }
+    for name, cell in rows:
+        if " and " in cell:
+            assert cell == " and ".join(written(each, 1) for each in cautious)
+            continue
+        words = "; ".join(written(each, 1) for each in measured[name].values())
+        assert cell.startswith(words)
+        names = {"schedule_free": "schedule-free"}.get(name, name)
+        short = f"{names} {written(measured[name]['NumPy'], 0)}[,;]"
+        assert re.search(short, README, re.IGNORECASE)
 
 
 def test_readme_can_be_read_in_one_sitting():

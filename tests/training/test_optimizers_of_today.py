@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optimizer_distances import noted
 
 from scalejax.config.optimizer import (
     AdafactorConfig,
@@ -62,7 +65,17 @@ def nested(flat: Any) -> Any:
 PARAMS, GRADIENTS = tree(), [tree() for _ in range(UPDATES)]
 
 
-def updates_of(config: OptimizerConfig) -> list[Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """What an optimizer made of the gradients."""
+
+    config: OptimizerConfig
+    """The optimizer."""
+    steps: list[Any]
+    """Its updates, by path."""
+
+
+def updates_of(config: OptimizerConfig) -> Updates:
     """The updates of the embedding and of the first layer's kernels, before the rate and its sign,
     for gradients that do not depend on the parameters."""
     optimizer = build_optimizer(
@@ -80,7 +93,7 @@ def updates_of(config: OptimizerConfig) -> list[Any]:
                 EMBEDDING: -np.asarray(updates["tokens"]["embedding"]) / RATE,
             }
         )
-    return found
+    return Updates(config=config, steps=found)
 
 
 def gradients_of(path: str) -> list[np.ndarray]:
@@ -91,17 +104,20 @@ def gradients_of(path: str) -> list[np.ndarray]:
     ]
 
 
-def far(found: list[Any], path: str, expected: Callable[..., np.ndarray]) -> float:
-    """The largest distance of an update from the expected one, over that one's largest entry.
+def far(
+    found: Updates, path: str, expected: Callable[..., np.ndarray], *, is_noted: bool = True
+) -> float:
+    """The largest distance of an update from the expected one, over that one's largest entry; noted
+    unless something else is expected than the optimizer is to do.
 
     `expected(g, state, t)` with a `state` of its own, and t from 1.
     """
     state: dict[str, Any] = {}
     worst = 0.0
-    for t, (update, g) in enumerate(zip(found, gradients_of(path), strict=True), start=1):
+    for t, (update, g) in enumerate(zip(found.steps, gradients_of(path), strict=True), start=1):
         step = expected(g, state, t)
-        worst = max(worst, np.abs(update[path] - step).max() / np.abs(step).max())
-    return worst
+        worst = max(worst, float(np.abs(update[path] - step).max() / np.abs(step).max()))
+    return noted(found.config, "NumPy", worst) if is_noted else worst
 
 
 def adam(
@@ -146,7 +162,8 @@ def test_muon_makes_momentum_orthogonal(scale, factor):
     found = updates_of(MuonConfig(weight_decay=0, scale=scale))
 
     assert far(found, KERNEL, expected) < 2e-5
-    theirs = far(found, KERNEL, lambda g, s, t: expected(g, s, t, is_corrected=False))
+    other = partial(expected, is_corrected=False)
+    theirs = far(found, KERNEL, other, is_noted=False)
     assert 1e-3 < theirs < 0.5
 
 
@@ -305,7 +322,7 @@ def test_cautious_steps_leave_out_what_points_against_the_gradient(kind):
     found = updates_of(kind(weight_decay=0, cautious=True))
 
     assert far(found, KERNEL, expected) < 2e-5  # 1 - 0.999 in float32 is 1e-5 off
-    assert any((each[KERNEL] == 0).any() for each in found)
+    assert any((each[KERNEL] == 0).any() for each in found.steps)
 
 
 def test_matrices_of_networks_are_told_by_their_paths():

@@ -66,7 +66,7 @@ class StudyWarmup(TrainMany):
     seeds: Annotated[int, flag("N")] = 3
     """Seeds, from 0. By default 3."""
     rates: Annotated[str | None, flag("R,R,...")] = None
-    """Learning rates tried for optimizers without one. By default 0.001,0.003,0.01,...,30."""
+    """Learning rates tried for optimizers without one. By default 0.0001,0.0003,...,30."""
     measure: Literal["accuracy", "loss"] = "accuracy"
     """What is shown, and chosen by."""
     folder: Annotated[Path | None, flag("DIR")] = None
@@ -117,6 +117,9 @@ class StudyWarmup(TrainMany):
         holds = folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir()))
         if self.resume and not folder.run_file.exists():
             accepted = "it holds no study to resume: leave --resume out to begin one"
+            raise ConfigError(refusal("folder", str(folder.path), accepted))
+        if self.resume and folder.run_file.read_bytes() != self.run_file.read_bytes():
+            accepted = "it holds another run.toml: resume with that one, or give another folder"
             raise ConfigError(refusal("folder", str(folder.path), accepted))
         if holds and not self.resume and not self.plan:
             accepted = "it holds something already: go on by --resume, or give another folder"

@@ -80,7 +80,7 @@ def _csv(lines: Sequence[Mapping[str, JsonValue]]) -> str:
 
 def markdown(study: Study, results: Sequence[CellResult]) -> str:
     """The table in Markdown: means with t intervals over seeds, and paired differences."""
-    headings = (*_HEADINGS, *(_heading(metric) for metric in study.metrics), "to no warmup")
+    headings = (*_HEADINGS, *(_heading(metric) for metric in study.metrics), _to(study))
     lines = [_row(headings), _row(["---"] * len(headings))]
     for each in results:
         cells = _cells(study, each, plus_minus="±")
@@ -95,24 +95,28 @@ def _heading(metric: str) -> str:
     return metric.replace("_", " ")
 
 
+def _to(study: Study) -> str:
+    """What differences are to."""
+    baseline = study.baseline.text
+    return "to no warmup" if baseline == "none" else f"to {baseline}"
+
+
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def _caption(study: Study) -> str:
-    baseline = study.baseline.text
-    beside = "no warmup" if baseline == "none" else f"warmup {baseline}"
     return (
         f"means over {counted(study.seeds, 'seed')} and 95 % t intervals, of the runs that did not "
-        f"diverge; last column: difference in {_heading(study.metrics[1])} to {beside}, paired "
-        "over seeds. Bold: the warmup that validation data choose, of those of which no run "
+        f"diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, "
+        "paired over seeds. Bold: the warmup that validation data choose, of those of which no run "
         "diverged."
     )
 
 
 def latex(study: Study, results: Sequence[CellResult]) -> str:
     """The table in LaTeX, one for each optimizer, with the rules of booktabs."""
-    headings = (*_HEADINGS[1:], *(_heading(metric) for metric in study.metrics), "to no warmup")
+    headings = (*_HEADINGS[1:], *(_heading(metric) for metric in study.metrics), _to(study))
     unit = "Per cent: " if study.measure == "accuracy" else ""
     lines = [r"% \usepackage{booktabs}"]
     for optimizer, of_optimizer in groupby(results, lambda each: each.cell.optimizer.name):
@@ -281,6 +285,12 @@ def _grid(study: Study, results: Sequence[CellResult]) -> str:
         for each in results
         if 0 < each.warmup_steps < 1
     }
+    endless = {
+        f"{each.cell.warmup.text} by {each.cell.scaling} at {each.cell.batch:,}"
+        for each in results
+        if each.warmup_steps >= each.arm.rows[0].planned.run.total_steps
+    }
+    beyond = f" At least as long as the run: {', '.join(sorted(endless))}." if endless else ""
     below = f" Less than one update, so none: {', '.join(sorted(short))}." if short else ""
     left_out = "".join(f" Left out: {why}." for why in study.left_out)
     return (
@@ -290,8 +300,8 @@ def _grid(study: Study, results: Sequence[CellResult]) -> str:
         f"{', '.join(each.text for each in study.warmups)}; a gradual one rises linearly, update "
         "by update, from zero unless it says otherwise, a constant one holds the rate of the "
         "reference batch, and a length with % is a share of the run, else epochs. The rate is "
-        f"{decay}.{below}{left_out} At the reference batch, where all rules are the same, a "
-        "setting was trained once."
+        f"{decay}.{below}{beyond}{left_out} At the reference batch, where all rules are the same, "
+        "a setting was trained once."
     )
 
 
@@ -303,7 +313,7 @@ def _statistics(study: Study, results: Sequence[CellResult]) -> str:
         f"Each setting was trained with {counted(study.seeds, 'seed')} (0 to {study.seeds - 1}), "
         f"{counted(len(distinct), 'run')} in all. Whatever was chosen, learning rates and the best "
         f"warmup, was by validation {study.measure} at the end of runs; test data chose nothing. "
-        "Means have 95 % intervals by Student's t over seeds; differences to no warmup are paired "
+        f"Means have 95 % intervals by Student's t over seeds; differences {_to(study)} are paired "
         "over the seeds of which neither run diverged. A run diverged if its loss was not finite, "
         "if all examples of an evaluation got equal outputs, or if at its end its losses, of "
         "training and of its last evaluation, were far above that of a guess (`divergence_at_end` "

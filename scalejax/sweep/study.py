@@ -41,8 +41,9 @@ Scaling = Literal["none", "linear", "sqrt", "sde", "legw"]
 """A rule of `schedule.scaling`."""
 Measure = Literal["accuracy", "loss"]
 """What runs are compared by."""
-RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Learning rates that are tried, two in each decade: what Adam takes, and what LARS takes."""
+RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Learning rates that are tried, two in each decade, from those of Adam to those of LARS: as many
+as train in one program."""
 BATCHES = (1, 4, 16, 64)
 """Batches by default, in reference batches."""
 WARMUPS = "none,gradual:5%,gradual:20%"
@@ -77,7 +78,7 @@ class Warmup:
             return "none"
         usual = "zero" if self.form == "gradual" else "base"
         start = "" if self.start == usual else f":{self.start}"
-        return f"{self.form}:{self.length:g}{'%' if self.is_share else ''}{start}"
+        return f"{self.form}:{self.length:.15g}{'%' if self.is_share else ''}{start}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,20 +320,23 @@ def plan_study(
     own = _table(config.optimizer)
     named = _listed("optimizers", optimizers or f"{own['name']}:{schedule.base_learning_rate!r}")
     parameters = overrides | held_out
+    ways = tuple(_warmup(each) for each in _distinct("warmup", _listed("warmup", warmups)))
+    for way in ways:
+        if way.epochs(config.train.epochs) >= config.train.epochs:
+            accepted = f"it must end before train.epochs={config.train.epochs} do"
+            raise ConfigError(refusal("warmup", way.text, accepted))
     return Study(
         run_file=run_file,
         overrides=overrides,
         parameters={k: v for k, v in parameters.items() if not k.startswith("optimizer.")},
         batches=_batches(batches, schedule.reference_batch, load_config(run_file, parameters)),
-        warmups=tuple(_warmup(each) for each in _distinct("warmup", _listed("warmup", warmups))),
+        warmups=ways,
         scalings=tuple(
             _scaling(each) for each in _distinct("scaling", _listed("scaling", scalings))
         ),
         optimizers=_optimizers(named, own),
         seeds=seeds,
-        rates=tuple(sorted(_rate("rates", each) for each in _listed("rates", rates)))
-        if rates is not None
-        else RATES,
+        rates=RATES if rates is None else _rates(rates),
         measure=measure,
     )
 
@@ -421,6 +425,12 @@ def _optimizers(named: list[str], own: Fields) -> tuple[StudiedOptimizer, ...]:
                 averages=built.averages_iterates,
             )
         )
+    return tuple(found)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    found = sorted(_rate("rates", each) for each in _listed("rates", text))
+    _distinct("rates", [f"{rate!r}" for rate in found])
     return tuple(found)
 
 

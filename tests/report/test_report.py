@@ -13,6 +13,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
+from scalejax.hardware import load_cluster
 from scalejax.report import sources as report_sources
 from scalejax.report.html import charts as report_charts
 from scalejax.report.html.page import Page as ReportPage
@@ -256,6 +257,44 @@ def test_report_holds_every_figure_of_a_prediction(page: Page):
         *("40.0 %", "80.0 %", "10.0 GiB", "yes"),
     ]
     assert page.cells[ranges:][:5] == ["256", "200 ms", "250 ms", "312 ms", "n/a"]
+
+
+def test_the_head_says_what_came_of_runs(tmp_path: Path):
+    """The best that did not diverge; its step of 5 ms was predicted at 4, from 3.2 to 5."""
+    good = write_run(tmp_path / "good", [0.5, 0.85])
+    bad = write_run(tmp_path / "bad", [0.9], diverged=True)
+
+    html = render(read_sources([bad, good]), "mine")
+
+    assert "good, the best of 2 runs: 85.0 % of the test examples. 1 run diverged." in html
+    assert "20% below the measured, which is in p10 to p90, 3.2 ms to 5 ms" in html
+    assert "90% of the predicted step; then communication data, 10%" in html
+
+
+def test_the_head_says_what_a_predicted_run_costs(tmp_path: Path):
+    """9,000 steps of 0.25 s are 37.5 minutes, on 256 devices 160 device-hours, at the list price
+    of the cluster; where the most devices do not fit, it is of those that do."""
+    price = load_cluster("dgx-h100").price
+    assert price is not None
+    known = [replace(each, cluster="dgx-h100") for each in study().predictions]
+    larger = replace(prediction(512, 0.3, used_gib=17.0), cluster="dgx-h100")
+    path = tmp_path / "study.json"
+    serialization.save(scaling_prediction([*known, larger], "weak", "mine"), path)
+
+    html = render(read_sources([path]), "mine")
+
+    assert "mine: on 256 devices the run takes 37 min 30 s, and it fits." in html
+    assert f"<b>${160 * price.dollars_per_device_hour:,.4g}</b>" in html
+    assert "p10 to p90: 30 min 00 s to 46 min 52 s" in html
+    assert "10.0 GiB of 16.0 GiB" in html
+
+
+def test_the_wheel_scrolls_the_page_and_zooms_with_ctrl(page: Page):
+    """Charts that took every turn of it held readers fast on their way down."""
+    zooms = re.findall(r'"zoom": "([^"]*)"', json.dumps(page.charts))
+
+    assert set(zooms) == {"wheel![event.ctrlKey]"}
+    assert '"bind": "scales"' in json.dumps(page.charts)
 
 
 def test_every_chart_has_its_place_and_data(page: Page):

@@ -117,9 +117,17 @@ def colored(
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
 
 
+def zoomable(chart: alt.Chart) -> alt.Chart:
+    """`chart` that is moved by dragging, and zoomed by the wheel with Ctrl alone: without, the
+    wheel scrolls the page."""
+    return chart.add_params(
+        alt.selection_interval(bind="scales", zoom="wheel![event.ctrlKey]", name="zoomed")
+    )
+
+
 def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
     """Line chart of `rows` (label, x, y), a line for each label; `title` names the y axis."""
-    return specified(line_chart(rows, x, title, has_points=has_points).interactive())
+    return specified(zoomable(line_chart(rows, x, title, has_points=has_points)))
 
 
 def line_chart(
@@ -302,7 +310,10 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
         for order, (name, seconds) in enumerate(run.time.parts)
     ]
     names = list(dict.fromkeys(str(row["part"]) for row in rows))
-    x = alt.X("share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%"))
+    # Shares add up to 1 but for rounding, at which a nice axis went on to 110 %.
+    whole = alt.Scale(domain=[0, 1], clamp=True)
+    axis = alt.Axis(format=".0%")
+    x = alt.X("share:Q", title="share of the wall time", stack="zero", axis=axis, scale=whole)
     figures = [
         alt.Tooltip("seconds:Q", format=",.4g"),
         alt.Tooltip("share:Q", format=".1%"),
@@ -471,7 +482,7 @@ def _curves(
         .add_params(picked)
     )
     if not lost:
-        return specified(chart.interactive())
+        return specified(zoomable(chart))
     crosses = (
         alt.Chart(alt.Data(values=list(lost)))
         .mark_point(shape="cross", angle=45, filled=True, size=80, opacity=1)
@@ -485,7 +496,7 @@ def _curves(
             ],
         )
     )
-    return specified(alt.layer(chart.interactive(), crosses))
+    return specified(alt.layer(zoomable(chart), crosses))
 
 
 def _legend_columns(names: Sequence[str]) -> int:

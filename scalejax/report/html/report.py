@@ -19,6 +19,7 @@ from scalejax.core.units import (
 from scalejax.report.html import charts
 from scalejax.report.html.bench import add_benches
 from scalejax.report.html.emulation import add_emulations
+from scalejax.report.html.head import add_head
 from scalejax.report.html.page import Page
 from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
@@ -125,6 +126,7 @@ def render(sources: Sources, title: str) -> str:
     """The page, as HTML with everything inside it."""
     page = Page()
     page.add(f"<h1>{escape(title)}</h1>")
+    add_head(page, sources)
     runs = (("Sweeps", sources.sweeps), ("Runs", sources.runs))
     parts = (
         *runs,
@@ -187,7 +189,7 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
     page.add_chart(
         f"{part.capitalize()} accuracy",
         f"The share of {part} examples classified correctly, after each epoch. Click a name in the "
-        "legend to pick a run; drag and scroll to move and zoom. A dashed curve lies on "
+        "legend to pick a run; drag to move, Ctrl and the wheel to zoom. A dashed curve lies on "
         "top of another. A cross is where a run diverged, which has no accuracy.",
         charts.accuracy(runs, part),
     )

@@ -35,7 +35,12 @@ from scalejax.planning.search.run import (
     search_run,
 )
 from scalejax.planning.time_to_target.plan import Plan
-from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
+from scalejax.planning.time_to_target.run import (
+    ClusterOption,
+    Layouts,
+    find_convergence,
+    plan_run,
+)
 from scalejax.simulator.comparison import Bounds, Comparison
 from scalejax.simulator.comparison import compare as compare_programs
 from scalejax.simulator.explain import Explanation
@@ -408,6 +413,7 @@ def plan(
     budget: float | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
+    layouts: Layouts = "search",
 ) -> Plan:
     """The devices and the batch that reach a target soonest, or cheapest.
 
@@ -432,6 +438,8 @@ def plan(
         budget: maximum cost: in the currency of the prices, or in device-hours.
         site: conditions and input of each cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
+        layouts: "search" takes the fastest of the common layouts in each row, where the closed form
+            knows the network; "file" keeps that of the run.
 
     Raises:
         ConfigError: if a name, a number or the run is refused.
@@ -458,6 +466,7 @@ def plan(
         deadline_seconds=deadline_seconds,
         budget=budget,
         framework=_framework(framework),
+        layouts=layouts,
     )
 
 

@@ -60,7 +60,8 @@ BY = "megatron-lm-2022"
 VERBS = {
     "compare": lambda run: scalejax.compare(run, run, "dgx-h100", 8, framework=BY),
     "explain": lambda run: scalejax.explain(run, "dgx-h100", 8, framework=BY),
-    "plan": lambda run: scalejax.plan(run, ["dgx-h100"], [8], framework=BY),
+    "cost": lambda run: scalejax.cost(run, ["dgx-h100"], [8], steps=10, framework=BY),
+    "plan": lambda run: scalejax.plan(run, ["dgx-h100"], [8], framework=BY, layouts="file"),
     "predict": lambda run: scalejax.predict(run, "dgx-h100", 8, framework=BY),
     "search": lambda run: scalejax.search(
         run, "dgx-h100", 8, global_batch=64, top=1, confirm=1, framework=BY

@@ -20,7 +20,15 @@ from scalejax.cli.emulate import Emulate
 from scalejax.cli.launch import LaunchRun
 from scalejax.cli.page import Explore
 from scalejax.cli.plan import PlanRun
-from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
+from scalejax.cli.predict import (
+    Calibrate,
+    Explain,
+    Frameworks,
+    Hardware,
+    Models,
+    Predict,
+    Validate,
+)
 from scalejax.cli.search import Search
 from scalejax.cli.study import StudyCoordinates, StudyWarmup
 from scalejax.cli.sweep import Sweep
@@ -76,6 +84,8 @@ COMMANDS: dict[str, type[Command]] = {
     "data convert": DataConvert,
     "data inspect": DataInspect,
     "hardware": Hardware,
+    "models": Models,
+    "frameworks": Frameworks,
     "calibrate": Calibrate,
     "doctor": Doctor,
     "completion": Completion,

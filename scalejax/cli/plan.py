@@ -8,7 +8,7 @@ Imported without JAX, which is imported when it runs.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional
 
@@ -62,6 +62,9 @@ class PlanRun(CostCommand):
     global_batch: Annotated[str | None, flag("B,B,...")] = None
     """Global batches to choose from, such as 1024..8192; by default the batch per device is
     constant."""
+    layouts: Literal["search", "file"] = "search"
+    """Whether each row has the fastest of the common layouts, of decoders whose closed form is
+    known, or that of the file."""
     deadline: Annotated[str | None, flag("TIME")] = None
     """Time within which the target must be reached, such as 30min, 2h or 3d."""
     budget: Annotated[float | None, flag("COST")] = None
@@ -145,6 +148,7 @@ class PlanRun(CostCommand):
                 budget=self.budget,
                 framework=framework,
                 facts=facts,
+                layouts=self.layouts,
                 on_progress=on_progress,
             )
 

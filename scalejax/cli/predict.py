@@ -4,7 +4,7 @@ Imported without JAX, which is imported when they run.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from scalejax import __version__
 from scalejax.cli.command import CostCommand, Overrides, PlainCommand, flag
-from scalejax.config.presets import costed_note
+from scalejax.config.presets import PRESETS, costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
 from scalejax.core.environment import choose_platform
@@ -22,6 +22,7 @@ from scalejax.core.errors import (
     UnknownHardware,
     refusal,
     require_at_least,
+    unknown_name,
 )
 from scalejax.hardware import (
     HARDWARE_TABLES,
@@ -241,6 +242,64 @@ class Hardware(PlainCommand):
             tables.show(tables.entry(load_chip(self.name)))
         if not is_chip or self.name in cluster_names():
             tables.show(tables.entry(*load_cluster_and_site(self.name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models(PlainCommand):
+    """List published networks by name.
+
+    The names are for scalejax cost and search --model, and for model.name of a run.toml.
+    """
+
+    grep: Annotated[str | None, flag("TEXT")] = None
+    """Only those with this in their name, network or source, such as llama or moe."""
+
+    def execute(self) -> None:
+        """Print the table."""
+        found = {
+            name: preset
+            for name, preset in PRESETS.items()
+            if _has(self.grep, name, preset.network, preset.source, *preset.sizes)
+        }
+        _require_found("grep", self.grep, found, PRESETS)
+        tables.show(tables.models(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frameworks(PlainCommand):
+    """List the frameworks that steps are predicted for.
+
+    The names are for --framework; scalejax hardware NAME says what sets one apart.
+    """
+
+    grep: Annotated[str | None, flag("TEXT")] = None
+    """Only those with this in their name, title or year, such as megatron or 2025."""
+
+    def execute(self) -> None:
+        """Print the table."""
+        found = {
+            name: each
+            for name, each in FRAMEWORKS.items()
+            if _has(self.grep, name, each.title, str(each.year))
+        }
+        _require_found("grep", self.grep, found, FRAMEWORKS)
+        tables.show(tables.framework_list(tuple(found.values())))
+
+
+def _has(text: str | None, *values: str) -> bool:
+    return text is None or any(text.lower() in value.lower() for value in values)
+
+
+def _require_found(
+    field: str, text: str | None, found: Mapping[str, object], known: Mapping[str, object]
+) -> None:
+    """Refuse a text that nothing has, naming the nearest name.
+
+    Raises:
+        ConfigError: if nothing was found.
+    """
+    if not found:
+        raise ConfigError(unknown_name(field, text, known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,17 +27,16 @@ from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.bill import MWH_JOULES, Rates, bill, updates_for
 from scalejax.planning.search.run import (
-    SEARCHED_FIELDS,
     in_words,
     report_search,
     run_of,
     search_run,
+    searchable,
 )
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
-from scalejax.xla.closed_form import shape_of
 
 _ASSUMED_TOKENS = 2**22
 """Tokens of an update where none are kept of a published network: assumed, and said so."""
@@ -316,7 +315,7 @@ def cost_run(
         {"layout.data": None, "batch.global_batch": batch, "batch.per_device_batch": None},
     )
     updates = work.updates(config, facts, batch)
-    searched, why = _searched(kept, options[0].cluster, facts)
+    searched, why = searchable(kept, options[0].cluster, facts)
     rows = [_Row(option, count, []) for option in options for count in counts]
     for row in rows:
         part = f"{row.device_count} devices of {row.option.cluster.name}"
@@ -362,20 +361,6 @@ def _is_at_list_price(option: CostOption) -> bool:
     """Whether its price is that of its file, or unknown."""
     listed, price = option.cluster.price, option.rates.price_per_device_hour
     return price is None or (listed is not None and price == listed.dollars_per_device_hour)
-
-
-def _searched(
-    config: RunConfig, cluster: Cluster, facts: DatasetFacts
-) -> tuple[RunConfig | None, str | None]:
-    """The run whose layout is searched; or None, and why it is not."""
-    try:
-        found = with_fields(config, SEARCHED_FIELDS)
-        shape_of(found, cluster.chip, facts)
-    except ConfigError as error:
-        return None, _in_one_line(error)
-    if found.fine_tuning is not None and found.fine_tuning.lora is not None:
-        return None, "search ranks training in full, no adapters"
-    return found, None
 
 
 def _in_one_line(error: Exception) -> str:

@@ -587,3 +587,34 @@ def test_refusal_by_a_command_is_a_config_error():
     """Python code that calls `parse` can catch it."""
     with pytest.raises(ConfigError, match="missing"):
         parse(["train"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown", "hidden"),
+    [
+        ("models", "gpt3-1.3b", None),
+        ("models --grep llama3.1", "llama3.1-405b", "gpt3-1.3b"),
+        ("models --grep MOE", "mixtral-8x7b", "llama3-8b"),
+        ("frameworks", "nemo-2025", None),
+        ("frameworks --grep maxtext", "maxtext-2025", "nemo-2025"),
+    ],
+)
+def test_what_can_be_named_is_listed(
+    typed: str,
+    shown: str,
+    hidden: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In 80 columns, and of it what has a text."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(typed.split()) == 0
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert hidden is None or hidden not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_what_nothing_has_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]):
+    """As names are elsewhere."""
+    assert "did you mean 'llama3-8b'" in refused("models --grep llama3-9b", capsys)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from scalejax.cli.main import main
 from scalejax.cli.plan import parse_range
-from scalejax.config.run import load_config
+from scalejax.config.run import load_config, published_run, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import parse_seconds
@@ -40,6 +40,7 @@ from scalejax.training.record import (
     RunFolder,
     TrainMeasurement,
 )
+from scalejax.xla.closed_form import program_in_closed_form
 
 RUN = """
 [model]
@@ -656,3 +657,30 @@ def test_what_cannot_be_planned_is_refused(
 
     assert main(command) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_searches_layouts_where_the_closed_form_knows_them(monkeypatch: pytest.MonkeyPatch):
+    """A layout found for 16 devices is none of 4 and 8, which have layouts of their own; that of
+    the file is kept when asked for. Programs are closed forms here, so that nothing is compiled."""
+    monkeypatch.setattr(
+        "scalejax.planning.time_to_target.run.programs_of",
+        lambda jobs, _: [program_in_closed_form(job) for job in jobs],
+    )
+    config = published_run(
+        "gpt2-124m", {"batch.global_batch": 64, "layout.fsdp": 8, "layout.tensor": 1}
+    )
+    wide = with_fields(config, {"layout.pipeline": 2, "batch.microbatches": 4})
+    options = [ClusterOption(cluster=load_cluster("dgx-h100"))]
+
+    searched = plan_run(wide, options, [4, 8])
+    kept = plan_run(wide, options, [4, 8], layouts="file", global_batches=[64])
+    fixed = plan_run(wide, options, [4, 8], global_batches=[64])
+
+    assert [(point.device_count, point.global_batch) for point in searched.points] == [
+        (4, 64), (8, 128),
+    ]  # fmt: skip
+    assert all(point.strategy and "microbatch" in point.strategy for point in searched.points)
+    assert any("--layouts file" in note for note in searched.notes)
+    assert kept.points == ()
+    assert [point.global_batch for point in fixed.points] == [64, 64]
+    assert fixed.points[1].step_seconds < fixed.points[0].step_seconds

@@ -14,7 +14,7 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.core.workers import Pool, Worker
 from scalejax.hardware import Cluster, Site
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
-from scalejax.planning.search.space import Group
+from scalejax.planning.search.space import Group, common_groups
 from scalejax.simulator.transformer import (
     DeviceMemory,
     Strategy,
@@ -160,3 +160,19 @@ def _fitting(
         + held.temporary_bytes(zero_stage, chunks)
         <= free
     ]
+
+
+def fastest_common(spec: SearchSpec, count: int, samples: int) -> Candidate | None:
+    """The fastest of the common layouts; larger tensor axes are tried until one size fits, or two
+    where devices have a sample or less, so that no more of them are of use along data."""
+    best: Candidate | None = None
+    fitting, wanted = 0, 1 if samples > count else 2
+    for _, found in common_groups(spec.shape, count, samples, spec.cluster.devices_per_node):
+        (fits,) = candidates(spec, [found], 1)
+        fitting += bool(fits)
+        for each in fits:
+            if best is None or each.step_seconds < best.step_seconds:
+                best = each
+        if fitting == wanted:
+            break
+    return best

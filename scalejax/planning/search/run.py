@@ -146,6 +146,26 @@ class SearchReport(Tabular):
         ]
 
 
+def searchable(
+    config: RunConfig, cluster: Cluster, facts: DatasetFacts | None = None
+) -> tuple[RunConfig | None, str | None]:
+    """The run whose layout a search replaces; or None, and why there can be no search.
+
+    Args:
+        config: the run.
+        cluster: where it would run.
+        facts: counts and shapes of its data; if None, they are read.
+    """
+    try:
+        found = with_fields(config, SEARCHED_FIELDS)
+        shape_of(found, cluster.chip, facts)
+    except ConfigError as error:
+        return None, " ".join(str(error).split()).rstrip(".")
+    if found.fine_tuning is not None and found.fine_tuning.lora is not None:
+        return None, "search ranks training in full, no adapters"
+    return found, None
+
+
 def search_run(
     config: RunConfig,
     cluster: Cluster,

@@ -32,9 +32,8 @@ from scalejax.planning.convergence.loss_surface import (
     relative_loss,
 )
 from scalejax.planning.search.costs import Candidate
-from scalejax.planning.search.parallel import SearchSpec, candidates
+from scalejax.planning.search.parallel import SearchSpec, fastest_common
 from scalejax.planning.search.run import SEARCHED_FIELDS, in_words, prediction_of
-from scalejax.planning.search.space import common_groups
 from scalejax.planning.time_to_target.plan import Plan, PlanPoint, answered, plan_point
 from scalejax.planning.time_to_target.run import ClusterOption
 from scalejax.simulator.frameworks import XLA, Framework
@@ -224,7 +223,7 @@ def plan_loss(
                 left_out[batch] += 1
                 continue
             is_any_batch = True
-            if (fastest := _fastest(spec, count, samples)) is not None:
+            if (fastest := fastest_common(spec, count, samples)) is not None:
                 steps = batch.tokens.p50 / (samples * shape.tokens)
                 timed.append((steps * fastest.step_seconds, batch, fastest))
         if is_any_batch and not timed:
@@ -290,22 +289,6 @@ def _samples(best: float, count: int) -> list[int]:
         odd //= 2
     found = {odd * 2 ** max(0, round(math.log2(best * each / odd))) for each in _BATCHES}
     return sorted(found)
-
-
-def _fastest(spec: SearchSpec, count: int, samples: int) -> Candidate | None:
-    """The fastest of the common layouts; larger tensor axes are tried until one size fits, or two
-    where devices have a sample or less, so that no more of them are of use along data."""
-    best: Candidate | None = None
-    fitting, wanted = 0, 1 if samples > count else 2
-    for _, found in common_groups(spec.shape, count, samples, spec.cluster.devices_per_node):
-        (fits,) = candidates(spec, [found], 1)
-        fitting += bool(fits)
-        for each in fits:
-            if best is None or each.step_seconds < best.step_seconds:
-                best = each
-        if fitting == wanted:
-            break
-    return best
 
 
 def _source(model: LossModel, run: LanguageRun, tokens: Estimate, shape: TransformerShape) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve, with_fields
@@ -25,6 +26,8 @@ from scalejax.planning.convergence import (
     read_data,
     read_run,
 )
+from scalejax.planning.search.parallel import SearchSpec, fastest_common
+from scalejax.planning.search.run import in_words, run_of, searchable
 from scalejax.planning.time_to_target.notes import (
     notes_of,
     other_optimizer,
@@ -36,6 +39,7 @@ from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import predict
 from scalejax.xla import ProfileJob
 from scalejax.xla.batch import programs_of
+from scalejax.xla.closed_form import installed_compiler, shape_of, strategy_of
 
 FARTHEST = 2
 """Largest batch that is planned with, over the largest that reached the target: the ratio of the
@@ -45,7 +49,16 @@ figure 1 (8192 and 16384), so that no larger factor is safe."""
 _TOO_MANY = "more devices than the cluster has"
 _NOT_DIVISIBLE = "the batch does not divide over the devices, or exceeds the data set"
 _TOO_LARGE = "a batch that failed, or more than twice the largest that reached the target"
+_NO_LAYOUT = "no common layout divides the samples and fits"
+_OF_LAYOUTS = (
+    "layouts are the fastest of data, fsdp, expert, and tensor within a node for each row; "
+    "scalejax cost tries all, --layouts file keeps the run's"
+)
 _NO_MEMORY = "does not fit into the memory of a device"
+
+
+Layouts = Literal["search", "file"]
+"""Whether a plan searches layouts, or keeps that of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +160,7 @@ def plan_run(
     budget: float | None = None,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
+    layouts: Layouts = "search",
     on_progress: OnProgress = no_display,
 ) -> Plan:
     """Plan of `config` on `options`: all device counts and batches, and the best of them.
@@ -168,6 +182,8 @@ def plan_run(
         budget: maximum cost: in the currency of the prices, or in device-hours.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
+        layouts: "search" takes the fastest of the common layouts for each cluster, device count and
+            batch, where the closed form knows the network; "file" keeps that of the run.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
@@ -184,15 +200,22 @@ def plan_run(
         noise_scale=convergence.noise_scale,
         is_plain_sgd=config.optimizer.moments == 0,
     )
-    planned_runs = _planned_runs(
-        config,
-        fitting_facts(config, facts),
-        options,
-        device_counts,
-        global_batches,
-        convergence,
-        left_out,
-    )
+    counts = sorted(set(device_counts))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    facts = fitting_facts(config, facts)
+    searched = None
+    if layouts == "search":
+        searched, _ = searchable(config, options[0].cluster, facts)
+    if searched is None:
+        planned_runs = _planned_runs(
+            config, facts, options, counts, global_batches, convergence, left_out
+        )
+    else:
+        planned_runs = _searched_runs(
+            searched, config, facts, options, counts, global_batches, convergence, left_out
+        )
     points, predictions = [], []
     jobs = [
         ProfileJob(run=run, cluster=option.cluster, framework=framework)
@@ -205,14 +228,13 @@ def plan_run(
             left_out[_NO_MEMORY] += 1
             continue
         batch = run.split.global_batch
-        points.append(
-            plan_point(
-                prediction,
-                curve.steps(batch, recipe=recipe) if curve else float(run.total_steps),
-                rates=option.rates,
-                is_extrapolated=convergence is not None and batch > convergence.largest_reached,
-            )
+        point = plan_point(
+            prediction,
+            curve.steps(batch, recipe=recipe) if curve else float(run.total_steps),
+            rates=option.rates,
+            is_extrapolated=convergence is not None and batch > convergence.largest_reached,
         )
+        points.append(replace(point, strategy=None if searched is None else _layout_of(run)))
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
@@ -226,7 +248,10 @@ def plan_run(
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=tuple(notes_of(config, predictions, convergence, recipe, points)),
+        notes=(
+            *notes_of(config, predictions, convergence, recipe, points),
+            *([] if searched is None else [_OF_LAYOUTS]),
+        ),
         points_optimizer=other_optimizer(config, convergence),
     )
     return answered(plan)
@@ -264,15 +289,11 @@ def _planned_runs(
     left_out: Counter[str],
 ) -> list[tuple[ClusterOption, ResolvedRun]]:
     """Runs that can be resolved and whose batch is plausible; others are counted in `left_out`."""
-    counts = sorted(set(device_counts))
-    if not counts:
-        raise ConfigError(refusal("devices", [], "at least one number is needed"))
-    require_at_least("devices", counts[0], 1)
     planned_runs = []
-    for fields in _batches(config, facts, counts, global_batches):
+    for fields in _batches(config, facts, device_counts, global_batches):
         wanted = with_fields(config, {"layout.data": None, **fields})
         for option in options:
-            for count in counts:
+            for count in device_counts:
                 if count > option.cluster.most_devices:
                     left_out[_TOO_MANY] += 1
                     continue
@@ -286,6 +307,68 @@ def _planned_runs(
                     continue
                 planned_runs.append((option, run))
     return planned_runs
+
+
+def _searched_runs(
+    config: RunConfig,
+    given: RunConfig,
+    facts: DatasetFacts,
+    options: Sequence[ClusterOption],
+    counts: Sequence[int],
+    global_batches: Sequence[int],
+    convergence: ConvergenceData | None,
+    left_out: Counter[str],
+) -> list[tuple[ClusterOption, ResolvedRun]]:
+    """Runs with the fastest of the common layouts for each option, device count and batch.
+
+    Args:
+        config: the run whose layout is replaced.
+        given: the run with the layout that it had, of which the batch is known.
+        facts: counts and shapes of its data.
+        options: clusters.
+        counts: numbers of devices, ascending.
+        global_batches: batches; if none, each device has as many samples as on the fewest, or the
+            batch is the same on all where these do not divide it.
+        convergence: points to be plausible by.
+        left_out: counts those that are left out, by the reason.
+    """
+    batch = given.batch.global_batch
+    if batch is None:
+        first = counts[0] if given.layout.data is None else None
+        batch = resolve(given, first, facts).split.global_batch
+    planned = []
+    for option in options:
+        spec = SearchSpec(
+            shape=shape_of(config, option.cluster.chip, facts, compiler=installed_compiler()),
+            cluster=option.cluster,
+            site=option.site,
+            moments=config.optimizer.moments,
+        )
+        for count in counts:
+            grown = batch * count // counts[0] if batch % counts[0] == 0 else batch
+            for samples in sorted(set(global_batches)) or [grown]:
+                if count > option.cluster.most_devices:
+                    left_out[_TOO_MANY] += 1
+                elif samples > facts.train_examples:
+                    left_out[_NOT_DIVISIBLE] += 1
+                elif (fastest := fastest_common(spec, count, samples)) is None:
+                    left_out[_NO_LAYOUT] += 1
+                else:
+                    try:
+                        run = run_of(config, fastest.strategy, facts)
+                    except ConfigError as error:
+                        left_out[_reason(error)] += 1
+                        continue
+                    if convergence is not None and not _is_plausible(run, convergence):
+                        left_out[_TOO_LARGE] += 1
+                        continue
+                    planned.append((option, run))
+    return planned
+
+
+def _layout_of(run: ResolvedRun) -> str:
+    """Layout, microbatch, recompute and ZeRO stage of a run that a search found."""
+    return in_words(strategy_of(run))
 
 
 def _reason(error: ConfigError) -> str:

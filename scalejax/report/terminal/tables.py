@@ -456,14 +456,41 @@ def catalogue(
             f"{each.memory_bytes_per_second / GB:,.0f} GB/s",
         )
     yield table
-    table = figures("framework", "year")
-    table.add_column("")
-    for each in frameworks:
-        table.add_row(each.name, str(each.year), each.title)
-    yield table
+    yield from framework_list(frameworks)
     yield (
         "Links are per device, networks per node, both one way and nominal; rates are peaks, "
         "dense TFLOP/s. scalejax hardware NAME shows every number with its source."
+    )
+
+
+def framework_list(every: Sequence[Framework]) -> Iterator[RenderableType]:
+    """Table of frameworks by name."""
+    table = figures("framework", "year")
+    table.add_column("")
+    for each in every:
+        table.add_row(each.name, str(each.year), each.title)
+    yield table
+
+
+def models(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
+    """Table of published networks by name, and what they were pretrained with."""
+    table = figures("model", "network", "params", "active", "tokens", "batch", "trained on")
+    for name, preset in presets.items():
+        total = preset.pretraining and preset.pretraining.total_tokens
+        batch = preset.published_batch
+        table.add_row(
+            name,
+            preset.network,
+            format_count(preset.parameters),
+            "" if preset.active_parameters is None else format_count(preset.active_parameters),
+            "" if preset.pretraining_tokens is None else f"{preset.pretraining_tokens:,}",
+            "" if batch is None else f"{batch:,}",
+            "" if not total else f"{format_count(total)} tokens",
+        )
+    yield table
+    yield (
+        "active: parameters that a token goes through; tokens: of a sample; batch: samples per "
+        "update. What is empty is not published, or not kept here."
     )
 
 

@@ -117,11 +117,11 @@ def require_compatible_augmentation(
 
 
 def require_mixup_pairs(split: BatchSplit) -> None:
-    """Refuse an odd number of samples per device, which mixup cannot mix in pairs."""
+    """Refuse an odd number of samples per device, which cannot be mixed in pairs."""
     if split.microbatch % 2:
         divisor = 2 * split.layout.batch_shards * split.microbatches
         accepted = (
-            f"input.augmentation.mixup_alpha mixes pairs, and a device sees {split.microbatch} "
+            f"input.augmentation mixes pairs, and a device sees {split.microbatch} "
             f"samples at a time; it must be a multiple of "
             f"2*{split.layout.batch_axes}*microbatches={divisor} "
             f"(nearest: {nearest_multiples(split.global_batch, divisor)})"

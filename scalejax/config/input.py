@@ -13,9 +13,9 @@ MOST_HUE = 0.5
 class AugmentationConfig:
     """Random augmentation of training images; every kind is off by default.
 
-    Applied in this order: crop or shift, flip, colour jitter, erasing, mixup. Test examples are
-    never augmented. The augmentation of an example depends on the seed of the run, the epoch and
-    the index of the example alone.
+    Applied in this order: crop or shift, flip, colour jitter, erasing, mixup or CutMix. Test
+    examples are never augmented. The augmentation of an example depends on the seed of the run, the
+    epoch and the index of the example alone.
     """
 
     crop_area: tuple[float, float] | None = None
@@ -54,6 +54,12 @@ class AugmentationConfig:
     mixup_alpha: float = 0.0
     """Mixup of neighbouring pairs of a batch, and of their losses, each example with its own weight
     from Beta(alpha, alpha) (Zhang et al. 2017, arXiv 1710.09412; there 0.1 to 0.4); 0 for none."""
+    cutmix_alpha: float = 0.0
+    """CutMix of neighbouring pairs of a batch: a rectangle of each image is that of its neighbour,
+    of an area from Beta(alpha, alpha), and the losses are weighted by areas (Yun et al. 2019, arXiv
+    1905.04899, where alpha is 1); 0 for none. Not with `mixup_alpha`."""
+    cutmix_probability: float = 1.0
+    """Probability with which an image is cut at all (the paper: 1 on ImageNet, 0.5 on CIFAR)."""
 
     def __post_init__(self) -> None:
         area = self.crop_area
@@ -75,6 +81,13 @@ class AugmentationConfig:
         colours = ("brightness", "contrast", "saturation", "hue")
         for name in ("shift_pixels", *colours, "erase_probability", "mixup_alpha"):
             require_at_least(f"input.augmentation.{name}", getattr(self, name), 0)
+        for name in ("cutmix_alpha", "cutmix_probability"):
+            require_at_least(f"input.augmentation.{name}", getattr(self, name), 0)
+        if self.mixup_alpha and self.cutmix_alpha:
+            accepted = "input.augmentation.mixup_alpha mixes pairs already; leave one of them out"
+            raise ConfigError(
+                refusal("input.augmentation.cutmix_alpha", self.cutmix_alpha, accepted)
+            )
         if area is not None and self.shift_pixels:
             accepted = "input.augmentation.crop_area moves images already; leave one of them out"
             raise ConfigError(
@@ -86,6 +99,7 @@ class AugmentationConfig:
             ("saturation", 1.0),
             ("hue", MOST_HUE),
             ("erase_probability", 1.0),
+            ("cutmix_probability", 1.0),
         ):
             if getattr(self, name) > most:
                 accepted = f"it must be from 0 to {most}"

@@ -280,9 +280,15 @@ class ResolvedRun:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether training examples are mixed in pairs (mixup)."""
+        """Whether training examples are mixed in pairs (mixup, CutMix)."""
         augmentation = self.config.input.augmentation
-        return augmentation is not None and augmentation.mixup_alpha > 0
+        return self.is_cut or (augmentation is not None and augmentation.mixup_alpha > 0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether rectangles of training examples are of their neighbours (CutMix)."""
+        augmentation = self.config.input.augmentation
+        return augmentation is not None and augmentation.cutmix_alpha > 0
 
     @property
     def changes(self) -> tuple[Change, ...]:

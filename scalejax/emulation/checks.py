@@ -128,11 +128,10 @@ def _require_plain(config: RunConfig) -> None:
 def _require_plain_training(config: RunConfig) -> None:
     """Refuse training options that need all minibatches or evaluations on one device."""
     augmentation, train = config.input.augmentation, config.train
-    if augmentation is not None and augmentation.mixup_alpha:
-        accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
-        raise ConfigError(
-            refusal("input.augmentation.mixup_alpha", augmentation.mixup_alpha, accepted)
-        )
+    for name in ("mixup_alpha", "cutmix_alpha"):
+        if augmentation is not None and (alpha := getattr(augmentation, name)):
+            accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
+            raise ConfigError(refusal(f"input.augmentation.{name}", alpha, accepted))
     if train.noise_scale is not None:
         raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
     if train.early_stopping is not None:

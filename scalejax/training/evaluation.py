@@ -22,6 +22,7 @@ from scalejax.training.checkpoint import load_weights
 from scalejax.training.data_parallel import with_constraints
 from scalejax.training.gradients import (
     Batch,
+    is_paired,
     normalised,
     sample_metrics,
     split_microbatches,
@@ -75,7 +76,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
     setup = train_setup(run, mesh)
     state = whole_shapes(setup, mesh)
-    training_only = ("weights", "mix")
+    training_only = ("weights", "mix", "cut")
     shapes = batch_shapes(run, mesh)
     batch = {name: shape for name, shape in shapes.items() if name not in training_only}
     mask = jax.ShapeDtypeStruct(
@@ -130,7 +131,7 @@ def _batch_statistics(
         sample_metrics(setup, network, rows, is_training=True)
         return [part[...] / (1 - MOMENTUM) for part in moving], counted
 
-    split = partial(split_microbatches, run.split.microbatches, 2 if "mix" in batch else 1)
+    split = partial(split_microbatches, run.split.microbatches, 2 if is_paired(batch) else 1)
     values, counted = jax.lax.map(of_microbatch, jax.tree.map(split, batch))
     network, moving = network_and_parts()
     for part, of_microbatches in zip(moving, values, strict=True):

@@ -54,7 +54,8 @@ Batch = dict[str, Any]
 language modelling, the "places" of masked tokens; of packed documents, "segment_ids" and
 "positions"; where some rows do not count, training "weights",
 1 for a row that counts and 0 for one that does not; for mixup "mix", each sample's own share, its
-partner being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample
+partner being its neighbour (rows 2i and 2i + 1 are a pair); for CutMix "cut", where a rectangle of
+that is (`Changes.beside`); in evaluation "mask", 1 for a sample
 and 0 for padding."""
 
 
@@ -84,7 +85,8 @@ def sample_metrics(
     """Loss and accuracy of each sample, float32 of shape (samples,); and the logits.
 
     With "mix", the network sees mix x sample + (1 - mix) x partner, and loss and accuracy are
-    weighted over both targets in these shares (Zhang et al. 2017, arXiv 1710.09412, section 2).
+    weighted over both targets in these shares (Zhang et al. 2017, arXiv 1710.09412, section 2);
+    with "cut" a rectangle is the partner's, and the shares are those of areas.
     A partner may have weight 0 in the mean: its row holds an image and a target nevertheless.
     """
     if reads_features(setup.run.config):
@@ -93,6 +95,9 @@ def sample_metrics(
         inputs = normalised(batch["inputs"], setup.run.dataset)
         if "mix" in batch:
             inputs = _mixed(batch["mix"], inputs, _partners(inputs))
+        if "cut" in batch:
+            is_own = ~_rectangles(batch["cut"], inputs.shape[1:3])
+            inputs = jnp.where(is_own[..., None], inputs, _partners(inputs))
         if setup.run.dataset.is_text:
             inputs = in_token_order(inputs)
         where = {"places": batch["places"]} if "places" in batch else {}
@@ -148,10 +153,11 @@ def loss_and_accuracy(
     if targets.ndim > 1:
         targets = in_token_order(targets)
     losses, hits = loss_and_hits(targets)
-    if "mix" in batch:
+    if is_paired(batch):
         partner_losses, partner_hits = loss_and_hits(_partners(batch["targets"]))
-        losses = _mixed(batch["mix"], losses, partner_losses)
-        hits = _mixed(batch["mix"], hits, partner_hits)
+        share = batch["mix"] if "mix" in batch else _own_shares(batch)
+        losses = _mixed(share, losses, partner_losses)
+        hits = _mixed(share, hits, partner_hits)
     if SEGMENT_IDS in batch:
         is_counted = targets != IGNORED_TARGET
         losses, hits = (jnp.where(is_counted, each, 0).sum(axis=1) for each in (losses, hits))
@@ -166,6 +172,32 @@ def loss_and_accuracy(
 def _partners(rows: jax.Array) -> jax.Array:
     """Each row's mixup partner: rows 1, 0, 3, 2, ... A pair is on one device: no communication."""
     return rows.reshape(-1, 2, *rows.shape[1:])[:, ::-1].reshape(rows.shape)
+
+
+def is_paired(batch: Batch) -> bool:
+    """Whether rows of `batch` are mixed in pairs."""
+    return "mix" in batch or "cut" in batch
+
+
+def _rectangles(cut: jax.Array, sides: tuple[int, ...]) -> jax.Array:
+    """Whether each pixel is of the partner, bool [rows, height, width].
+
+    Source: `rand_bbox` of the paper's code (github.com/clovaai/CutMix-PyTorch, train.py): whole
+    pixels, half a rectangle to either side of its centre, cut off at the edges of the image.
+    """
+    inside = []
+    for side, centre in zip(sides, (cut[:, 2], cut[:, 1]), strict=True):
+        half = (jnp.floor(side * cut[:, 0]).astype(jnp.int32) // 2)[:, None]
+        middle = jnp.floor(side * centre).astype(jnp.int32)[:, None]
+        places = jnp.arange(side, dtype=jnp.int32)[None]
+        inside.append((places >= middle - half) & (places < middle + half))
+    return inside[0][:, :, None] & inside[1][:, None, :]
+
+
+def _own_shares(batch: Batch) -> jax.Array:
+    """Share of the pixels of each row that are its own, as they were cut."""
+    is_other = _rectangles(batch["cut"], batch["inputs"].shape[1:3])
+    return 1 - is_other.mean(axis=(1, 2), dtype=jnp.float32)
 
 
 def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
@@ -281,7 +313,7 @@ def gradients(
         gradient, amaxes, model_state, metrics = of_part(model_state, batch)
     else:
         zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
-        split = partial(split_microbatches, microbatches, 2 if "mix" in batch else 1)
+        split = partial(split_microbatches, microbatches, 2 if is_paired(batch) else 1)
         (gradient, amaxes, model_state), metrics = lax.scan(
             accumulate, (zeros, _zeros_like(scales), model_state), jax.tree.map(split, batch)
         )

@@ -71,7 +71,7 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
 
     Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32, as are
     "segment_ids" and "positions" of packed documents. Besides, float32 "weights" of the rows where
-    not all of them count, and float32 "mix" of pairs for mixup.
+    not all of them count, and float32 "mix" or "cut" of pairs.
     """
     dataset = run.dataset
     sharding = None if mesh is None else batch_sharding(mesh)
@@ -86,7 +86,7 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
     if run.is_weighted:
         parts["weights"] = ((), jnp.float32)
     if run.is_mixed:
-        parts["mix"] = ((), jnp.float32)
+        parts |= {"cut": ((3,), jnp.float32)} if run.is_cut else {"mix": ((), jnp.float32)}
     return {
         name: jax.ShapeDtypeStruct((run.split.global_batch, *shape), dtype, sharding=sharding)
         for name, (shape, dtype) in parts.items()

@@ -89,7 +89,8 @@ def case_key(job: RunJob) -> str:
     for name in ("loss", "dropout", "clipping", "averaging", "fine_tuning", "gradient_sync"):
         if (part := getattr(config, name)) not in (None, LossConfig()):
             material[_IN_ARCHIVES.get(name, name)] = _named(part)
-    for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
+    beside = (("mix", job.run.is_mixed), ("cut", job.run.is_cut), ("weights", job.run.is_weighted))
+    for name, is_beside in beside:
         if is_beside:
             material[name] = True
     if shares := condition_shares(job.run):
@@ -152,6 +153,7 @@ def _shaping(job: RunJob) -> JsonValue:
     return {
         **{name: plain(getattr(config, name)) for name in (*_PARTS, "layout")},
         "mix": run.is_mixed,
+        **({"cut": True} if run.is_cut else {}),
         "weights": run.is_weighted,
         "shares": dict(condition_shares(run)),
         "measured": _measured(job),

@@ -455,6 +455,11 @@ def test_every_order_of_colours_is_as_likely():
         ({"erase_area": (0.0, 0.3)}, r"erase_area=\[0\.0, 0\.3\] is refused"),
         ({"erase_aspect": (0.0, 3.3)}, r"erase_aspect=\[0\.0, 3\.3\] is refused"),
         ({"evaluation_crop": 0.0}, r"evaluation_crop=0\.0 is refused: it must be above 0"),
+        (
+            {"cutmix_alpha": 1.0, "mixup_alpha": 0.2},
+            r"cutmix_alpha=1\.0 is refused: .*mixup_alpha mixes pairs already",
+        ),
+        ({"cutmix_probability": 1.1}, r"cutmix_probability=1\.1 is refused"),
         ({"mixup_alpha": float("nan")}, "mixup_alpha=nan is refused"),
         (
             {"shift_pixels": 4, "crop_area": (0.5, 1.0)},

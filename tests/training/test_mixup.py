@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy import stats
 
 from scalejax.config.input import AugmentationConfig
 from scalejax.config.run import RunConfig, resolve
@@ -14,6 +15,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches, training_batches_of_seeds
+from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.models import BatchNormScope
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.gradients import mean_loss
@@ -29,8 +31,10 @@ RTOL = 1e-5
 """As of the conformance tests: a hundred roundings."""
 
 
-def run_of(layout, *, model="mlp", global_batch=32, microbatches=1, alpha=0.3, smoothing=0.0):
-    """A small run whose pairs are mixed."""
+def run_of(
+    layout, *, model="mlp", global_batch=32, microbatches=1, alpha=0.3, smoothing=0.0, cut=False
+):
+    """A small run whose pairs are mixed, or cut."""
     models = {"mlp": {"name": "mlp", "hidden": [32]}, "cnn": {"name": "cnn", "channels": [8, 16]}}
     tables = {
         "model": models[model],
@@ -41,7 +45,7 @@ def run_of(layout, *, model="mlp", global_batch=32, microbatches=1, alpha=0.3, s
         "schedule": {"base_learning_rate": 0.1},
         "loss": {"label_smoothing": smoothing},
         "layout": layout,
-        "input": {"augmentation": {"mixup_alpha": alpha}},
+        "input": {"augmentation": {"cutmix_alpha" if cut else "mixup_alpha": alpha}},
     }
     return resolve(build(RunConfig, tables))
 
@@ -94,6 +98,88 @@ def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
     assert float(loss) == pytest.approx(-(smoothed * shares).sum(axis=1).mean(), rel=1e-5)
     hits = targets[np.arange(32), logits.argmax(axis=1)]
     assert float(metrics["accuracy"]) == pytest.approx(hits.mean(), rel=1e-5)
+
+
+def cut_by_the_papers_code(cut, side):
+    """`rand_bbox` of clovaai/CutMix-PyTorch on numbers that are given: rows and columns of the
+    partner's part."""
+    cut_w = cut_h = int(side * cut[0])
+    cx, cy = int(side * cut[1]), int(side * cut[2])
+    bbx1, bbx2 = np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, side)
+    bby1, bby2 = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, side)
+    return slice(bby1, bby2), slice(bbx1, bbx2)
+
+
+def test_a_cut_image_is_what_the_papers_code_makes_of_it():
+    """Pixels of two images, never mixed, and the loss by their areas; by the paper's own code."""
+    run = run_of({"data": 1}, cut=True)
+    setup, batch = train_setup(run), batch_of(0)
+    del batch["mix"]
+    batch["cut"] = np.random.default_rng(1).random((32, 3), dtype=np.float32)
+    batch["cut"][3, 0], batch["cut"][4, 0] = 0, 1
+    state = init_state(run, build_mesh(run.layout))
+
+    loss, (metrics, _) = mean_loss(
+        setup, BatchNormScope(), state.params, state.model_state, jax.tree.map(jnp.asarray, batch)
+    )
+
+    partner = np.arange(32) ^ 1
+    images, shares = batch["inputs"].copy(), np.ones((32, 1))
+    for row, cut in enumerate(batch["cut"]):
+        part = cut_by_the_papers_code(cut, 8)
+        images[row][part] = batch["inputs"][partner[row]][part]
+        shares[row] = 1 - images[row][part].size / 64
+    assert shares[3] == 1
+    assert 0 < shares[4] < 1  # of the whole side, but cut off where its centre is not the middle's
+    graph = nnx.graphdef(network_of(setup, BatchNormScope()))
+    network = nnx.merge(graph, nnx.State(state.params), nnx.State(state.model_state))
+    normalised = jnp.asarray((images / 255 - 0.5) / 0.25, jnp.float32)
+    logits = np.asarray(network(normalised, is_training=True), np.float64)
+    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    classes = np.eye(8)[batch["targets"]]
+    targets = shares * classes + (1 - shares) * classes[partner]
+    assert float(loss) == pytest.approx(-(targets * logs).sum(axis=1).mean(), rel=1e-5)
+    hits = targets[np.arange(32), logits.argmax(axis=1)]
+    assert float(metrics["accuracy"]) == pytest.approx(hits.mean(), rel=1e-5)
+
+
+def test_areas_of_cuts_follow_the_beta_distribution():
+    """1 - the square of a side's share is of Beta(alpha, alpha), in as many images as asked for,
+    about centres that are anywhere."""
+    config = AugmentationConfig(cutmix_alpha=0.7, cutmix_probability=0.5)
+    cut = Augmentation(config=config, seed=1).of(np.arange(20_000), 2).beside()["cut"]
+
+    is_cut = cut[:, 0] > 0
+    assert cut.dtype == np.float32
+    assert abs(is_cut.mean() - 0.5) < 5 * 0.5 / np.sqrt(20_000)  # 5 sigma
+    own = np.sort(1 - cut[is_cut, 0].astype(np.float64) ** 2)
+    places = np.linspace(0.001, 0.999, 999)
+    found = np.searchsorted(own, places) / len(own)
+    # Kolmogorov's bound for one in a million.
+    assert np.abs(found - stats.beta(0.7, 0.7).cdf(places)).max() < 2.7 / np.sqrt(len(own))
+    assert all(stats.kstest(column, "uniform").pvalue > 1e-4 for column in cut[:, 1:].T)
+
+
+def test_cut_pairs_train_alike_over_devices_and_microbatches():
+    """On one device as on eight, in microbatches, and by the loader's own cuts."""
+    losses = []
+    for layout, microbatches in (({"data": 1}, 1), ({"data": 2, "fsdp": 2}, 2)):
+        run = run_of(layout, microbatches=microbatches, cut=True)
+        mesh = build_mesh(run.layout)
+        step, state = build_step(run, mesh), init_state(run, mesh)
+        config = run.config
+        augmentation = config.input.augmentation
+        source = open_source(config.data, "train", seed=0, augmentation=augmentation)
+        found = []
+        for indices in np.arange(96).reshape(UPDATES, 32):
+            rows = source.take(indices, 0)
+            placed = {
+                name: jax.device_put(rows[name], leaf.sharding) for name, leaf in step.batch.items()
+            }
+            state, metrics = step.function(state, placed)
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=RTOL)
 
 
 @functools.cache

@@ -28,7 +28,8 @@ _ERASE, _NOISE = _DRAWS, _DRAWS + 1
 _ERASE_AREAS = slice(_NOISE + 1, _NOISE + 1 + TRIES)
 _ERASE_ASPECTS = slice(_ERASE_AREAS.stop, _ERASE_AREAS.stop + TRIES)
 _ERASE_PLACE = slice(_ERASE_ASPECTS.stop, _ERASE_ASPECTS.stop + 2)
-_DRAWS_WITH_ERASING = _ERASE_PLACE.stop
+_CUT = slice(_ERASE_PLACE.stop, _ERASE_PLACE.stop + 3)
+_ALL_DRAWS = _CUT.stop
 """Columns of the per-example random numbers, one set for each transform, so that enabling one
 transform does not change another."""
 _VALUES_AT_ONCE = 2**15
@@ -53,7 +54,7 @@ class Augmentation:
             return Changes(keeps, np.empty((0, _DRAWS)))
         if config == AugmentationConfig():
             return _NOTHING
-        draws = _DRAWS_WITH_ERASING if config.erase_probability else _DRAWS
+        draws = _ALL_DRAWS if config.erase_probability or config.cutmix_alpha else _DRAWS
         return Changes(config, uniforms(self.seed, epoch, indices, draws))
 
 
@@ -190,13 +191,22 @@ class Changes:
 
     def beside(self) -> dict[str, np.ndarray]:
         """Mixup's "mix", the share of its own that each row keeps, drawn from Beta(alpha, alpha),
-        float32 [rows]; empty without mixup."""
-        alpha = self._config.mixup_alpha
-        if not alpha:
+        float32 [rows]; CutMix's "cut", float32 [rows, 3]: the share of each side that the rectangle
+        has, the root of 1 - a share from Beta(alpha, alpha), and its centre from the left and the
+        top, 0..1 (Yun et al. 2019, arXiv 1905.04899, equation 2); empty without both."""
+        alpha, of_cut = self._config.mixup_alpha, self._config.cutmix_alpha
+        if not (alpha or of_cut):
             return {}
-        # Imported here: mixup alone needs it.
+        # Imported here: these alone need it.
         from scipy.special import betaincinv
 
+        if of_cut:
+            cut = self._numbers[:, _CUT].copy()
+            own = betaincinv(of_cut, of_cut, self._numbers[:, _MIX])
+            is_cut = cut[:, 0] < self._config.cutmix_probability
+            cut[:, 0] = np.where(is_cut, np.sqrt(1 - own), 0)
+            # Below 1 in float32 too.
+            return {"cut": np.minimum(cut, [1, 1 - 2**-24, 1 - 2**-24]).astype(np.float32)}
         return {"mix": betaincinv(alpha, alpha, self._numbers[:, _MIX]).astype(np.float32)}
 
 

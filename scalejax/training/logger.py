@@ -238,7 +238,9 @@ class MetricsLogger:
             measurements = RunRecord.load(files.path).measurements
             self.earlier = tuple(m for m in measurements if m.step <= after_step)
         self._status: Status | None = None
+        opening = time.perf_counter()
         self._trackers = open_trackers(config, files) if config and is_first() else []
+        self._zero += time.perf_counter() - opening  # MLflow's database takes seconds
         self._unix_zero = time.time() - self.elapsed_seconds
         for measurement in self.earlier:
             self._track(measurement)

@@ -8,6 +8,7 @@ unless the environment asks for it.
 
 import importlib
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -170,6 +171,7 @@ class _Mlflow(Tracker):
     def __init__(self, folder: Path, config: RunConfig, run_name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._mlflow = importlib.import_module("mlflow")
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # of tables that it makes
         self.errors = (OSError, self._mlflow.exceptions.MlflowException)
         folder.mkdir(parents=True, exist_ok=True)
         place = os.environ.get("MLFLOW_TRACKING_URI")

@@ -13,9 +13,12 @@ import pytest
 
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
+from scalejax.core.heartbeat import Heartbeat
 from scalejax.core.serialization import build
-from scalejax.training.record import StatusChange
+from scalejax.training.logger import MetricsLogger
+from scalejax.training.record import RunFolder, StatusChange
 from scalejax.training.reporter import Silent
+from scalejax.training.time_accounting import RunClock
 from scalejax.training.trackers import require_trackers, tracked_values
 from scalejax.training.train import train
 
@@ -207,6 +210,17 @@ def test_norms_of_layers_add_up_to_the_norm_of_the_gradient(tmp_path):
         squares = [value**2 for value in norms.values() if value is not None]
         # Sums of a thousand squares in float32, in another order.
         assert np.sqrt(sum(squares)) == pytest.approx(line.gradient_norm, rel=1e-5)
+
+
+def test_opening_a_tracker_is_no_time_of_the_run(tmp_path, monkeypatch):
+    """Else the time to an accuracy would be longer with one."""
+    monkeypatch.setattr("scalejax.training.logger.open_trackers", lambda *_: time.sleep(0.5) or [])
+    files = RunFolder(path=tmp_path)
+    logger = MetricsLogger(
+        files, Silent(), Heartbeat(None), RunClock(), after_step=0, config=config_of("wandb")
+    )
+    assert logger.elapsed_seconds < 0.5
+    logger.close()
 
 
 def test_a_missing_package_is_refused_with_the_command_that_brings_it(monkeypatch):

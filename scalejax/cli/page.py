@@ -62,7 +62,7 @@ class Explore(OverridingCommand):
     frameworks: Annotated[str | None, flag("NAME,...")] = None
     """Frameworks that train it (see scalejax hardware). By default xla, and Megatron-Core on GPUs
     or MaxText elsewhere."""
-    layouts: Annotated[int, flag("K")] = 6
+    layouts: Annotated[int, flag("K")] = 8
     """Most layouts of a setting."""
     price: Annotated[str | None, flag("P,P,...")] = None
     """Own prices of a device-hour, one for each cluster. By default the list prices."""

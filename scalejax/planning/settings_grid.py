@@ -174,7 +174,7 @@ def settings_grid(
     axes: Axes,
     *,
     facts: DatasetFacts | None = None,
-    layouts: int = 6,
+    layouts: int = 8,
     processes: int = 1,
     on_progress: OnProgress = no_display,
 ) -> SettingsGrid:

@@ -187,6 +187,11 @@ def test_the_page_works_in_a_browser(page: Path, width: int, height: int):
         assert "updates = ceil(tokens / (global batch" in said
         tab.key("Escape")
         assert tab.value("document.getElementById('why').open") is False
+        tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        tab.value("document.querySelector('#map circle:last-of-type').focus()")
+        assert re.search(r"step .*s, .*\n.* GiB", tab.value("tip.innerText"))
+        tab.key("Enter")
+        assert "layout=" in tab.value("location.hash")
         again = f"{page.as_uri()}#cluster=dgx-a100&devices=16&batch=32&tokens=1e9"
         tab.open(again, width, height, is_dark=True)
         verdict = tab.value("document.getElementById('verdict').innerText")

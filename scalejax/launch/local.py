@@ -297,6 +297,7 @@ class _Attempt:
         self._watch = Watch(job.stopped_seconds, job.stuck_seconds)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._listeners: list[threading.Thread] = []
+        self._guard: subprocess.Popen[bytes] | None = None
         self._without_node: set[int] = set()
         """Processes of which srun says that their node is gone."""
         self._speaking = threading.Lock()
@@ -347,6 +348,7 @@ class _Attempt:
         coordinator = f"{process_group.LOOPBACK}:{process_group.free_port()}"
         if nodes is not None:
             coordinator = nodes.coordinator(self._chosen[0])
+            self._guard = nodes.guard(self._chosen)
         for number, place in enumerate(self._chosen):
             environment = os.environ | self._job.environment
             if nodes is not None:
@@ -494,9 +496,14 @@ class _Attempt:
 
     def _kill(self) -> None:
         """Kill all processes and those that they have started."""
-        if self._job.nodes is not None and any(each.poll() is None for each in self._workers):
+        if self._job.nodes is not None:
             self._job.nodes.signal_steps(signal.SIGKILL)
             self._wait(_SECONDS_TO_FOLLOW)
+        if self._guard is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(_SECONDS_TO_FOLLOW)
+            self._guard.kill()
+            self._guard.wait()
         for worker in self._workers:
             _signal(worker, signal.SIGKILL)
         for worker in self._workers:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -27,6 +28,13 @@ _ONE_TASK = ("--nodes=1", "--ntasks=1")
 _BESIDE_OTHERS = ("--overlap", "--cpu-bind=none")
 _SECONDS_TO_ANSWER = 15.0
 """After which a node is out of reach; SLURM itself gives up after ten."""
+_SECONDS_TO_LOOK = 20
+"""Between two looks at which nodes the job has."""
+_GUARD = """while sleep {seconds}; do
+  nodes=$(squeue --noheader --jobs={job} --format=%N) && [ "$nodes" ] || continue
+  names=$(scontrol show hostnames "$nodes") || continue
+  echo "$names" | grep -qxF {first} || scontrol requeue {job}
+done"""
 _FAILED = re.compile(rb"srun: error: (Node failure on |Task launch for )")
 """Beginning of what srun says where a node is gone; it may end with 0 then."""
 
@@ -114,6 +122,16 @@ class Nodes:
             asking.kill()
             asking.wait()
             return False
+
+    def guard(self, places: Sequence[int]) -> "subprocess.Popen[bytes] | None":
+        """Have one of these places, if any is on another node, put the job back into the queue when
+        SLURM takes the first node out of it: `--no-kill` would leave it without its script."""
+        others = [place for place in places if self.name(place) != self.names[0]]
+        if not others:
+            return None
+        names = {"job": shlex.quote(self.job_id), "first": shlex.quote(self.names[0])}
+        script = _GUARD.format(seconds=_SECONDS_TO_LOOK, **names)
+        return _started(self.command(others[-1], ["sh", "-c", script]))
 
     def signal_steps(self, number: int) -> None:
         """Ask SLURM to signal the tasks of all steps of the job, but not its batch script: srun

@@ -254,7 +254,7 @@ def _at_its_end(run: SlurmRun) -> dict[str, str | bool]:
     """Options of sbatch: what happens when its time is up, or a node fails."""
     if run.least_processes is None:
         return {"requeue": True, "signal": f"TERM@{SECONDS_TO_SAVE}"}
-    # The launcher in the script tells the processes; without the first node the job is requeued.
+    # The launcher in the script tells the processes of it.
     options: dict[str, str | bool] = {"requeue": True, "signal": f"B:TERM@{SECONDS_TO_SAVE}"}
     if run.node_count == 1:
         return options

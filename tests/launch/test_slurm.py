@@ -451,6 +451,40 @@ def test_an_elastic_job_that_cannot_be_is_refused(tmp_path, capsys, flags, refus
     assert re.search(refused, " ".join(capsys.readouterr().err.split()))
 
 
+@pytest.mark.parametrize(("left", "is_requeued"), [("n1 n2", False), ("n2", True)])
+def test_a_job_without_its_first_node_goes_back_into_the_queue(
+    tmp_path, monkeypatch, left, is_requeued
+):
+    """SLURM keeps the others, which have nothing to do without the script, until its time is up."""
+    does = {
+        "srun": 'while [ "$1" != sh ]; do shift; done; exec "$@"',
+        "squeue": f"echo {left}; echo look >> {tmp_path}/calls",
+        "scontrol": 'if [ "$1" = show ]; then printf "%s\\n" $3; exit; fi\n'
+        f'echo "$@" >> {tmp_path}/calls',
+    }
+    for name, script_of_it in does.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script_of_it}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr("scalejax.launch.nodes._SECONDS_TO_LOOK", 0.05)
+    nodes = Nodes(job_id="7", names=("n1", "n2"), tasks_per_node=2)
+
+    assert nodes.guard((0, 1)) is None
+    guard = nodes.guard((0, 1, 2))
+    assert guard is not None
+    end = time.monotonic() + 10
+    calls = []
+    while time.monotonic() < end and calls.count("look") < 3:
+        time.sleep(0.05)
+        with suppress(FileNotFoundError):
+            calls = (tmp_path / "calls").read_text().splitlines()
+    guard.kill()
+    guard.wait()
+
+    assert calls.count("look") >= 3
+    assert ("requeue 7" in calls) == is_requeued
+
+
 ON_NODES = """
 import os, sys, time
 from scalejax.core.elastic import SharedFolder
@@ -542,8 +576,10 @@ def test_a_node_that_is_gone_is_done_without_until_it_is_back(
         "restart 2, 3 processes",
     ]
     assert {path.name for path in tmp_path.glob("2-*")} == {"2-0-n1", "2-1-n2", "2-2-n3"}
-    steps = subprocess.run(["squeue", "-s", "-h", "-o", "%i"], capture_output=True, text=True)
-    assert f"{job_id}.0" not in steps.stdout
+    asked = ["squeue", "--steps", "--noheader", "--format=%i %N"]
+    steps = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    # SLURM still counts those of the node whose daemons were killed.
+    assert not [each for each in steps if each.startswith(job_id) and not each.endswith("n3")]
     subprocess.run(["scancel", job_id], check=True)
 
 

@@ -488,11 +488,12 @@ def _panels(
     width: PrintWidth,
 ) -> Spec:
     """The figure of points, on an axis of single runs, which cuts wider intervals off: on a page a
-    column for each optimizer, else one for each rule."""
+    column for each of several optimizers, else one for each rule."""
     optimizers = list(dict.fromkeys(each.cell.optimizer.name for each in results))
     rules = list(dict.fromkeys(_RULES[each.cell.scaling] for each in results))
     sides = [("optimizer", optimizers), ("rule", rules)]
-    (column, columns), (row, lines) = sides if width == "page" else sides[::-1]
+    across_rules = width == "column" or len(optimizers) == 1
+    (column, columns), (row, lines) = sides[::-1] if across_rules else sides
     across = round(_INCHES[width] * POINTS)
     panel = (across - _BESIDE_PANELS - _BETWEEN_PANELS * (len(columns) - 1)) // len(columns)
     names = [_warmup_in_words(each) for each in study.warmups]

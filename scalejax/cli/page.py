@@ -137,7 +137,7 @@ class Explore(OverridingCommand):
             fields["batch.global_batch"] = given[len(given) // 2]
         config, notes = published_decoder(self.run, fields)
         for note in notes:
-            print(f"note: {note}.", file=sys.stderr)
+            print(f"note: {note}.".replace("--global-batch", "--batches"), file=sys.stderr)
         return config, self.run
 
     def _batches(self, config: RunConfig) -> tuple[int, ...]:

@@ -298,6 +298,7 @@ def test_a_curve_is_straight_on_logarithms_where_it_is_read():
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layout.tensor 2", "tries every value"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --devices 8..4", "doublings"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layouts 0", "layouts"),
+        ("llama3-8b --cluster dgx-h100 --layouts 0", "--batches says another"),
     ],
 )
 def test_what_no_page_can_be_made_of_is_refused(

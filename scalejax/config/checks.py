@@ -435,6 +435,14 @@ def require_single_main_params(
             'fine_tuning.base_dtype); use "float32"'
         )
         raise ConfigError(refusal("optimizer.main_params_dtype", dtype, accepted))
+    if gradient_sync is not None and gradient_sync.averages_parameters:
+        for name in ("mu_dtype", "nu_dtype"):
+            if (kind := getattr(optimizer, name, "float32")) == "blockwise8":
+                accepted = (
+                    f"each worker of gradient_sync.name={gradient_sync.name!r} has an optimizer of "
+                    'its own, which was not tried in blocks; use "float32" or "bfloat16"'
+                )
+                raise ConfigError(refusal(f"optimizer.{name}", kind, accepted))
 
 
 def require_offloadable_state(

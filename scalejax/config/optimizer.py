@@ -23,6 +23,12 @@ and an update of v (equation 10); equation 10 with m r / r_before in place of m,
 correction."""
 
 
+MomentType = Literal["float32", "bfloat16", "blockwise8"]
+"""How a moment is kept between updates: in a type, or in 8 bits in blocks of up to 256 entries
+along the last dimension, with a scale each (Dettmers et al. 2021, arXiv 2110.02861; arrays of fewer
+than 4,096 entries in float32)."""
+
+
 _LARGEST_CONSTANT = 1e6
 """Above which weight decay leaves no weights, and an epsilon no steps."""
 
@@ -140,13 +146,15 @@ class AdamWConfig(OptimizerConfig):
     """Decoupled decay per unit of learning rate."""
     decays_norm_and_bias: bool = False
     """Whether weight decay also applies to biases and normalisation parameters."""
-    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    mu_dtype: MomentType = "float32"
     """Element type in which the first moment is kept; it is updated in float32 (Optax's and
-    MaxText's name)."""
-    nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    MaxText's name). "blockwise8": 8 bits in blocks of up to 256 entries along the last dimension,
+    with a scale each (Dettmers et al. 2021, arXiv 2110.02861); arrays of fewer than 4,096 entries
+    in float32."""
+    nu_dtype: MomentType = "float32"
     """Element type in which the second moment is kept; it is updated in float32. Rounded to the
-    nearest of 8 bits, it falls no more with `beta2` above 0.998, which takes less than 1 / 512 of
-    it each time."""
+    nearest of the 8 bits of bfloat16, it falls no more with `beta2` above 0.998, which takes less
+    than 1 / 512 of it each time."""
     main_params_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type in which matrices and embeddings are kept and updated (Megatron-Core's name);
     bfloat16, rounded to the nearest, loses updates below 1 / 512 of a parameter."""
@@ -159,8 +167,13 @@ class AdamWConfig(OptimizerConfig):
 
     @property
     def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
-        """Whether it counts entries of whole layers."""
-        return self.cautious
+        """Whether it counts entries of whole layers, or keeps blocks of them."""
+        return self.cautious or self.has_blocks
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a moment is kept in blocks."""
+        return "blockwise8" in (self.mu_dtype, self.nu_dtype)
 
     @property
     def moments(self) -> Literal[2]:
@@ -202,6 +215,9 @@ class LionConfig(OptimizerConfig):
     """Decoupled decay per unit of learning rate."""
     decays_norm_and_bias: bool = False
     """Whether weight decay also applies to biases and normalisation parameters."""
+    mu_dtype: MomentType = "float32"
+    """Element type in which the momentum is kept; it is updated in float32. "blockwise8" as of
+    adamw."""
     cautious: bool = False
     """Whether entries of a step that point against the gradient are left out, and the others made
     larger by as much (C-Lion; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
@@ -213,8 +229,13 @@ class LionConfig(OptimizerConfig):
 
     @property
     def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
-        """Whether it counts entries of whole layers."""
-        return self.cautious
+        """Whether it counts entries of whole layers, or keeps blocks of them."""
+        return self.cautious or self.has_blocks
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the momentum is kept in blocks."""
+        return self.mu_dtype == "blockwise8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,8 @@ def shape_of(
     for name in ("mu_dtype", "nu_dtype", "main_params_dtype"):
         if getattr(config.optimizer, name, "float32") != "float32":
             accepted = 'the closed form counts state in float32; use "float32", or scalejax predict'
-            raise ConfigError(refusal(f"optimizer.{name}", "bfloat16", accepted))
+            found = getattr(config.optimizer, name)
+            raise ConfigError(refusal(f"optimizer.{name}", found, accepted))
     if config.layout.optimizer_memory_host_offload:
         accepted = "the closed form knows no offload; leave it out, or use scalejax predict"
         raise ConfigError(refusal("layout.optimizer_memory_host_offload", True, accepted))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,13 @@ from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.models import parameter_path
+from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers import build_optimizer
+from scalejax.training.optimizers.eight_bits import dynamic_codes
 from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.setup import train_setup
 from scalejax.training.state import abstract_state
+from scalejax.training.step import build_step, init_state
 
 RNG = np.random.default_rng(0)
 UPDATES = 6
@@ -472,3 +475,101 @@ def test_impossible_optimizers_are_refused(fields, said):
     """One sentence, which names the field."""
     with pytest.raises(ConfigError, match=said):
         build(OptimizerConfig, fields, where="optimizer")
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_dynamic_codes_are_those_of_the_paper(is_signed):
+    """256 numbers from -1 or 0 to 1, with as many decades as exponents; the smallest is 5.5e-7, and
+    the largest steps are of 0.9 / 64, or 0.9 / 128 without signs (Dettmers et al. 2021, 2.2)."""
+    codes = dynamic_codes(is_signed=is_signed)
+
+    assert len(set(codes.tolist())) == 256
+    assert np.abs(codes[codes != 0]).min() == pytest.approx(5.5e-7 if is_signed else 3.25e-7)
+    assert codes[-1] - codes[-2] == pytest.approx(0.9 / (128 if is_signed else 256), rel=1e-3)
+    assert codes[-2] - codes[-3] == pytest.approx(0.9 / (64 if is_signed else 128), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AdamWConfig(mu_dtype="blockwise8", nu_dtype="blockwise8"), LionConfig(mu_dtype="blockwise8")],
+    ids=lambda config: config.name,
+)
+def test_moments_in_8_bits_are_rounded_block_by_block(config):
+    """In NumPy: each update reads the codes of its block of 256, of rows of 300, and writes them
+    anew. Entries whose code rounding decides may differ by a code: fewer than 1 in 1,000. The state
+    of a matrix has a byte an entry and 4 for a block; a small bias stays in float32."""
+    rng = np.random.default_rng(1)
+    gradients = [rng.normal(size=(20, 300)) * 10.0 ** rng.integers(-3, 1, 300) for _ in range(5)]
+    config = replace(config, weight_decay=0.0)
+    optimizer = build_optimizer(config, lambda _: jnp.asarray(1.0), hidden=HiddenMatrices(()))
+    params = {"kernel": jnp.zeros((20, 300)), "bias": jnp.zeros(300)}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+
+    def rounded(moment, *, is_signed):
+        codes, made = dynamic_codes(is_signed=is_signed).astype(np.float64), np.empty_like(moment)
+        for part in (slice(0, 256), slice(256, 300)):
+            block = moment[:, part]
+            scale = np.abs(block).max(axis=-1, keepdims=True)
+            nearest = np.abs(block[..., None] / scale[..., None] - codes).argmin(axis=-1)
+            made[:, part] = codes[nearest] * scale
+        return made
+
+    m = v = np.zeros((20, 300))
+    share = 1.0
+    for t, g in enumerate(gradients, start=1):
+        gradient = {"kernel": jnp.asarray(g, jnp.float32), "bias": jnp.ones(300)}
+        found, state = update(gradient, state, params)
+        if isinstance(config, LionConfig):
+            expected = -np.sign(0.9 * m + 0.1 * g)
+            m = rounded(0.99 * m + 0.01 * g, is_signed=True)
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            expected = -(m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+            m, v = rounded(m, is_signed=True), rounded(v, is_signed=False)
+        far = np.abs(np.asarray(found["kernel"]) - expected) / np.maximum(np.abs(expected), 1e-3)
+        share = min(share, float((far < 1e-4).mean()))
+    assert share > 0.999
+
+    kept = [optax.tree.get(state, name) for name in ("mu", "nu")[: config.moments]]
+    for each in kept:
+        assert (each.codes["kernel"].dtype, each.codes["bias"].dtype) == (jnp.uint8, jnp.float32)
+        assert each.scales["kernel"].shape == (20, 2)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(each)) == 6000 + 4 * 40 + 4 * 300 + 4
+
+
+def test_moments_in_8_bits_lie_where_their_parameters_do():
+    """Two programs are compiled: three updates over fsdp and tensor train what one device trains,
+    but for the codes that rounding decides, and codes are split as the parameter is."""
+    losses, seen, layouts = [], 0, ({"data": 1}, {"data": 1, "fsdp": 2, "tensor": 2})
+    for layout in layouts:
+        fields: dict[str, Any] = {
+            "model": {"name": "mlp", "hidden": [64, 64]},
+            "data": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8},
+            "batch": {"global_batch": 8},
+            "optimizer": {"name": "adamw", "mu_dtype": "blockwise8", "nu_dtype": "blockwise8"},
+            "schedule": {"base_learning_rate": 0.01},
+            "layout": layout,
+        }
+        run = resolve(build(RunConfig, fields))
+        mesh = build_mesh(run.layout)
+        step, state = build_step(run, mesh), init_state(run, mesh)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]:
+            name = parameter_path(path)
+            if "codes" in name and name.endswith("layers/1/kernel"):
+                seen += 1
+                kernel = state.params["layers"][1]["kernel"]
+                assert leaf.dtype == jnp.uint8
+                assert leaf.sharding.is_equivalent_to(kernel.sharding, leaf.ndim)
+        rng = np.random.default_rng(0)
+        batch = {
+            "inputs": jnp.asarray(rng.integers(0, 255, size=(8, 8, 8, 1)), jnp.uint8),
+            "targets": jnp.asarray(rng.integers(0, 8, size=8), jnp.int32),
+        }
+        batch = {name: jax.device_put(a, step.batch[name].sharding) for name, a in batch.items()}
+        for _ in range(3):
+            state, metrics = step.function(state, batch)
+            losses.append(float(metrics["loss"]))
+
+    assert seen == 2 * 2
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)
+    assert losses[2] < losses[0]

@@ -23,6 +23,7 @@ from scalejax.config.optimizer import (
     LionConfig,
     MarsConfig,
     MatrixOptimizerConfig,
+    MomentType,
     MuonConfig,
     OptimizerConfig,
     ScheduleFreeConfig,
@@ -32,6 +33,7 @@ from scalejax.config.optimizer import (
 )
 from scalejax.models import parameter_path
 from scalejax.models.lora import ADAPTERS
+from scalejax.training.optimizers.eight_bits import kept_in_8_bits
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
 from scalejax.training.optimizers.own import own_optimizer
@@ -93,14 +95,24 @@ def _adamw(
     hidden: HiddenMatrices,
     parametrization: Parametrization | None = None,
 ) -> GradientTransformation:
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=config.mu_dtype)
-    adam = _with_second_moment_in(config.nu_dtype, adam)
+    mu_dtype, nu_dtype = (_type_of(each) for each in (config.mu_dtype, config.nu_dtype))
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=mu_dtype)
+    adam = _with_second_moment_in(nu_dtype, adam)
+    if config.has_blocks:
+        signs = {"mu": (config.mu_dtype, True), "nu": (config.nu_dtype, False)}
+        in_blocks = {name: sign for name, (kind, sign) in signs.items() if kind == "blockwise8"}
+        adam = kept_in_8_bits(adam, in_blocks)
     adam = cautious(adam, hidden.stacked) if config.cautious else adam
     return optax.chain(
         parametrized(parametrization, adam, hidden),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _type_of(kind: MomentType) -> str:
+    """The element type of a moment outside of blocks."""
+    return "float32" if kind == "blockwise8" else kind
 
 
 def _with_second_moment_in(dtype: str, adam: GradientTransformation) -> GradientTransformation:
@@ -136,7 +148,8 @@ def _lion(
     hidden: HiddenMatrices,
     parametrization: Parametrization | None = None,
 ) -> GradientTransformation:
-    lion = optax.scale_by_lion(config.beta1, config.beta2)
+    lion = optax.scale_by_lion(config.beta1, config.beta2, mu_dtype=_type_of(config.mu_dtype))
+    lion = kept_in_8_bits(lion, {"mu": True}) if config.has_blocks else lion
     lion = cautious(lion, hidden.stacked) if config.cautious else lion
     return optax.chain(
         parametrized(parametrization, lion, hidden),

@@ -435,11 +435,11 @@ def each_changed(
     )
 
 
-def with_channels_first(program: Program) -> Program:
-    """`program` whose convolutions have arrays with channels first."""
+def with_channels_first(program: Program, is_first: bool = True) -> Program:
+    """`program` whose convolutions have arrays with channels first, or else last."""
 
     def changed(item: Operation) -> Operation:
-        return replace(item, channels_first=True) if item.kind == "convolution" else item
+        return replace(item, channels_first=is_first) if item.kind == "convolution" else item
 
     return replace(program, operations=each_changed(program.operations, changed))
 

@@ -421,12 +421,11 @@ _WITH_XLA = re.compile(r"(?<!out)(with ?|\+ ?|use_)xla", re.IGNORECASE)
 
 
 def has_channels_first(row: LedgerRow) -> bool:
-    """Whether arrays of images have channels first: those of PyTorch, unless it is told otherwise,
-    as in NVIDIA's published results in mixed precision (NVIDIA/DeepLearningExamples,
+    """Whether arrays of images have channels first: those of its framework, unless that is told
+    otherwise, as in NVIDIA's published results in mixed precision (NVIDIA/DeepLearningExamples,
     PyTorch/Classification/ConvNets/configs.yml: memory_format is nhwc). DLPerf ran the release
     before (its README's log: "memory_format : nchw")."""
-    is_pytorch = framework_of(row).name == "pytorch-eager-2020"
-    return is_pytorch and "NVIDIA/DeepLearningExamples" not in row.source
+    return framework_of(row).channels_first and "NVIDIA/DeepLearningExamples" not in row.source
 
 
 _TRAINED_BY = (

@@ -130,8 +130,8 @@ def compile_cases(
 def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
     if isinstance(program, str):
         return Skipped(row=case.row, reason=program, is_mapped=True)
-    if has_channels_first(case.row) and case.framework == framework_of(case.row):
-        program = with_channels_first(program)
+    if case.framework == framework_of(case.row):
+        program = with_channels_first(program, has_channels_first(case.row))
     return CompiledCase(
         row=case.row,
         program=program,

@@ -11,7 +11,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import FRAMEWORKS, XLA, Framework, framework_named
-from scalejax.simulator.program import Loop, Program
+from scalejax.simulator.program import Loop, Operation, Program, with_channels_first
 from scalejax.simulator.transforms.pipeline import BUBBLE
 from scalejax.xla import ProfileJob, derive, profile_many
 from scalejax.xla.batch import Programs
@@ -133,6 +133,24 @@ def test_a_step_says_what_sets_it_apart_and_nothing_else():
         "for this run",
     )
     assert XLA.applied(step, llama()) is step
+
+
+def test_pytorch_keeps_channels_first_unless_it_is_told_otherwise():
+    """As its rows were fitted: `predict --framework` costs what `validate` did."""
+    step = program_of(
+        Operation(name="c", kind="convolution", dtype="bf16", flop=1, shape=(32, 784, 64, 128, 9)),
+        matmul("up", 1.0),
+        devices=2,
+    )
+    pytorch = FRAMEWORKS["pytorch-eager-2020"]
+
+    by_default = pytorch.applied(step, llama())
+    told = replace(pytorch, channels_first=False).applied(step, llama())
+
+    assert [each.channels_first for each, _ in by_default.walk()] == [True, False]
+    assert "channels first" in by_default.notes[-1]
+    assert told.operations == step.operations
+    assert with_channels_first(by_default, False).operations == step.operations
 
 
 def test_stages_of_other_networks_are_told_apart():

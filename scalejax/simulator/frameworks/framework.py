@@ -55,7 +55,7 @@ from scalejax.simulator.frameworks.overlap import (
     with_sums_in_last_pass,
 )
 from scalejax.simulator.frameworks.software import Software, software_by_name
-from scalejax.simulator.program import Program
+from scalejax.simulator.program import Program, with_channels_first
 from scalejax.simulator.transformer.shape import TransformerShape
 from scalejax.simulator.transforms.routed_tokens import routed_tokens
 
@@ -63,6 +63,7 @@ _KERNELS = "a tensor for each layer: no slices of stacks, buffers to clear or ca
 _NO_CLOSED_FORM = (
     "this run has no closed form: XLA's program stands for it, at rates fitted to others"
 )
+_CHANNELS_FIRST = "arrays of images have channels first (NCHW), unless channels_last is asked for"
 _FUSED = "attention is one kernel on every chip"
 
 Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
@@ -117,6 +118,9 @@ class Framework:
     of compiled steps, of which it is not known, these are left out."""
     layers_of_stages: Literal["equal", "by_weight"] = "equal"
     """How its pipelines share the layers, unless the run says that they count the ends."""
+    channels_first: bool = False
+    """Whether it keeps arrays of images with channels first (NCHW), as PyTorch does unless it is
+    told `memory_format=torch.channels_last`; `dataclasses.replace` makes a framework that is."""
     memory: EagerMemory | None = None
     """What it holds in memory, and its allocator reserves; None where that is what the compiled
     step holds, or not known."""
@@ -182,6 +186,8 @@ class Framework:
             rest = rest[count:]
             if changed != program:
                 program, differences = changed, [*differences, each.title]
+        if self.channels_first and (changed := with_channels_first(program)) != program:
+            program, differences = changed, [*differences, _CHANNELS_FIRST]
         if self == XLA:
             return program
         note = f"the step of {self.title}: "
@@ -594,7 +600,12 @@ FRAMEWORKS = {
         _of_jax("paddlepaddle-2020", "PaddlePaddle", 2020),
         _of_jax("horovod-2018", "Horovod with TensorFlow 1, as in NVIDIA's examples", 2018),
         _of_jax("horovod-2018-xla", "The same, its graph compiled by XLA", 2018),
-        _of_pytorch(name="pytorch-eager-2020", title="PyTorch, not compiled", year=2020),
+        _of_pytorch(
+            name="pytorch-eager-2020",
+            title="PyTorch, not compiled",
+            year=2020,
+            channels_first=True,
+        ),
         Framework(
             name="keras-multi-gpu-model",
             title="Keras' multi_gpu_model on TensorFlow 1",
@@ -607,6 +618,7 @@ FRAMEWORKS = {
             title="PyTorch's DataParallel, one process for all devices",
             year=2020,
             properties=(_DATA_PARALLEL,),
+            channels_first=True,
             software_of="pytorch-eager-2020",
         ),
         _of_pytorch(name="pytorch-fsdp-2023", title="PyTorch FSDP", year=2023),

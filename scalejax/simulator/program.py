@@ -285,6 +285,9 @@ class Program:
     """Parameters and optimizer state of one replica, over all devices; None if unknown."""
     framework: str = "xla-2026"
     """Name of the framework whose step it is."""
+    most_blocks: float = 1.0
+    """Blocks of the pipeline stage with most of them, over those of the stage whose step it is: so
+    many times as long its host takes to launch them, for which all stages wait."""
     notes: tuple[str, ...] = ()
     """Caveats on how it was compiled."""
 

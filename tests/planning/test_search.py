@@ -46,6 +46,8 @@ from scalejax.simulator.transformer import (
     Strategy,
     TransformerShape,
     memory_by_zero_stage,
+    slowest_stage,
+    stage_counts,
     transformer_program,
 )
 from scalejax.xla import closed_form, has_cuda_compiler
@@ -185,6 +187,28 @@ def test_steps_set_off_as_a_graph_are_those_of_predict():
 
     assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
     assert candidate.step_seconds < one_by_one.step_seconds
+
+
+def test_steps_that_wait_for_the_host_of_another_stage_are_those_of_predict():
+    """Seven blocks over stages of which the last has fewer, and logits; hosts are the slower."""
+    shape = replace(SHAPE, layers=7)
+    slow = replace(CLUSTER.chip.attainable, dispatch_seconds=200e-6)
+    cluster = replace(CLUSTER, chip=replace(CLUSTER.chip, attainable=slow))
+    strategy = next(
+        each
+        for each in strategies(shape, 16, 32)
+        if max(stage_counts(shape, each.layout)) > slowest_stage(shape, each).layers
+        and each.layout.pipeline > 1
+    )
+    program = transformer_program(shape, strategy)
+    (candidate,) = StrategyCosts(shape, cluster).candidates(
+        [strategy], memory_by_zero_stage(shape, [strategy])
+    )
+    alone = predict(replace(program, most_blocks=1.0), cluster).step_seconds
+
+    whole = predict(program, cluster).step_seconds
+    assert candidate.step_seconds == pytest.approx(whole, rel=1e-9)
+    assert whole > 1.05 * alone
 
 
 def test_ranking_is_by_the_objective_and_all_of_it_fits():

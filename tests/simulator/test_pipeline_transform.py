@@ -354,3 +354,23 @@ def test_a_device_of_dualpipe_holds_two_stages():
 
     assert sharded == replace(memory, temporary_bytes=2 * 6 * 10 + 5 * 7)
     assert whole.peak_bytes == sharded.peak_bytes + 120
+
+
+def test_all_stages_wait_for_the_host_of_most_blocks():
+    """A last stage of 2 blocks and logits, before which one has 3. A host of 10 ms an operation
+    launches 2 of a block: 8 x 20 ms more for the third one than this stage's own 8 x 50 ms, the
+    bubble's 10 x 20 and one after. A faster one, which no device waits for, changes nothing."""
+    program = pipelined(_stage(_work(8, 2, (LOGITS,))), pipeline(layers=(2, 3, 3, 2)))
+    equal = replace(program, most_blocks=1.0)
+
+    def host_milliseconds(of: Program, each: float) -> float:
+        attainable = replace(PAPER.chip.attainable, dispatch_seconds=each)
+        cluster = replace(PAPER, chip=replace(PAPER.chip, attainable=attainable))
+        return timeline(of, cluster).dispatch_seconds * 1e3
+
+    more = host_milliseconds(program, 10e-3) - host_milliseconds(equal, 10e-3)
+    assert program.most_blocks == pytest.approx(1.5)
+    assert more == pytest.approx(8 * 2 * 10)
+    fast = replace(PAPER.chip.attainable, dispatch_seconds=1e-9)
+    quick = replace(PAPER, chip=replace(PAPER.chip, attainable=fast))
+    assert timeline(program, quick).step_seconds == timeline(equal, quick).step_seconds

@@ -23,6 +23,7 @@ from scalejax.simulator.transformer import (
     TransformerShape,
     exchange_of_chunks,
     slowest_stage,
+    stage_counts,
     step_parts,
 )
 from scalejax.xla.closed_form import workspace_bytes
@@ -69,6 +70,8 @@ class _StepTimes:
     slowest."""
     other_blocks: int
     """Blocks of all other stages."""
+    more_blocks: int
+    """Blocks of the stage with most beyond those of the slowest: its host launches them too."""
 
     def timeline(self, strategy: Strategy, exchange: Timeline) -> Timeline:
         """Timeline of the step of `strategy`, whose stages exchange chunks in so long."""
@@ -78,7 +81,12 @@ class _StepTimes:
         ticks = PipelineTicks("1f1b", stages, strategy.split.microbatches, chunks)
         idle = (self.block, self.other_blocks // chunks), *self.ends
         sends = self.sends, ticks.work + ticks.idle
-        return total(((self.busy, 1), (exchange, 1), sends, *idle))
+        step = total(((self.busy, 1), (exchange, 1), sends, *idle))
+        if not (self.more_blocks and step.dispatch_seconds):
+            return step
+        of_block = self.block.dispatch_seconds + self.block.exchange_seconds
+        more = self.more_blocks * strategy.split.microbatches * of_block
+        return replace(step, dispatch_seconds=step.dispatch_seconds + more)
 
 
 class StrategyCosts:
@@ -149,7 +157,10 @@ class StrategyCosts:
         )
         ends = (*first, *(() if slowest.has_logits else ((logits, 1),)))
         others = self._shape.kinds[-1][1] - slowest.layers
-        return _StepTimes(total(busy), blocks[-1][0], self._timeline(parts.sends), ends, others)
+        counts = stage_counts(self._shape, strategy.layout)
+        more = max(counts) - slowest.layers if strategy.layout.pipeline > 1 else 0
+        sends = self._timeline(parts.sends)
+        return _StepTimes(total(busy), blocks[-1][0], sends, ends, others, more)
 
     def _timeline(self, part: Part, stub: Program | None = None) -> Timeline:
         """Timeline of one run of a part; of blocks as the fullest device runs them, if the loads of

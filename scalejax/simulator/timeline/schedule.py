@@ -10,6 +10,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from scalejax.simulator.program import Collective, Loop, Operation
+from scalejax.simulator.transforms.pipeline import BUBBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,19 @@ class Schedule:
             self.starts.append(item)
             self.segments.append([])
         self.segments[-1].append((index, times))
+
+
+def dispatches_of_blocks(items: tuple[Operation | Loop, ...], depth: int = 0) -> float:
+    """Operations that the host dispatches per step in loops within others: the blocks of a stage,
+    for each of its microbatches, but not in the bubble."""
+    found = 0.0
+    for item in items:
+        if isinstance(item, Loop):
+            if depth or not item.name.endswith(BUBBLE):
+                found += item.trip_count * dispatches_of_blocks(item.body, depth + 1)
+        elif depth > 1 and item.waits_for is None and item.kind != "wait":
+            found += item.share if item.collective is None else item.collective.share
+    return found
 
 
 def is_compute_alone(loop: Loop) -> bool:

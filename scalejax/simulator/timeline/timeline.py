@@ -34,6 +34,7 @@ from scalejax.simulator.timeline.schedule import (
     Wait,
     Work,
     costed_fields,
+    dispatches_of_blocks,
     is_compute_alone,
 )
 from scalejax.simulator.timeline.streams import Streams
@@ -190,6 +191,7 @@ def _timeline(
     *,
     dispatch_seconds: float,
     exchanges: Collection[str] = (),
+    more_of_host: float = 0.0,
     scales: Scales = NOMINAL,
     **seconds: float,
 ) -> Timeline:
@@ -202,12 +204,17 @@ def _timeline(
         axes: mesh axes that each collective spans, by its name.
         dispatch_seconds: time in which the host dispatches all operations.
         exchanges: names of collectives that the host waits for.
+        more_of_host: what the slowest host of a pipeline takes beyond this one's, of which it is
+            a share.
         scales: factors on the time of each class of cost.
         **seconds: the terms of all compute operations, and the time of all collectives.
     """
     attainable = cluster.chip.attainable
     streams.run(events)
     streams.drain()
+    of_exchanges = math.fsum(streams.exposed.get(name, 0.0) for name in exchanges)
+    if dispatch_seconds and more_of_host:
+        dispatch_seconds += more_of_host * (dispatch_seconds + of_exchanges)
     exposed: dict[Axes, float] = {}
     for name, waited in streams.exposed.items():
         exposed[axes[name]] = exposed.get(axes[name], 0.0) + waited
@@ -215,7 +222,7 @@ def _timeline(
         **seconds,
         contention_seconds=streams.contention_seconds,
         exposed_by_name=tuple(streams.exposed.items()),
-        exchange_seconds=math.fsum(streams.exposed.get(name, 0.0) for name in exchanges),
+        exchange_seconds=of_exchanges,
         exposed=tuple(sorted(exposed.items())),
         dispatch_seconds=dispatch_seconds * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
@@ -425,6 +432,10 @@ class WhatIf:
         """The program that is costed."""
         self.schedule = schedule = Schedule(program.operations)
         """Events and distinct operations of the program."""
+        self._more_of_host = 0.0
+        if program.most_blocks > 1 and schedule.dispatches:
+            of_blocks = dispatches_of_blocks(program.operations) / schedule.dispatches
+            self._more_of_host = (program.most_blocks - 1) * of_blocks
         self._runs = np.array(schedule.operation_runs, float)
         entries = [entry for segment in schedule.segments for entry in segment]
         self._entries, self._entry_runs = np.array(entries, int).reshape(-1, 2).T
@@ -473,6 +484,7 @@ class WhatIf:
                 zip(schedule.collectives, schedule.collective_runs, strict=True),
             ),
             exchanges=schedule.exchanges,
+            more_of_host=self._more_of_host,
             scales=scales,
             communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
             compute_seconds=float(total @ times.is_compute_bound),

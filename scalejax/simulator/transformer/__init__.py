@@ -73,6 +73,7 @@ __all__ = [
     "memory_by_zero_stage",
     "memory_use",
     "slowest_stage",
+    "stage_counts",
     "step_parts",
     "transformer_program",
     "zero_parts",

@@ -120,8 +120,10 @@ def pipelined(
     kept_bytes = pipeline.boundary_bytes // (tensor if pipeline.is_boundary_divided else 1)
     held = (int(ticks.in_flight) - 1) * _layers(work) * kept_bytes
     memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
+    own = _layers(work)
     return replace(
         stage,
+        most_blocks=max(pipeline.layers or (own,)) / own,
         mesh_axes=(
             (PIPELINE, pipeline.stages),
             *(axis for axis in stage.mesh_axes if axis[0] != PIPELINE),

@@ -132,6 +132,11 @@ def _require_plain_training(config: RunConfig) -> None:
         if augmentation is not None and (alpha := getattr(augmentation, name)):
             accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
             raise ConfigError(refusal(f"input.augmentation.{name}", alpha, accepted))
+    if config.tracking is not None:
+        raise ConfigError("[tracking] is refused: emulate has no trackers; leave it out.")
+    if train.layer_gradient_norms:
+        accepted = "emulate does not measure them; leave it out"
+        raise ConfigError(refusal("train.layer_gradient_norms", True, accepted))
     if train.noise_scale is not None:
         raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
     if train.early_stopping is not None:
@@ -145,7 +150,12 @@ def _require_plain_training(config: RunConfig) -> None:
 
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse a layer-wise optimizer, and clipping, where servers hold parts of layers."""
+    """Refuse a layer-wise optimizer, clipping and rates by layer, where servers hold parts of
+    layers."""
+    parametrization = getattr(config.model, "parametrization", None)
+    if emulation.server_shards > 1 and parametrization is not None:
+        accepted = f"{parametrization.name} has a rate for each layer; it must be 1"
+        raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
     if emulation.server_shards > 1 and config.clipping is not None:
         accepted = "[clipping] takes the norm of whole gradients; it must be 1"
         raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))

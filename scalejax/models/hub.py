@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from scalejax.config.model import GptConfig, LlamaConfig, ModelConfig
+from scalejax.config.model import DecoderConfig, GptConfig, LlamaConfig, ModelConfig
 from scalejax.core.errors import ConfigError, refusal
 
 INDEX = "model.safetensors.index.json"
@@ -119,6 +119,12 @@ def hub_parts(folder: Path, model: ModelConfig) -> dict[str, Part]:
         kind = str(described["model_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{str(folder / 'config.json')!r} cannot be read: {error}.") from error
+    if isinstance(model, DecoderConfig) and not model.is_base:
+        accepted = (
+            "weights of a hub are of no parametrization; here it must be at its base, or absent"
+        )
+        name = model.parametrization.name if model.parametrization else None
+        raise ConfigError(refusal("model.parametrization.name", name, accepted))
     tensors: dict[str, np.ndarray] = {}
     for path in files_of(folder):
         tensors |= read_safetensors(path)
@@ -279,6 +285,8 @@ def _gpt2_fields(model: GptConfig) -> dict[str, _Field]:
         "activation_function": _Field("its activation", "gelu_new"),
         "layer_norm_epsilon": _Field("its epsilon", 1e-5),
         "tie_word_embeddings": _Field("model.tied_embeddings", model.tied_embeddings),
+        "scale_attn_weights": _Field("its scale of attention", True),
+        "scale_attn_by_inverse_layer_idx": _Field("its scale by layer", False),
     }
 
 

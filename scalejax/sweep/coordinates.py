@@ -150,14 +150,18 @@ def _slope(parametrization: str, layer: str, found: Sequence[Coordinate]) -> Slo
         _exponent([(each.size, getattr(each, name)) for each in found])
         for name in ("start", "end", "change")
     )
-    judged = (change,) if layer == LOGITS else (start, end, change)
+    values = (start, end, change)
+    # Logits may fall with the size, but not grow.
+    bounded = (start, end) if layer == LOGITS else ()
+    judged = (change,) if layer == LOGITS else values
     return Slope(
         parametrization=parametrization,
         layer=layer,
         start=start,
         end=end,
         change=change,
-        is_flat=all(each is not None and abs(each) <= FLAT for each in judged),
+        is_flat=all(each is not None and abs(each) <= FLAT for each in judged)
+        and all(each is None or each <= FLAT for each in bounded),
     )
 
 

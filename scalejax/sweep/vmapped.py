@@ -69,10 +69,16 @@ class MappedPrograms(RunPrograms):
     """Memory of the compiled update, with the batches queued for the next one; None if the
     compiler does not report it."""
 
-    def initial_state(self) -> PyTree:
-        """The state of all runs before the first update, with a leading axis of runs."""
+    def initial_state(self, *, is_restored: bool = False) -> PyTree:
+        """The state of all runs before the first update, with a leading axis of runs; one that
+        is read over from a checkpoint does not need the weights that runs began with."""
         seeds, which = _seeds_of(self.runs)
         of_seed = {run.config.seed: run for run in self.runs}
+        if is_restored:
+            of_seed = {
+                seed: replace(run, config=replace(run.config, start=None))
+                for seed, run in of_seed.items()
+            }
         mesh = build_mesh(self.runs[0].layout)
         states = [init_state(of_seed[seed], mesh) for seed in seeds]
         return jax.tree.map(lambda *leaves: jnp.stack([leaves[i] for i in which]), *states)
@@ -250,8 +256,6 @@ def _train_at_once(
     for run, folder in zip(runs, folders, strict=True):
         refuse_other_files(folder, run.config.data)
         describe_run(folder, run, _RESUME)
-        if (start := start_of(run)) is not None:
-            save(start, folder.start)
     signals = StopSignals(heartbeat, leave=leave)
     identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
     with Checkpoints(checkpoints, keep=_KEPT) as saved, signals, ExitStack() as open_logs:
@@ -259,9 +263,15 @@ def _train_at_once(
             saved, list(zip(identities, folders, strict=True)), say=reporter.say
         )
         begin = resumed.step if resumed else 0
-        state = programs.initial_state()
+        state = programs.initial_state(is_restored=begin > 0)
+        words = ""
         if begin:
             state = saved.restore(begin, state)
+        else:  # a checkpoint has its own weights
+            for start, folder in zip(map(start_of, runs), folders, strict=True):
+                if start is not None:
+                    save(start, folder.start)
+                    words = start.words
         saved.go_on_from(begin)
         loggers = []
         for index, folder in enumerate(folders):
@@ -292,4 +302,4 @@ def _train_at_once(
             resumed=resumed,
         )
         signals.begin()
-        loop.train(state, begin)
+        loop.train(state, begin, start=words)

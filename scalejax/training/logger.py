@@ -239,7 +239,7 @@ class MetricsLogger:
             self.earlier = tuple(m for m in measurements if m.step <= after_step)
         self._status: Status | None = None
         opening = time.perf_counter()
-        self._trackers = open_trackers(config, files) if config and is_first() else []
+        self._trackers = open_trackers(config, files, reporter.say) if config and is_first() else []
         self._zero += time.perf_counter() - opening  # MLflow's database takes seconds
         self._unix_zero = time.time() - self.elapsed_seconds
         for measurement in self.earlier:
@@ -279,7 +279,7 @@ class MetricsLogger:
         for each in tuple(self._trackers):
             try:
                 told(each)
-            except each.errors as error:
+            except each.errors() as error:
                 self._trackers.remove(each)
                 self.reporter.say(
                     f"Note: {each.name} is left out from here on, as it failed: {error}"

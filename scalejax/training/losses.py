@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.dataset_facts import IGNORED_TARGET, DatasetFacts
 from scalejax.config.training import LossConfig
 from scalejax.core.environment import own_function
 from scalejax.core.errors import ConfigError, in_one_line, refusal
@@ -22,6 +22,8 @@ def losses_of(logits: jax.Array, targets: jax.Array, how: LossConfig) -> jax.Arr
     """The loss of each target, float32 of the shape of `targets`."""
     if not how.is_own:
         return _cross_entropy(logits, targets, how)
+    # A target that is left out is masked afterwards; its number would make a gradient NaN.
+    targets = jnp.where(targets == IGNORED_TARGET, 0, targets)
     return _own(how)(logits, targets, **how.options).astype(jnp.float32)
 
 

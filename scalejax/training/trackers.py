@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,8 +85,11 @@ class Tracker(ABC):
     """One tracker of one run, open for writing."""
 
     name: ClassVar[str]
-    errors: tuple[type[Exception], ...] = (OSError,)
-    """Errors by which it fails, that are no reason to end a run."""
+
+    @classmethod
+    def errors(cls) -> tuple[type[Exception], ...]:
+        """Errors by which it fails, that are no reason to end a run."""
+        return (OSError,)
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_seconds: float) -> None:
@@ -124,12 +127,15 @@ class _WeightsAndBiases(Tracker):
 
     name = "wandb"
 
+    @classmethod
+    def errors(cls) -> tuple[type[Exception], ...]:
+        return (OSError, importlib.import_module("wandb").Error)
+
     def __init__(self, folder: Path, config: RunConfig, run_name: str) -> None:
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode != "online":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of its own errors
         wandb = importlib.import_module("wandb")
-        self.errors = (OSError, wandb.Error)
         folder.mkdir(parents=True, exist_ok=True)
         for offline in (folder / "wandb").glob("offline-run-*"):
             shutil.rmtree(offline, ignore_errors=True)
@@ -168,11 +174,14 @@ class _Mlflow(Tracker):
 
     name = "mlflow"
 
+    @classmethod
+    def errors(cls) -> tuple[type[Exception], ...]:
+        return (OSError, importlib.import_module("mlflow").exceptions.MlflowException)
+
     def __init__(self, folder: Path, config: RunConfig, run_name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._mlflow = importlib.import_module("mlflow")
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # of tables that it makes
-        self.errors = (OSError, self._mlflow.exceptions.MlflowException)
         folder.mkdir(parents=True, exist_ok=True)
         place = os.environ.get("MLFLOW_TRACKING_URI")
         uri = place or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
@@ -241,15 +250,19 @@ _TRACKERS: dict[str, type[_TensorBoard] | type[_WeightsAndBiases] | type[_Mlflow
 }
 
 
-def open_trackers(config: RunConfig, files: RunFolder) -> list[Tracker]:
-    """The trackers that `config` asks for, in the folder of its run."""
+def open_trackers(config: RunConfig, files: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+    """The trackers that `config` asks for, in the folder of its run; one that cannot be opened, as
+    its server does not answer, is told and left out."""
     if config.tracking is None:
         return []
     run_name = config.tracking.run_name or files.path.absolute().name
-    return [
-        _TRACKERS[name](files.trackers / name, config, run_name)
-        for name in config.tracking.trackers
-    ]
+    opened: list[Tracker] = []
+    for kind in (_TRACKERS[name] for name in config.tracking.trackers):
+        try:
+            opened.append(kind(files.trackers / kind.name, config, run_name))
+        except kind.errors() as error:
+            say(f"Note: {kind.name} is left out, as it could not be opened: {error}")
+    return opened
 
 
 def _kept_id(folder: Path) -> str:

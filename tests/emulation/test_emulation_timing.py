@@ -179,6 +179,31 @@ def test_times_by_hand_come_before_those_of_the_cluster():
             {"optimizer": {"name": "lars"}},
             r"emulation.server_shards=2 is refused: lars takes norms of whole layers",
         ),
+        (
+            SYNCHRONOUS,
+            {"tracking": {"trackers": ["tensorboard"]}},
+            r"\[tracking\] is refused",
+        ),
+        (
+            SYNCHRONOUS,
+            {"train.layer_gradient_norms": True},
+            r"train.layer_gradient_norms=True is refused",
+        ),
+        (
+            EmulationConfig(algorithm=DownpourConfig(), workers=4, server_shards=2),
+            {
+                "model": {
+                    "name": "gpt",
+                    "layers": 1,
+                    "hidden": 8,
+                    "heads": 2,
+                    "parametrization": {"name": "mup", "base_hidden": 4},
+                },
+                "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16},
+                "optimizer": {"name": "adamw"},
+            },
+            r"emulation.server_shards=2 is refused: mup has a rate for each layer",
+        ),
     ],
 )
 def test_what_cannot_be_emulated_is_refused(emulation, fields, message):

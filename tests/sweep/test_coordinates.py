@@ -79,6 +79,7 @@ def test_exponents_by_hand():
     assert (logits.start, logits.is_flat) == (pytest.approx(-0.5), True)
     assert (lost.change, lost.is_flat) == (None, False)
     assert not slopes_of(coordinates("logits", change=(1.0, 2.0, 4.0)))[0].is_flat
+    assert not slopes_of(coordinates("logits", end=(1.0, 2.0, 4.0)))[0].is_flat
 
 
 def test_all_widths_grow_together():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalejax.config.dataset_facts import IGNORED_TARGET
 from scalejax.config.run import RunConfig, resolve
 from scalejax.config.training import LossConfig
 from scalejax.core.errors import ConfigError
@@ -33,6 +34,10 @@ def entropy(logits, targets, power=0.0):
     picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - picked
     return losses * (1 - jnp.exp(-losses)) ** power
+
+def of_shares(logits, targets):
+    shares = jax.nn.softmax(logits) * jax.nn.one_hot(targets, logits.shape[-1])
+    return -jnp.log(jnp.sum(shares, axis=-1))
 
 def mean(logits, targets): return entropy(logits, targets).mean()
 def whole(logits, targets): return targets
@@ -89,6 +94,19 @@ def test_the_cross_entropy_by_import_path_trains_as_the_built_in_one(module: str
     sharded = losses(run_of(own, 4, tensor=2))
     assert sharded == pytest.approx(usual, rel=1e-5)
     assert usual[1] < usual[0]
+
+
+def test_a_target_that_is_left_out_makes_no_gradient_nan(module: str):
+    """Of packed documents; as a one-hot row of zeros its loss is infinite, before it is masked."""
+    how = LossConfig(kind=f"{module}:of_shares")
+    targets = jnp.asarray([0, IGNORED_TARGET])
+
+    def loss(logits: jax.Array) -> jax.Array:
+        return jnp.where(targets == IGNORED_TARGET, 0, losses_of(logits, targets, how)).sum()
+
+    gradient = jax.grad(loss)(jnp.zeros((2, 2)))
+
+    np.testing.assert_allclose(gradient, [[-0.5, 0.5], [0, 0]], rtol=1e-6)
 
 
 def test_a_focal_loss_by_hand(module: str):

@@ -16,9 +16,11 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, load
 from scalejax.models import parameter_path
 from scalejax.models.hub import read_safetensors
+from scalejax.sweep.vmapped import train_together
+from scalejax.training import loop
 from scalejax.training.evaluation import build_evaluation, trained_weights
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, StatusChange
+from scalejax.training.record import RunFolder, RunRecord, StatusChange
 from scalejax.training.reporter import Silent
 from scalejax.training.start import StartRecord, start_of
 from scalejax.training.step import init_state
@@ -142,6 +144,35 @@ def test_a_run_begins_with_the_weights_of_an_earlier_one(earlier, tmp_path):
     longer = with_fields(config, {"train.epochs": 2})
     record = train(longer, tmp_path / "run", device_count=1, reporter=Silent(), resume=True)
     assert record.status == "completed"
+
+
+def test_runs_of_a_sweep_go_on_without_the_weights_they_began_with(earlier, tmp_path, monkeypatch):
+    """They are read once; what the record says of them stays as it was."""
+    moved = shutil.copytree(earlier, tmp_path / "moved")
+    config = image_config(start={"weights": str(moved)}, train={"epochs": 1})
+    runs = [resolve(with_fields(config, {"seed": seed}), 1) for seed in (0, 1)]
+    folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
+    save, saved = loop.save_weights, []
+
+    def killed_at_the_second(path, weights):
+        saved.append(path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        save(path, weights)
+
+    monkeypatch.setattr(loop, "save_weights", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        train_together(runs, folders, tmp_path / "states", Silent())
+    first = RunRecord.load(folders[1].path).measurements[0]
+    assert isinstance(first, StatusChange)
+    assert "from the weights in" in first.message
+    before = folders[1].start.read_bytes()
+    shutil.rmtree(moved)
+
+    train_together(runs, folders, tmp_path / "states", Silent())
+
+    assert [RunRecord.load(each.path).status for each in folders] == ["completed", "completed"]
+    assert folders[1].start.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -467,6 +498,20 @@ def test_another_network_of_a_hub_is_refused(changed, words, tmp_path):
     config = text_config(model, start={"weights": str(tmp_path / "model")})
     with pytest.raises(ConfigError, match=re.escape(words)):
         start_of(resolve(config, 1))
+
+
+def test_weights_of_a_hub_are_of_no_parametrization(tmp_path):
+    """Shapes are the same, and logits others; at its base it changes nothing."""
+    hub_folder(tmp_path / "model", "llama", LLAMA_JSON)
+    for base, accepts in ((4, False), (LLAMA["hidden"], True)):
+        model = {**LLAMA, "parametrization": {"name": "mup", "base_hidden": base}}
+        start = {"weights": str(tmp_path / "model")}
+        run = resolve(text_config(model, start=start, optimizer={"name": "adamw"}), 1)
+        if accepts:
+            assert start_of(run) is not None
+            continue
+        with pytest.raises(ConfigError, match=r"model.parametrization.name='mup' is refused"):
+            start_of(run)
 
 
 def test_adapters_begin_beside_weights_that_are_given(tmp_path):

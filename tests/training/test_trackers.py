@@ -15,11 +15,12 @@ from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
 from scalejax.core.serialization import build
+from scalejax.training import trackers
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.record import RunFolder, StatusChange
 from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import RunClock
-from scalejax.training.trackers import require_trackers, tracked_values
+from scalejax.training.trackers import Tracker, require_trackers, tracked_values
 from scalejax.training.train import train
 
 Values = dict[str, dict[int, list[float]]]
@@ -221,6 +222,28 @@ def test_opening_a_tracker_is_no_time_of_the_run(tmp_path, monkeypatch):
     )
     assert logger.elapsed_seconds < 0.5
     logger.close()
+
+
+def test_a_tracker_that_cannot_be_opened_is_told_and_left_out(tmp_path, monkeypatch):
+    """As a server that does not answer: the run is not ended by it."""
+
+    class Away(Tracker):
+        name = "tensorboard"
+
+        def __init__(self, *_):
+            raise ConnectionRefusedError("nobody answers")
+
+        def write(self, step, values, unix_seconds): ...
+
+        def close(self, status): ...
+
+    monkeypatch.setitem(trackers._TRACKERS, "tensorboard", Away)
+    said: list[str] = []
+
+    opened = trackers.open_trackers(config_of("tensorboard"), RunFolder(path=tmp_path), said.append)
+
+    assert not opened
+    assert said == ["Note: tensorboard is left out, as it could not be opened: nobody answers"]
 
 
 def test_a_missing_package_is_refused_with_the_command_that_brings_it(monkeypatch):

@@ -86,6 +86,8 @@ def _coded(tree: Any, is_signed: bool) -> InBlocks:
             return leaf
         shares = _in_blocks(leaf) / jnp.where(scales > 0, scales, 1)[..., None]
         nearest = jnp.searchsorted(middles, shares, method="scan_unrolled").astype(jnp.uint8)
+        if not is_signed:  # a second moment of 0 beside a first that is not: a step without bound
+            nearest = jnp.where(shares > 0, jnp.maximum(nearest, 1), nearest)
         return _without_blocks(nearest, leaf.shape)
 
     scales = jax.tree.map(scales_of, tree)

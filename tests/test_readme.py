@@ -15,7 +15,8 @@ import pytest
 
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse
-from scalejax.config.data import FashionMnistConfig
+from scalejax.config.data import FashionMnistConfig, MixtureConfig
+from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
 from scalejax.training.record import EvaluationMeasurement, RunRecord
 
@@ -103,13 +104,23 @@ def test_python_of_the_guide_works():
     assert 0 < float(done.stdout) < 1
 
 
+def test_mixture_of_the_guide_is_one():
+    """The block as it stands; its files are none."""
+    (block,) = (block for block in blocks("toml") if "[[data.sources]]" in block)
+
+    mixture = build(MixtureConfig, tomllib.loads(block)["data"], where="data")
+
+    assert mixture.weights == (0.7, 0.3)
+    assert len(mixture.locations) == 2
+
+
 def test_network_of_the_guide_trains_on_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The blocks as they stand, and the tables that the guide leaves out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder is added
     (network,) = (block for block in blocks("python") if "(Network)" in block)
     (samples,) = (block for block in blocks("python") if "class Digits" in block)
-    model, data = blocks("toml")
+    model, data = (block for block in blocks("toml") if '"custom"' in block)
     (tmp_path / "my_networks.py").write_text(network)
     (tmp_path / "my_data.py").write_text(samples)
     for part in ("train", "test"):

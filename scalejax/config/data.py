@@ -3,13 +3,15 @@
 Opens no files: what they hold is read by `scalejax.data.facts`.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.optimizer import OptionValue
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_import_path
-from scalejax.core.serialization import Family
+from scalejax.core.serialization import BY_NAME, Family
 
 FilterValue = bool | int | float | str
 """Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
@@ -104,6 +106,8 @@ class DataConfig(Family):
     """Whether neighbouring examples follow from each other, as pieces of one text do."""
     decodes_images: ClassVar[bool] = False
     """Whether its images are encoded, and of any size until they are read."""
+    divides_itself: ClassVar[bool] = False
+    """Whether its reader and its facts have examples held out already."""
     has_any_vocabulary: ClassVar[bool] = False
     """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
 
@@ -127,6 +131,12 @@ class DataConfig(Family):
         """The parts that it has itself; another may be held out of them."""
         has_own = getattr(self, "validation", None) is not None
         return ("train", "validation", "test") if has_own else ("train", "test")
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Where its files are, as a user names them."""
+        named = (getattr(self, part, None) for part in ("train", "validation", "test"))
+        return tuple(each for each in named if each is not None) if self.is_of_files else ()
 
     @property
     def has_validation(self) -> bool:
@@ -640,3 +650,152 @@ class CustomDataConfig(DataConfig):
     def parts(self) -> tuple[Split, ...]:
         """The parts that the function gives."""
         return ("train", "validation", "test") if self.gives_validation else ("train", "test")
+
+
+Text = TokensConfig | PythonDocsConfig | SyntheticTokensConfig | CustomDataConfig
+"""Data sets that may hold texts to continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureStage:
+    """Weights of the sources of a mixture in the beginning of a run."""
+
+    until_epoch: float
+    """Epochs of the run after which the next stage begins, or `weights` hold: 0.8 of a run of one
+    epoch is its first 80 %."""
+    weights: tuple[float, ...]
+    """As `data.weights`, until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureConfig(DataConfig):
+    """Texts of several sources, mixed by weights that may change in the run.
+
+    Which source the n-th example of a run is from depends on n alone: sources take turns by
+    Webster's method of apportionment. Of the first n examples each of up to three sources has its
+    share to within one example (of six, two), whatever n and the batch are. Each source is shuffled
+    for itself, and begins anew, shuffled again, when it is used up: small ones may be seen several
+    times in an epoch. Test and validation examples are all those of every source.
+    """
+
+    is_of_files = True
+    divides_itself = True
+
+    name: Literal["mixture"] = "mixture"
+    """Selects this data set."""
+    sources: tuple[Annotated[Text, BY_NAME], ...]
+    """Data sets to mix, of the same number of tokens and the same vocabulary; each a table of its
+    own, [[data.sources]]. `validation_fraction` is that of the mixture, held out of each."""
+    weights: tuple[float, ...]
+    """How often each source is drawn from: [0.7, 0.3], or in any other unit, such as tokens. 0:
+    never, but tested on."""
+    stages: tuple[MixtureStage, ...] = ()
+    """Other weights in the beginning, one after the other (a curriculum); after the last of them
+    `weights` hold."""
+    epoch_examples: int | None = None
+    """Examples of an epoch; if absent, as many as all sources have."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.epoch_examples", self.epoch_examples, 1)
+        if len(self.sources) < 2:
+            accepted = "a mixture has two or more; name the one itself in [data]"
+            raise ConfigError(refusal("data.sources", len(self.sources), accepted))
+        for index, source in enumerate(self.sources):
+            if source.validation_fraction is not None:
+                name = f"data.sources.{index}.validation_fraction"
+                accepted = "it is said once for all sources, as data.validation_fraction"
+                raise ConfigError(refusal(name, source.validation_fraction, accepted))
+        own = ["validation" in source.parts for source in self.sources]
+        if any(own) and not all(own):
+            name = f"data.sources.{own.index(False)}.validation"
+            accepted = "another source has validation data of its own: all have them, or none"
+            raise ConfigError(refusal(name, None, accepted))
+        before = 0.0
+        for index, stage in enumerate(self.stages):
+            self._require_weights(f"data.stages.{index}.weights", stage.weights)
+            if not before < stage.until_epoch < math.inf:
+                accepted = f"stages follow one another: it must be more than {before:g}"
+                name = f"data.stages.{index}.until_epoch"
+                raise ConfigError(refusal(name, stage.until_epoch, accepted))
+            before = stage.until_epoch
+        self._require_weights("data.weights", self.weights)
+
+    def _require_weights(self, name: str, weights: tuple[float, ...]) -> None:
+        if len(weights) != len(self.sources):
+            accepted = f"it must have one for each of the {len(self.sources)} data.sources"
+            raise ConfigError(refusal(name, list(weights), accepted))
+        if not all(0 <= each < math.inf for each in weights) or not sum(weights):
+            accepted = "none may be negative or infinite, and one must be above 0"
+            raise ConfigError(refusal(name, list(weights), accepted))
+
+    @property
+    def parts(self) -> tuple[Split, ...]:
+        """The parts that every source has itself."""
+        return self.sources[0].parts
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Those of its sources."""
+        return tuple(each for source in self.sources for each in source.locations)
+
+    @property
+    def may_be_missing(self) -> bool:
+        """Whether that of a source may be."""
+        return any(source.may_be_missing for source in self.sources)
+
+    @property
+    def divided_sources(self) -> tuple[DataConfig, ...]:
+        """The sources, with what is held out of each."""
+        fraction, seed = self.validation_fraction, self.validation_seed
+        return tuple(
+            replace(source, validation_fraction=fraction, validation_seed=seed)
+            for source in self.sources
+        )
+
+    @property
+    def known_facts(self) -> DatasetFacts | None:
+        """Its counts and shapes, where those of all sources follow from their words."""
+        facts = [
+            source.divided(known)
+            for source in self.divided_sources
+            if (known := source.known_facts) is not None
+        ]
+        return self.mixed(facts) if len(facts) == len(self.sources) else None
+
+    def divided(self, whole: DatasetFacts) -> DatasetFacts:
+        """`whole`: its sources are divided one by one."""
+        return whole
+
+    def mixed(self, facts: Sequence[DatasetFacts]) -> DatasetFacts:
+        """The facts of the mixture of sources of these facts.
+
+        Raises:
+            ConfigError: if a source holds no text to continue, or texts of another kind than the
+                first.
+        """
+        first = facts[0]
+        for index, each in enumerate(facts):
+            if each.kind != "text" or each.target_shape != each.input_shape:
+                accepted = f"it holds {each.kind}; a mixture is of texts with their next tokens"
+                name = f"data.sources.{index}.name"
+                raise ConfigError(refusal(name, self.sources[index].name, accepted))
+            for what, has, wanted in (
+                ("tokens", each.input_shape[0], first.input_shape[0]),
+                ("vocabulary", each.classes, first.classes),
+                ("document_mask", each.is_packed, first.is_packed),
+            ):
+                if has != wanted:
+                    accepted = f"sources are alike, and data.sources.0 has {wanted}"
+                    raise ConfigError(refusal(f"data.sources.{index}.{what}", has, accepted))
+        return replace(
+            first,
+            train_examples=self.epoch_examples or sum(each.train_examples for each in facts),
+            validation_examples=sum(each.validation_examples for each in facts),
+            test_examples=sum(each.test_examples for each in facts),
+        )
+
+    @property
+    def note(self) -> str | None:
+        """The first warning about a source."""
+        notes = (source.note for source in self.sources)
+        return next((note for note in notes if note is not None), None)

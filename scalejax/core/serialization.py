@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import Discriminator, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, from_json
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal, unknown_name
@@ -34,6 +34,8 @@ _NAME = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_NAME}[ \t]*+\.[ \t]*+){{{_MOST_NAMES - 1}}}")
 _MOST_SENTENCES = 20
 """Most problems of one document that are listed."""
+BY_NAME = Discriminator("name")
+"""Annotation of a union of some members of a family, which are told apart by their `name` too."""
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 

@@ -52,12 +52,13 @@ def open_source(
     from scalejax.data.transforms.augmentation import Augmentation
 
     changes = Augmentation(config=augmentation or AugmentationConfig(), seed=seed)
-    is_own = split in config.parts
-    source = reader_of(config)(config, split if is_own else "train", changes)
-    if config.validation_fraction is not None and split != "test":
-        source = divided(source, config, split)
-    elif not is_own:
+    is_own, is_divided = split in config.parts, config.validation_fraction is not None
+    if not is_own and not is_divided:
         raise ConfigError(f"data.name={config.name!r} has no examples for validation.")
+    is_whole = is_own or config.divides_itself
+    source = reader_of(config)(config, split if is_whole else "train", changes)
+    if is_divided and split != "test" and not config.divides_itself:
+        source = divided(source, config, split)
     if config.is_of_files:  # another process might find other files
         return source
     opening = partial(open_source, config, split, seed=seed, augmentation=augmentation)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
-from scalejax.config.data import Split
+from scalejax.config.data import MixtureConfig, Split
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.data.readers.mixture import Turns
 from scalejax.models.moe import ROUTER_METRICS, WINDOW_METRIC
 from scalejax.training.multihost import is_first
 from scalejax.training.record import (
@@ -100,8 +101,26 @@ def train_measurement(
         noise_scale=scale if scale > 0 else None,
         mtp_loss=finite(values.get("mtp_loss", math.nan)),
         expert_load_of_window=values.get(WINDOW_METRIC) or None,
+        samples_by_source=samples_by_source(run, step),
         **{name: values[name] for name in ROUTER_METRICS if name in values},  # type: ignore[arg-type]
     )
+
+
+def samples_by_source(run: ResolvedRun, step: int) -> tuple[int, ...] | None:
+    """Samples of the first `step` updates from each source of a mixture, padding left out; None for
+    other data sets."""
+    if not isinstance(run.config.data, MixtureConfig):
+        return None
+    examples = run.dataset.train_examples
+    turns, epoch, counted = Turns(run.config.data, examples), 0, np.zeros(1, np.int64)
+    while step > 0:
+        phase = [each for each in run.phases if each.first_epoch <= epoch][-1]
+        updates = min(step, phase.steps_per_epoch)
+        begin = epoch * examples
+        end = begin + min(updates * phase.split.global_batch, examples)
+        counted = counted + turns.before(end) - turns.before(begin)
+        step, epoch = step - updates, epoch + 1
+    return tuple(counted.tolist())
 
 
 _LAYERS = "layer_gradient_norms"

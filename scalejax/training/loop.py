@@ -80,8 +80,7 @@ class _Member:
 
 def store_seconds(data: DataConfig) -> float:
     """For how long a read of `data` is tried again; 0 where none of it is at a URL."""
-    locations = (getattr(data, part, None) for part in ("train", "validation", "test"))
-    is_remote = data.is_of_files and any(is_url(each) for each in locations if each is not None)
+    is_remote = any(is_url(each) for each in data.locations)
     return deadlines().total_seconds if is_remote else 0.0
 
 

@@ -93,6 +93,8 @@ class TrainMeasurement:
     first, or where none is measured."""
     dropped_share: float | None = None
     """Assignments to experts beyond their capacity, over all, 0..1."""
+    samples_by_source: tuple[int, ...] | None = None
+    """Samples of the run so far from each source of a mixture; None for other data sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def test_every_kind_of_a_table_is_listed():
     titles = [table.title for table in run_reference()]
 
     assert sum(title.startswith("[model]") for title in titles) == 9
-    assert sum(title.startswith("[data]") for title in titles) == 11
+    assert sum(title.startswith("[data]") for title in titles) == 12
     assert sum(title.startswith("[optimizer]") for title in titles) == 13
     assert sum(title.startswith("[schedule]") for title in titles) == 3
     assert sum(title.startswith("[averaging]") for title in titles) == 2

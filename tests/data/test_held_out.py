@@ -14,6 +14,7 @@ from scalejax.config.data import (
     FashionMnistConfig,
     ImageFolderConfig,
     MaskedTokensConfig,
+    MixtureConfig,
     NumpyConfig,
     ParquetConfig,
     PythonDocsConfig,
@@ -26,7 +27,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import for_process, open_source
 from scalejax.data.facts import read_facts
 from scalejax.data.held_out import held_out_indices
-from scalejax.data.source import Grouped
+from scalejax.data.source import Grouped, Ordered
 
 EXAMPLES, TESTED = 60, 12
 
@@ -105,6 +106,27 @@ def documents(folder):
     return replace(config, train=str(folder / "documents"))
 
 
+def mixture(folder):
+    """A third of the tokens and the rest as two sources, drawn from as often as they are large."""
+    whole, sources = tokens(folder), []
+    for name, begin, count in (("large", 0, 40), ("small", 40, 20)):
+        parts = {"train": count, "test": count // 5}
+        for part, examples in parts.items():
+            stream = np.fromfile(folder / f"{part}.bin", np.uint32)
+            first = begin * examples // count
+            stream = stream[8 * first : 8 * (first + examples) + 1]
+            stream[0] = 0  # the end of what the other source holds
+            stream.tofile(folder / f"{name}_{part}.bin")
+        sources.append(
+            replace(
+                whole,
+                train=str(folder / f"{name}_train.bin"),
+                test=str(folder / f"{name}_test.bin"),
+            )
+        )
+    return MixtureConfig(sources=tuple(sources), weights=(2, 1))
+
+
 def folder_of_images(folder):
     """The images in a folder for each class."""
     for part, count, first in (("train", EXAMPLES, 0), ("test", TESTED, 1000)):
@@ -147,14 +169,21 @@ KINDS = (
     array_records,
     tokens,
     documents,
+    mixture,
 )
+
+
+def order_given_by(source, epoch):
+    """The examples of an epoch, if the source prescribes them."""
+    return source.order_of_epoch(epoch, 1, 1) if isinstance(source, Ordered) else None
 
 
 def identities(source, epochs=(None,)):
     """What tells examples apart: images and rows as they are, of text the targets."""
     found = set()
     for epoch in epochs:
-        rows = source.take(np.arange(len(source)), epoch)
+        order = None if epoch is None else order_given_by(source, epoch)
+        rows = source.take(np.arange(len(source)) if order is None else order, epoch)
         is_text = rows["targets"].ndim == 2
         for values in rows["targets"] if is_text else rows["inputs"]:
             found.update(values.tolist() if is_text else [values.tobytes()])

@@ -20,13 +20,15 @@ from scalejax.config.presets import PRESETS
 from scalejax.config.run import RunConfig, given_name, load_config, with_fields
 from scalejax.core import progress, serialization
 from scalejax.core.environment import machine_cores
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_at_most
 from scalejax.core.units import parse_count
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import framework_named
 
 _MOST_BYTES = 3_000_000
+_MOST_TOKENS = 1e18
+"""That the field of the page takes (explorer.js)."""
 _TOKENS_FOR_A_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556, table 3."""
 
@@ -107,6 +109,8 @@ class Explore(OverridingCommand):
         subject = Subject(
             title=title_of(name),
             run=self.run if Path(self.run).exists() else "RUN.toml",
+            clusters=tuple(cluster_list(self.cluster)),
+            overrides=overrides,
             tokens=tokens,
             tokens_source=source,
             rates=rates,
@@ -171,7 +175,10 @@ class Explore(OverridingCommand):
     def _tokens(self, config: RunConfig, name: str) -> tuple[float, str]:
         """Tokens that the page begins with, and where their number comes from."""
         if self.tokens is not None:
-            return parse_count("tokens", self.tokens), "as given to the command"
+            tokens = parse_count("tokens", self.tokens)
+            require_at_least("tokens", tokens, 1)
+            require_at_most("tokens", tokens, _MOST_TOKENS)
+            return tokens, "as given to the command"
         if (preset := PRESETS.get(name)) is not None and not Path(self.run).exists():
             if preset.pretraining is not None and preset.pretraining.total_tokens is not None:
                 return float(preset.pretraining.total_tokens), preset.pretraining.source

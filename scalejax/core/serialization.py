@@ -78,6 +78,13 @@ def parse_value(text: str) -> JsonValue:
     return value
 
 
+def flag_text(value: JsonValue) -> str:
+    """The text of a flag that `parse_value` reads as `value`."""
+    if isinstance(value, str) and parse_value(value) == value:
+        return value
+    return json.dumps(value)
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

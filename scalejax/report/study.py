@@ -6,7 +6,6 @@ study that is repeated writes the same bytes.
 
 import csv
 import io
-import json
 import os
 import platform
 import re
@@ -18,7 +17,7 @@ from itertools import groupby
 from scalejax.config.grid import Fields
 from scalejax.config.migrate import load_run_file
 from scalejax.core.environment import nvidia_gpus, text_of
-from scalejax.core.serialization import JsonValue, make_folder, save_text
+from scalejax.core.serialization import JsonValue, flag_text, make_folder, save_text
 from scalejax.core.units import UNKNOWN, counted
 from scalejax.report.figures import PrintWidth, study_panels
 from scalejax.report.html.charts import save_print
@@ -353,10 +352,7 @@ def flags_of(study: Study, width: PrintWidth) -> list[str]:
         "rates": ",".join(f"{each!r}" for each in study.rates),
         "measure": study.measure,
         "width": width,
-        **{
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in study.overrides.items()
-        },
+        **{name: flag_text(value) for name, value in study.overrides.items()},
     }
     return [text for name, value in values.items() for text in (f"--{name}", value)]
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, chromium
+from browser import CHROMIUM, Tab, chromium
 
 import scalejax
 from scalejax import load_cluster
 from scalejax import predict as predict_verb
 from scalejax.cli.main import main, split_overrides
 from scalejax.config.run import RunConfig, published_run
+from scalejax.core.errors import ConfigError
+from scalejax.core.units import parse_count
 from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
 from scalejax.planning.bill import bill, rates_of, updates_for
@@ -30,6 +32,8 @@ from scalejax.xla.closed_form import installed_compiler, shape_of, strategy_of, 
 SCRIPTS = Path(scalejax.__file__).parent / "report" / "html"
 NODE = shutil.which("node")
 SETTINGS = 200
+GRID, PRICE = 'input[max="10000"]', 'input[max="1000000"]'
+"""Fields of CO2 and of the first price."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "page.html"
     options = (
         "--cluster dgx-h100,dgx-a100 --devices 8,16 --batches 32,64 --networks 0.5,1 "
-        "--precisions bfloat16,float32 --layouts 3 --tokens 2.5B --price 2,1.5"
+        "--precisions bfloat16,float32 --layouts 3 --tokens 2.5B --price 2,1.5 --grid-intensity 400"
     )
     assert main(["page", "gpt2-124m", *options.split(), "--output", str(path)]) == 0
     return path
@@ -202,6 +206,187 @@ def test_the_page_works_in_a_browser(page: Path, width: int, height: int):
         assert tab.complaints == []
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_an_address_holds_the_setting_whatever_it_was(page: Path):
+    """Makes a page (5 s). CO2 is that of the command until it is cleared, which the address says;
+    a layout that the setting has not is dropped from address and menu."""
+    with chromium() as tab:
+        tab.open(page.as_uri(), 1400, 900)
+        assert tab.value(f"document.querySelector('{GRID}').value") == "400"
+        assert " t CO2" in tab.value("document.getElementById('cards').innerText")
+        type_in(tab, GRID, "")
+        cleared = tab.value("location.href")
+        assert cleared.endswith("#grid=")
+        tab.open(cleared, 1400, 900)
+        assert "CO2" not in tab.value("document.getElementById('cards').innerText")
+        type_in(tab, GRID, "50")
+        assert tab.value("location.hash") == "#grid=50"
+        tab.value("[...document.querySelectorAll('form button')].find((each) => "
+                  "each.innerText === 'Reset').click()")  # fmt: skip
+        assert " t CO2" in tab.value("document.getElementById('cards').innerText")
+        tab.open(f"{page.as_uri()}#devices=8&layout=nosuch", 1400, 900)
+        assert tab.value("location.hash") == "#devices=8"
+        assert tab.value("document.querySelectorAll('select')[1].selectedOptions[0].text"
+                         ).startswith("best")  # fmt: skip
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_no_price_and_no_tokens_stop_the_page(page: Path):
+    """Makes a page (5 s). What has no place on a logarithm is not drawn; all else is."""
+    free = "price.dgx-h100=0&price.dgx-a100=0"
+    cases = {
+        "price.dgx-h100=0": True,
+        free: False,
+        free.replace("h100=0", "h100=1e-320"): False,
+        "tokens=1e300&price.dgx-h100=1e300": True,
+        "tokens=1e18&price.dgx-h100=1000000": True,
+    }
+    with chromium() as tab:
+        for setting, is_drawn in cases.items():
+            tab.open(f"{page.as_uri()}#{setting}", 1400, 900)
+            drawn = tab.value("document.querySelectorAll('#cost circle').length")
+            assert (drawn > 0) == is_drawn
+            assert tab.value("document.querySelectorAll('#map circle').length") > 0
+            assert tab.value("document.querySelectorAll('#table tr').length") == 5
+            shown = tab.value("document.querySelector('.page').innerHTML")
+            assert not re.search(r"NaN|Infinity|∞|undefined", shown)
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_what_is_typed_is_taken_or_refused_in_words(page: Path):
+    """Makes a page (5 s). The field of tokens reads what the command does, and says what it does
+    not; so do those of prices and CO2."""
+    field = "input[type=text]"
+    with chromium() as tab:
+        tab.open(page.as_uri(), 1400, 900)
+        for text, tokens in (("300_000", "300000"), ("1g", "1000000000"), (" 7B ", "7000000000")):
+            type_in(tab, field, text)
+            assert tab.value("location.hash") == f"#tokens={tokens}"
+        for text in ("1,5B", "3e11 bananas", "1e19", "0", "-3", ""):
+            type_in(tab, field, text)
+            assert tab.value("location.hash") == "#tokens=7000000000"
+            assert tab.value(f"document.querySelector('{field}').ariaInvalid") == "true"
+            assert "Refused" in tab.value("document.querySelector('[role=alert]').innerText")
+        type_in(tab, field, "1e18")
+        assert tab.value(f"document.querySelector('{field}').value") == "1000000T"
+        assert tab.value("document.querySelector('[role=alert]').innerText") == ""
+        type_in(tab, PRICE, "-1")
+        assert "a price must be" in tab.value("document.querySelector('form').innerText")
+        type_in(tab, GRID, "20000")
+        assert "0 to 10,000" in tab.value("document.querySelector('form').innerText")
+        assert tab.value("location.hash") == "#tokens=1000000000000000000"
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_a_phone_keeps_the_verdict_in_sight_and_keys_their_dot(page: Path):
+    """Makes a page (5 s). Of 844 px, what stays at the top takes less than 100; the dot that Enter
+    chose has the focus on."""
+    at = "document.getElementById('%s').getBoundingClientRect().%s"
+    with chromium() as tab:
+        tab.open(page.as_uri(), 390, 844)
+        tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        tab.value("window.scrollTo(0, 1500)")
+        assert tab.value(at % ("verdict", "top")) == 0
+        assert 20 < tab.value(at % ("verdict", "bottom")) < 100
+        assert tab.value(at % ("cards", "bottom")) < 0
+        for chart in ("days", "map"):
+            tab.value(f"document.querySelector('#{chart} circle').focus()")
+            tab.key("Enter")
+            dot = tab.value("document.activeElement.dataset.dot")
+            assert dot is not None
+            assert dot.startswith(chart)
+            assert tab.value("document.getElementById('tip').style.display") == "none"
+        assert tab.complaints == []
+
+
+def type_in(tab: Tab, selector: str, text: str) -> None:
+    """Type into a field, and leave it."""
+    tab.value(
+        f"{{ const input = document.querySelector({json.dumps(selector)});"
+        f" input.value = {json.dumps(text)}; input.dispatchEvent(new Event('change')); }}"
+    )
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node")
+def test_the_page_reads_counts_as_the_commands_do():
+    """One grammar in two languages."""
+    words = (
+        "300B 300b 1.5e12 .5t 300_000 1_0 1_000.5k 1g 7 0 -3 1e 1. . 1,5B 3e11x 1e400 1e5k nan inf",
+        "0x10 5_ 1E3M",
+    )
+    texts = ["", " ", " 7 B ", "7 B x", "3e11 bananas", *" ".join(words).split()]
+
+    def read(text: str) -> float | None:
+        try:
+            return parse_count("tokens", text)
+        except ConfigError:
+            return None
+
+    assert in_node("input.map((each) => answers.parseCount(each))", texts) == [
+        None if (value := read(text)) is None else pytest.approx(value, rel=1e-15) for text in texts
+    ]
+
+
+RUN = """
+[model]
+name = "gpt"
+layers = 4
+hidden = 256
+heads = 4
+[data]
+name = "synthetic_tokens"
+tokens = 256
+vocabulary = 1024
+train_examples = 100000
+[batch]
+global_batch = 32
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+[layout]
+tensor = 2
+zero_stage = 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NODE is None, reason="no Node")
+def test_the_command_of_the_page_predicts_what_it_shows(tmp_path: Path):
+    """Makes a page (5 s) of a run file that says another layout, on a cluster file and hardware
+    that were given by flag: the command that the page prints has them all, in any shell."""
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    run, cluster, path = folder / "run.toml", folder / "mine.toml", folder / "page.html"
+    run.write_text(RUN)
+    cluster.write_text('based_on = "dgx-h100"\n')
+    given = ["--chip.memory_bytes_per_second", "0.5x", "--network.bytes_per_second", "0.25x",
+             "--conditions.step_cv", "0.05", "--batch.global_batch", "16"]  # fmt: skip
+    options = "--devices 16 --batches 32 --networks 0.5,1 --layouts 2 --tokens 1B"
+    assert main(["page", str(run), "--cluster", str(cluster), *options.split(), *given,
+                 "--frameworks", "megatron-core-2026", "--output", str(path)]) == 0  # fmt: skip
+    data = data_of(path)
+    for network in data["networks"]:
+        state = {**data["start"], "network": network, "prices": {}, "layout": None}
+        ask = "((found) => [found.chosen, answers.command(input[0], input[1], found.chosen)])"
+        chosen, command = in_node(f"{ask}(answers.answer(input[0], input[1]))", [data, state])
+        words = subprocess.run(
+            ["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        out = folder / "out.json"
+        assert words[:2] == ["scalejax", "predict"]
+        assert main([*words[1:], "--json", str(out)]) == 0
+        found = json.loads(out.read_text())
+        assert found["predictions"][0]["step_seconds"] == pytest.approx(chosen["step"], rel=1e-4)
+
+
 def in_node(expression: str, given: object) -> Any:
     """The value of an expression over `answers`, the page's arithmetic, and `input`."""
     assert NODE is not None
@@ -294,6 +479,7 @@ def test_a_curve_is_straight_on_logarithms_where_it_is_read():
         ("gpt2-124m --cluster dgx-h100 --batches 64 --precisions float9", "float9"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --frameworks megatron-cor", "megatron-core"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --tokens many", "300B"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --tokens 1e19", "at most 1e+18"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --price 1,2", "one for each of 1"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layout.tensor 2", "tries every value"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --devices 8..4", "doublings"),

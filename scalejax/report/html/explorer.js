@@ -59,6 +59,7 @@
 
   // State, which the address holds.
   const first = data.start;
+  const MOST = { tokens: 1e18, price: 1e6, grid: 1e4 };
   let state = { ...first, prices: {}, layout: null };
   function read() {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -66,13 +67,13 @@
       const value = parse(given.get(name));
       return given.has(name) && list.includes(value) ? value : first[name];
     };
-    const positive = (name, otherwise, least = 0) => {
+    const rate = (name, most, otherwise) => {
       const value = Number(given.get(name));
-      return given.get(name) && Number.isFinite(value) && value >= least ? value : otherwise;
+      return given.get(name) && value >= 0 && value <= most ? value : otherwise;
     };
     const prices = {};
     for (const { name } of data.clusters) {
-      const price = positive(`price.${name}`, null);
+      const price = rate(`price.${name}`, MOST.price, null);
       if (price !== null) prices[name] = price;
     }
     state = {
@@ -80,21 +81,34 @@
       devices: one("devices", data.devices), batch: one("batch", data.batches),
       precision: one("precision", data.dtypes, String), network: one("network", data.networks),
       framework: one("framework", data.frameworks.map((each) => each.name), String),
-      tokens: positive("tokens", first.tokens, 1), grid: positive("grid", null),
+      tokens: tokensIn(given.get("tokens") ?? "") ?? first.tokens,
+      grid: given.get("grid") === "" ? null : rate("grid", MOST.grid, first.grid),
       layout: given.get("layout"), prices,
     };
+    settle();
+  }
+  // A layout that the setting has not is none: the page answers with the best.
+  function settle() {
+    const names = answers.options(data, state).options.map((each) => each.layout);
+    if (!names.includes(state.layout)) state.layout = null;
+    write();
+  }
+  function tokensIn(text) {
+    const value = answers.parseCount(text);
+    return value !== null && value >= 1 && value <= MOST.tokens ? value : null;
   }
   function write() {
     const kept = new URLSearchParams();
     for (const name of ["cluster", "devices", "batch", "tokens", "precision", "network", "framework",
       "layout", "grid"])
-      if (state[name] !== null && state[name] !== first[name]) kept.set(name, state[name]);
+      // An empty value is one that was taken away: no CO2, where the page opens with some.
+      if (state[name] !== (first[name] ?? null)) kept.set(name, state[name] ?? "");
     for (const [name, price] of Object.entries(state.prices)) kept.set(`price.${name}`, price);
-    history.replaceState(null, "", `#${kept}`);
+    if (location.hash.slice(1) !== String(kept)) history.replaceState(null, "", `#${kept}`);
   }
   function change(values) {
     state = { ...state, ...values };
-    write();
+    settle();
     draw();
   }
 
@@ -120,12 +134,11 @@
       input.value = state[name] ?? "";
     };
   }
-  function parseTokens(text) {
-    const found = /^\s*([0-9.,]+(?:e[0-9]+)?)\s*([kmbt]?)/i.exec(text);
-    if (!found) return null;
-    const value = Number(found[1].replaceAll(",", ""))
-      * ({ k: 1e3, m: 1e6, b: 1e9, t: 1e12 }[found[2].toLowerCase()] || 1);
-    return Number.isFinite(value) && value >= 1 ? value : null;
+  // Shows at an input that what was typed is refused, and why; that it is not, without words.
+  function mark(input, note, words = "") {
+    note.textContent = words;
+    if (words) input.setAttribute("aria-invalid", "true");
+    else input.removeAttribute("aria-invalid");
   }
   function makeControls() {
     const form = by("controls");
@@ -134,15 +147,22 @@
     slider("devices", "Devices", data.devices, whole, "numbers of devices of this page");
     slider("batch", "Global batch", data.batches, (value) => `${whole(value)} samples`,
       "samples per update");
-    const range = [Math.log10(first.tokens) - 2, Math.log10(first.tokens) + 2];
+    const note = () => make("span", { class: "bad note", role: "alert" });
+    const range = [Math.max(0, Math.log10(first.tokens) - 2), Math.min(18, Math.log10(first.tokens) + 2)];
+    const refused = note();
     const text = make("input", { type: "text", inputmode: "text", "aria-label": "Tokens, such as 300B or 15T",
-      onchange: () => change({ tokens: parseTokens(text.value) ?? state.tokens }) });
+      onchange: () => {
+        const tokens = tokensIn(text.value);
+        if (tokens !== null) change({ tokens });
+        else mark(text, refused, `Refused: it must be 1 to 10^18, such as 300B, 15T or 300_000. It stays ${large(state.tokens)}.`);
+      } });
     const input = make("input", { type: "range", min: range[0], max: range[1], step: 0.01,
       "aria-label": "Tokens, on a logarithm", oninput: () =>
         change({ tokens: Number((10 ** Number(input.value)).toPrecision(3)) }) });
-    form.append(make("label", {}, make("span", { class: "name" }, "Tokens to train on"), text, input));
+    form.append(make("label", {}, make("span", { class: "name" }, "Tokens to train on"), text, refused, input));
     controls.tokens = () => {
-      text.value = short(state.tokens);
+      mark(text, refused);
+      text.value = short(state.tokens).replaceAll(",", "");
       input.value = Math.log10(state.tokens);
       input.setAttribute("aria-valuetext", large(state.tokens));
     };
@@ -155,34 +175,48 @@
     slider("network", "Network between nodes", data.networks, (value) => `${value} ×`,
       "rate of the network over that of the cluster");
     menu("framework", "Framework", () => data.frameworks.map((each) => [each.name, each.title]));
-    const prices = make("div", { class: "prices" });
+    const prices = make("div", { class: "prices" }), badPrice = note();
     form.append(make("fieldset", { style: "border:0;padding:0" },
-      make("legend", { class: "name", style: "padding:0" }, "Dollars for a device-hour"), prices));
+      make("legend", { class: "name", style: "padding:0" }, "Dollars for a device-hour"), prices, badPrice));
     const inputs = data.clusters.map((each) => {
-      const price = make("input", { type: "number", min: 0, step: "any", placeholder: "n/a",
+      const price = make("input", { type: "number", min: 0, max: MOST.price, step: "any", placeholder: "n/a",
         "aria-label": `Dollars for a device-hour of ${each.name}`, onchange: () => {
+          if (!price.checkValidity()) {
+            mark(price, badPrice, `Refused: a price must be 0 to ${whole(MOST.price)}; empty, it is the list price.`);
+            return;
+          }
           const own = { ...state.prices };
           delete own[each.name];
-          if (price.value !== "" && Number(price.value) >= 0) own[each.name] = Number(price.value);
+          if (price.value !== "") own[each.name] = Number(price.value);
           change({ prices: own });
         } });
       prices.append(make("span", {}, each.name), price);
       return [each, price];
     });
     controls.prices = () => {
-      for (const [each, price] of inputs) price.value = state.prices[each.name] ?? each.price ?? "";
+      for (const [each, price] of inputs) {
+        mark(price, badPrice);
+        price.value = state.prices[each.name] ?? each.price ?? "";
+      }
     };
-    const grid = make("input", { type: "number", min: 0, step: "any", placeholder: "such as 400", onchange: () =>
-      change({ grid: grid.value === "" ? null : Math.max(0, Number(grid.value)) }) });
-    form.append(make("label", {}, make("span", { class: "name" }, "Grams of CO2 for a kWh"), grid));
-    controls.grid = () => { grid.value = state.grid ?? ""; };
+    const badGrid = note();
+    const grid = make("input", { type: "number", min: 0, max: MOST.grid, step: "any", placeholder: "such as 400",
+      "aria-label": "Grams of CO2 for a kWh", onchange: () => {
+        if (grid.checkValidity()) change({ grid: grid.value === "" ? null : Number(grid.value) });
+        else mark(grid, badGrid, `Refused: it must be 0 to ${whole(MOST.grid)}, or empty.`);
+      } });
+    form.append(make("label", {}, make("span", { class: "name" }, "Grams of CO2 for a kWh"), grid, badGrid));
+    controls.grid = () => {
+      mark(grid, badGrid);
+      grid.value = state.grid ?? "";
+    };
     const link = make("button", { type: "button", onclick: async () => {
       try { await navigator.clipboard.writeText(location.href); link.textContent = "Copied"; }
       catch { prompt("The address of this setting", location.href); }
       setTimeout(() => { link.textContent = "Copy link"; }, 1500);
     } }, "Copy link");
     form.append(link, make("button", { type: "button", onclick: () => change({ ...first, prices: {},
-      layout: null, grid: null }) }, "Reset"));
+      layout: null }) }, "Reset"));
   }
 
   // Where numbers come from.
@@ -301,9 +335,12 @@
     fill(id, svg);
     return { svg, x, y, top, bottom: height - bottom, left, right: width - right };
   }
+  // What has a place on a logarithm, with room for the sums of an axis; a price of 0 has none.
+  const isDrawable = (value) => value > 1e-30 && value < 1e30;
   const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-  function overDevices(id, series, value, low, high, words, yWords) {
+  function overDevices(id, all, value, low, high, words, yWords) {
+    const series = all.map(({ name, points }) => ({ name, points: points.filter((each) => isDrawable(value(each.chosen))) }));
     const every = series.flatMap((each) => each.points);
     if (!every.length) { fill(id, make("p", { class: "soft" }, "Nothing to draw at this setting.")); return; }
     const ys = every.flatMap((each) => [value(each.chosen), low(each.chosen) ?? value(each.chosen), high(each.chosen) ?? value(each.chosen)]);
@@ -315,7 +352,7 @@
     }
     for (const { name, points } of series) for (const each of points) {
       const now = each.devices === state.devices && name === state.cluster;
-      at.svg.append(dot({ cx: at.x(each.devices), cy: at.y(value(each.chosen)), r: now ? 6 : 3.6, fill: each.chosen.fits ? colors(name) : "var(--paper)", stroke: now ? "var(--text)" : colors(name), "stroke-width": 2 },
+      at.svg.append(dot({ "data-dot": `${id} ${name} ${each.devices}`, cx: at.x(each.devices), cy: at.y(value(each.chosen)), r: now ? 6 : 3.6, fill: each.chosen.fits ? colors(name) : "var(--paper)", stroke: now ? "var(--text)" : colors(name), "stroke-width": 2 },
         `${whole(each.devices)} devices of ${name}\n${words(each.chosen)}\n${each.chosen.layout}${each.chosen.fits ? "" : "\ndoes not fit"}`,
         () => change({ cluster: name, devices: each.devices })));
     }
@@ -379,7 +416,7 @@
     at.svg.append(make("line", { x1: at.left, x2: at.right, y1: at.y(limit), y2: at.y(limit), stroke: "var(--bad)", "stroke-width": 1.5, "stroke-dasharray": "5 4" }));
     for (const each of own) {
       const now = each.layout === found.chosen.layout;
-      at.svg.append(dot({ cx: at.x(each.step), cy: at.y(each.peakBytes / GIB), r: now ? 7 : 5, fill: each.fits ? colors(state.cluster) : "var(--paper)", stroke: now ? "var(--text)" : colors(state.cluster), "stroke-width": 2 },
+      at.svg.append(dot({ "data-dot": `map ${each.layout}`, cx: at.x(each.step), cy: at.y(each.peakBytes / GIB), r: now ? 7 : 5, fill: each.fits ? colors(state.cluster) : "var(--paper)", stroke: now ? "var(--text)" : colors(state.cluster), "stroke-width": 2 },
         `${each.layout}\nstep ${seconds(each.step)}, ${time(each.days)}\n${gib(each.peakBytes)}${each.fits ? "" : ": does not fit"}${each.mfu === null ? "" : `\nMFU ${percent(each.mfu)}`}`,
         () => change({ layout: each.layout })));
     }
@@ -393,11 +430,14 @@
       parts.push(make("h3", { style: "font-size:.95rem;margin:.5rem 0 0" }, `${title} in its place`));
       if (!even.same || !even.mine) { parts.push(make("p", {}, "It has no answer at this setting.")); continue; }
       const price = even.same.price, lines = [];
+      const here = () => price === null ? "; it has no price here." : even.mine.dollars > 0
+        ? `; at $${digits(price)} it is ${price <= even.price ? "cheaper" : "dearer"} by ${percent(Math.abs(even.same.dollars / even.mine.dollars - 1))}.`
+        : price > 0 ? `; at $${digits(price)} it is dearer, where ${state.cluster} costs nothing.` : "; both cost nothing.";
       lines.push([`On ${whole(state.devices)} devices: `, number(time(even.same.days), () => source.days(even.same)), ...(even.same.dollars === null ? [] : [" and ", number(dollars(even.same.dollars), () => source.cost(even.same))]), even.same.fits ? "." : "; it does not fit."]);
       const formula = `device-hours here / there = ${whole(Math.round(even.mine.deviceHours))} / ${whole(Math.round(even.same.deviceHours))} = ${digits(even.ratio)}${even.price === null ? "" : `\nbreak-even price = ${even.mine.price} × ${digits(even.ratio)} = $${digits(even.price)}`}`;
       lines.push(even.price === null
         ? ["A device-hour of it is worth ", number(digits(even.ratio), () => ({ title: "Break-even", formula, sources: [] })), ` of one of ${state.cluster}.`]
-        : ["As cheap up to ", number(`$${digits(even.price)}`, () => ({ title: "Break-even price", formula, sources: [cluster(name).priceSource || "Price: none in the cluster's file"] })), " for a device-hour", price === null ? "; it has no price here." : `; at $${digits(price)} it is ${price <= even.price ? "cheaper" : "dearer"} by ${percent(Math.abs(even.same.dollars / even.mine.dollars - 1))}.`]);
+        : ["As cheap up to ", number(`$${digits(even.price)}`, () => ({ title: "Break-even price", formula, sources: [cluster(name).priceSource || "Price: none in the cluster's file"] })), " for a device-hour", here()]);
       lines.push(even.devices === null ? [`No number of its devices on this page takes ${time(even.mine.days)}.`]
         : ["As fast as here with about ", number(whole(Math.round(even.devices)), () => ({ title: "Devices that are as fast", text: "Read off its curve of time over devices, which is straight on logarithms between the numbers that were computed: an estimate, where the other numbers of this page are exact.", sources: [] })), ` of its devices (${time(even.mine.days)}).`]);
       parts.push(make("ul", {}, ...lines.map((line) => make("li", {}, ...line))));
@@ -420,13 +460,11 @@
   }
 
   function drawEnd(found) {
-    const flags = found.chosen ? found.chosen.flags : "";
-    const network = state.network === 1 ? "" : ` --network.bytes_per_second ${state.network}x`;
-    by("command").textContent = found.chosen ? `scalejax predict ${data.run} --cluster ${cluster().name} --devices ${state.devices} --framework ${state.framework} \\\n  --model.compute_dtype ${state.precision} --batch.global_batch ${state.batch} ${flags}${network}` : found.refused;
+    by("command").textContent = found.chosen ? answers.command(data, state, found.chosen) : found.refused;
   }
 
   function draw() {
-    const found = answers.answer(data, state);
+    const found = answers.answer(data, state), focused = document.activeElement?.dataset.dot;
     for (const show of Object.values(controls)) show();
     drawHead(found);
     const series = drawCurves();
@@ -435,6 +473,11 @@
     drawEven(found);
     drawTable(series);
     drawEnd(found);
+    if (focused) {
+      // The dot that has the focus was drawn anew: go on from there, without its words.
+      document.querySelector(`[data-dot="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+      hideTip();
+    }
   }
 
   makeControls();

@@ -5,6 +5,8 @@ and CO2 alone is computed in the page, as `planning.bill` does. Lays out; predic
 """
 
 import json
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from importlib.metadata import version
@@ -13,10 +15,11 @@ from pathlib import Path
 from string import Template
 
 from scalejax.config.presets import PRESETS
-from scalejax.core.serialization import JsonValue, save_text
+from scalejax.core.serialization import JsonValue, flag_text, save_text
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.planning.bill import Rates
+from scalejax.planning.search.run import SEARCHED_FIELDS
 from scalejax.planning.settings_grid import LayoutEntry, Setting, SettingsGrid, words_of
 from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.predict import RUN_CONDITIONS
@@ -25,6 +28,9 @@ from scalejax.simulator.transformer import Strategy
 _DIGITS = 6
 """Significant digits of times in the table."""
 _MOST_NOTES = 12
+_NETWORK = "network.bytes_per_second"
+_OF_THE_PAGE = ("model.compute_dtype", "batch.global_batch", _NETWORK)
+"""Fields that the controls of the page set, whatever the command was given."""
 _TERM_WORDS = {
     "compute": "Products and attention, at the rates that the chip reaches with the framework.",
     "memory": "Operations that the bandwidth of the device's memory bounds.",
@@ -46,6 +52,10 @@ class Subject:
     """Heading of the page: the network."""
     run: str
     """What the command `predict` takes for it: a run file."""
+    clusters: tuple[str, ...]
+    """What it takes for each cluster of the grid: a name or a file."""
+    overrides: Mapping[str, JsonValue]
+    """Fields of the run, of hardware and of conditions that were given with the command."""
     tokens: float
     """Tokens to train on."""
     tokens_source: str
@@ -119,14 +129,19 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
     start = subject.start
     return {
         "title": subject.title,
-        "run": subject.run,
+        "run": shlex.quote(subject.run),
+        "flags": _flags({k: v for k, v in subject.overrides.items() if k not in _OF_THE_PAGE}),
         "version": version("scalejax"),
         "method": _method(grid),
         "tokensPerSample": grid.tokens_per_sample,
         "tokensSource": subject.tokens_source,
         "clusters": [
-            _cluster(place.cluster, rates)
-            for place, rates in zip(axes.places, subject.rates, strict=True)
+            {
+                **_cluster(place.cluster, rates),
+                "path": shlex.quote(path),
+                "networkRate": _given_network(place.cluster, subject.overrides),
+            }
+            for place, rates, path in zip(axes.places, subject.rates, subject.clusters, strict=True)
         ],
         "devices": list(axes.device_counts),
         "batches": list(axes.global_batches),
@@ -179,19 +194,35 @@ def _rounded(value: float | None, digits: int = _DIGITS) -> float | None:
 
 
 def flags_of(strategy: Strategy) -> str:
-    """The flags with which `predict` has the layout of a strategy."""
+    """The flags with which `predict` has the layout of a strategy, whatever the run file says."""
     layout = strategy.layout
-    values = {
-        **{f"layout.{axis}": size for axis, size in layout.axis_sizes.items() if size > 1},
+    values: dict[str, JsonValue] = {
+        **SEARCHED_FIELDS,
+        **{f"layout.{axis}": size for axis, size in layout.axis_sizes.items()},
         "batch.microbatches": strategy.split.microbatches,
         "model.remat": strategy.recompute,
-        "layout.zero_stage": strategy.zero_stage or None,
-        "layout.sequence_parallel": "true" if strategy.sequence_parallel else None,
-        "layout.context_strategy": strategy.context_strategy if layout.context > 1 else None,
-        "layout.pipeline_chunks": strategy.pipeline_chunks if layout.pipeline > 1 else None,
-        "layout.pipeline_schedule": strategy.pipeline_schedule if layout.pipeline > 1 else None,
+        "layout.zero_stage": strategy.zero_stage,
+        "layout.sequence_parallel": strategy.sequence_parallel,
     }
-    return " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+    if layout.context > 1:
+        values["layout.context_strategy"] = strategy.context_strategy
+    if layout.pipeline > 1:
+        values["layout.pipeline_chunks"] = strategy.pipeline_chunks
+        values["layout.pipeline_schedule"] = strategy.pipeline_schedule
+    return _flags({name: value for name, value in values.items() if value is not None})
+
+
+def _flags(values: Mapping[str, JsonValue]) -> str:
+    """Values by field as flags in a shell."""
+    words = (word for name, value in values.items() for word in (f"--{name}", flag_text(value)))
+    return shlex.join(words)
+
+
+def _given_network(cluster: Cluster, overrides: Mapping[str, JsonValue]) -> float | None:
+    """The rate of a network that was given with the command, which has no multiple there."""
+    if cluster.network is None or _NETWORK not in overrides:
+        return None
+    return cluster.network.bytes_per_second
 
 
 def _cluster(cluster: Cluster, rates: Rates) -> dict[str, JsonValue]:

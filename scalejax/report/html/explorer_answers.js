@@ -4,6 +4,17 @@ const answers = (function () {
   "use strict";
   const HOUR = 3600, DAY = 86400;
 
+  const COUNT = /^\s*((?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:e[0-9]+)?)\s*([kmbgt]?)\s*$/;
+  const SIZES = { "": 1, k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
+
+  // A number as typed, such as 300B, by the grammar of `parse_count` in core/units.py; null if it
+  // is none.
+  function parseCount(text) {
+    const found = COUNT.exec(text.toLowerCase());
+    const value = found ? Number(found[1].replaceAll("_", "")) * SIZES[found[2]] : 0;
+    return value > 0 && Number.isFinite(value) ? value : null;
+  }
+
   // The layouts of a setting, or why it has none.
   function options(data, state) {
     const at = (list, value) => list.indexOf(value);
@@ -100,6 +111,17 @@ const answers = (function () {
     };
   }
 
-  return { answer, options, updates, overDevices, breakEven, crossing };
+  // What predicts a chosen layout in a shell; all but the setting is quoted already.
+  function command(data, state, chosen) {
+    const cluster = data.clusters.find((each) => each.name === state.cluster);
+    const own = cluster.networkRate, rate = own === null ? `${state.network}x` : own * state.network;
+    const words = ["scalejax predict", data.run, "--cluster", cluster.path, "--devices", state.devices,
+      "--framework", state.framework, `\\\n  --model.compute_dtype ${state.precision}`,
+      `--batch.global_batch ${state.batch}`, chosen.flags, data.flags,
+      own === null && state.network === 1 ? "" : `--network.bytes_per_second ${rate}`];
+    return words.filter((each) => each !== "").join(" ");
+  }
+
+  return { answer, options, updates, overDevices, breakEven, crossing, parseCount, command };
 })();
 if (typeof module !== "undefined") module.exports = answers;

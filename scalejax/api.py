@@ -22,7 +22,7 @@ from scalejax.planning.run_cost import (
     RunCost,
     Work,
     cost_run,
-    published_decoder,
+    named_decoder,
     published_tokens,
 )
 from scalejax.planning.scaling_study import predict_run, study
@@ -496,12 +496,13 @@ def cost(
         (1908, 2.95)
 
     Args:
-        run: a config, a run file (a path that ends in .toml), or a published decoder by name.
+        run: a config, a run file (a path that ends in .toml), a published decoder by name, or
+            "llama-like:N=1b".
         clusters: clusters, their names in the catalogue, or paths of their files.
         devices: numbers of devices.
         tokens: tokens to train on; with neither these nor epochs or steps those published of a
             decoder by name, and of others the epochs of the run.
-        epochs: passes over the data, in place of tokens.
+        epochs: passes over the data of a config or a run file, in place of tokens.
         steps: updates, in place of tokens.
         prices_per_device_hour: a price for each cluster; None for their list prices, in dollars.
         watts_per_device: power of a device with host, network and cooling; None for that in the
@@ -517,11 +518,12 @@ def cost(
         ConfigError: if a name, a number or the run is refused.
     """
     notes: list[str] = []
+    name: str | None = None
     if isinstance(run, str) and not run.endswith(".toml"):
-        config, notes = published_decoder(run)
-        facts = fitting_facts(config)
-        if tokens is None and epochs is None and steps is None:
-            tokens = published_tokens(run)
+        config, notes = named_decoder(run)
+        name, facts = run, fitting_facts(config)
+        if steps is None:
+            tokens = published_tokens(run, tokens=tokens, epochs=epochs)
     else:
         config, facts = _read(run)
     prices: Sequence[float | None] = prices_per_device_hour or [None] * len(clusters)
@@ -544,7 +546,7 @@ def cost(
         options,
         devices,
         Work(tokens=tokens, epochs=epochs, steps=steps),
-        name=run if isinstance(run, str) and notes else None,
+        name=name,
         framework=_framework(framework),
         facts=facts,
         confirm=confirm,

@@ -5,6 +5,7 @@ Imported without JAX, which is imported when it runs.
 
 import csv
 import re
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -15,7 +16,7 @@ from tyro.conf import Positional
 
 from scalejax.cli.command import Overrides, OverridingCommand, flag
 from scalejax.cli.plan import for_each
-from scalejax.cli.predict import cluster_list, parse_counts, split_hardware, take_conditions
+from scalejax.cli.predict import cluster_list, parse_counts, split_hardware, take_clusters
 from scalejax.config.model import DecoderConfig
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
@@ -28,7 +29,7 @@ from scalejax.simulator.frameworks import framework_named
 from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
-    from scalejax.planning.run_cost import CostOption, RunCost
+    from scalejax.planning.run_cost import CostOption, CostRow, RunCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Cost(OverridingCommand):
     tokens: Annotated[str | None, flag("T")] = None
     """Tokens to train on, such as 300B or 15T. By default as published, or the run's epochs."""
     epochs: Annotated[float | None, flag("E")] = None
-    """Passes over the data, in place of tokens."""
+    """Passes over the data of a run file or of MODULE:NAME, in place of tokens."""
     global_batch: Annotated[int | None, flag("B")] = None
     """Samples per update. By default as published, or that of the run."""
     framework: Annotated[str, flag("NAME")] = "xla"
@@ -81,7 +82,7 @@ class Cost(OverridingCommand):
     def execute(self, overrides: Overrides) -> None:
         """Search and compile each row, print the tables, write the files."""
         from scalejax.planning.run_cost import Work, cost_run, published_tokens
-        from scalejax.planning.search.run import SEARCHED_FIELDS
+        from scalejax.planning.search.run import require_not_searched
         from scalejax.report.terminal import cost as cost_tables
 
         for name in ("json", "csv"):
@@ -90,22 +91,22 @@ class Cost(OverridingCommand):
         framework = framework_named(self.framework)
         counts = list(dict.fromkeys(parse_counts(self.devices)))
         tokens = None if self.tokens is None else parse_count("tokens", self.tokens)
-        options, rest = self._options(overrides)
+        options, rest, left_out = self._options(overrides)
         config, name, path, notes = self._run(rest)
         if isinstance(config.model, DecoderConfig):
-            for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & rest.keys()):
-                accepted = "cost tries every value; leave it out, or ask predict for one"
-                raise ConfigError(refusal(field, rest[field], accepted))
-        if tokens is None and self.epochs is None and name == self.subject:
-            tokens = published_tokens(self.subject)
+            accepted = "cost tries every value; leave it out, or ask predict for one"
+            require_not_searched(rest, accepted)
+        if name == self.subject:
+            tokens = published_tokens(name, tokens=tokens, epochs=self.epochs)
         facts = facts_of(config, path or Path(), rest, self.facts)
         if (costed := costed_note(name, config.model, facts)) is not None and path is not None:
             notes.insert(0, costed)
+        notes += left_out
         rows = len(options) * len(counts)
         with progress.costing() as on_progress, progress.compiling(rows) as on_compiled:
             report, runs = cost_run(
                 config,
-                options,
+                list(options.values()),
                 counts,
                 Work(tokens=tokens, epochs=self.epochs),
                 name=name,
@@ -129,12 +130,12 @@ class Cost(OverridingCommand):
         self._write(report)
         if all(row.misfit is not None for row in report.rows):
             raise DoesNotFit("nothing fits on any of these clusters and numbers of devices.")
-        self._show_next(report, overrides)
+        self._show_next(report, name, list(options), overrides)
 
     def _run(self, overrides: Overrides) -> tuple[RunConfig, str, Path | None, list[str]]:
         """The run, what it is called, its file, and notes on what was taken for granted."""
-        from scalejax.planning.run_cost import published_decoder
-        from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
+        from scalejax.planning.run_cost import named_decoder
+        from scalejax.planning.time_to_target.language import LIKE_LLAMA
 
         batch: Overrides = (
             {} if self.global_batch is None else {"batch.global_batch": self.global_batch}
@@ -150,24 +151,28 @@ class Cost(OverridingCommand):
                 missing["optimizer.name"] = "adamw"
             config = load_config(path, {**missing, **overrides})
             return config, given_name(path, overrides) or config.model.name, path, []
-        if self.subject.startswith(LIKE_LLAMA):
-            return like_llama(self.subject, overrides), self.subject, None, []
-        if ":" in self.subject:
+        if ":" in self.subject and not self.subject.startswith(LIKE_LLAMA):
             return *_imported(self.subject, overrides), None, []
-        config, notes = published_decoder(self.subject, overrides)
+        config, notes = named_decoder(self.subject, overrides)
         return config, self.subject, None, notes
 
-    def _options(self, overrides: Overrides) -> tuple[list["CostOption"], Overrides]:
-        """The clusters with their rates, and the overrides of the run."""
+    def _options(
+        self, overrides: Overrides
+    ) -> tuple[dict[str, "CostOption"], Overrides, list[str]]:
+        """The clusters with their rates, by their names as typed; the overrides of the run; and
+        notes on clusters that are left out."""
         from scalejax.planning.bill import rates_of
         from scalejax.planning.run_cost import CostOption
 
         names = cluster_list(self.cluster)
         prices = for_each("price", self.price, len(names))
         watts = for_each("watts", self.watts, len(names))
-        options, rest = [], overrides
+        found, rest, left_out = take_clusters(names, overrides)
+        options = {}
         for name, price, power in zip(names, prices, watts, strict=True):
-            cluster, site, rest = take_conditions(name, overrides)
+            if name not in found:
+                continue
+            cluster, site = found[name]
             rates = rates_of(
                 cluster,
                 price_per_device_hour=price,
@@ -175,8 +180,8 @@ class Cost(OverridingCommand):
                 pue=self.pue,
                 grid_grams_per_kwh=self.grid_intensity,
             )
-            options.append(CostOption(cluster=cluster, rates=rates, site=site))
-        return options, rest
+            options[name] = CostOption(cluster=cluster, rates=rates, site=site)
+        return options, rest, left_out
 
     def _write_runs(
         self, report: "RunCost", runs: list[RunConfig | None], name: str
@@ -185,10 +190,9 @@ class Cost(OverridingCommand):
         files: list[Path | None] = [None] * len(runs)
         if self.output is None:
             return files
-        stem = re.sub(r"[/:=]", "-", name)
         for place, (row, run) in enumerate(zip(report.rows, runs, strict=True)):
             if run is not None:
-                path = self.output / f"{stem}-{row.cluster}-{row.device_count}.toml"
+                path = self.output / _file_name(name, row)
                 serialization.save_toml(run, path)
                 files[place] = path
         return files
@@ -208,25 +212,37 @@ class Cost(OverridingCommand):
             if row.run_file is not None:
                 print(f"wrote {row.run_file}")
 
-    def _show_next(self, report: "RunCost", overrides: Overrides) -> None:
-        """Print what to type next."""
+    def _show_next(
+        self, report: "RunCost", name: str, clusters: list[str], overrides: Overrides
+    ) -> None:
+        """Print what to type next.
+
+        Args:
+            report: the answer.
+            name: what the network is called.
+            clusters: the clusters as typed, in the order of the rows.
+            overrides: all fields that were replaced.
+        """
         best = report.soonest if report.cheapest is None else report.cheapest
         if best is None:
             return
         row = report.rows[best]
-        names = cluster_list(self.cluster)
-        where = names[best * len(names) // len(report.rows)]
-        parts = "".join(
-            f" --{name} {value}" for name, value in split_hardware(overrides)[0].items()
-        )
-        file = (
-            row.run_file
-            or f"DIR/{report.title.split(' ')[0]}-{row.cluster}-{row.device_count}.toml"
-        )
+        words = ["scalejax", "explain", row.run_file or f"DIR/{_file_name(name, row)}"]
+        words += ["--cluster", clusters[best * len(clusters) // len(report.rows)]]
+        words += ["--devices", str(row.device_count)]
+        if framework_named(self.framework) != framework_named("xla"):
+            words += ["--framework", self.framework]
+        for field, value in split_hardware(overrides)[0].items():
+            words += [f"--{field}", str(value)]
         if row.run_file is None:
             print("With --output DIR, the run file of each row is written too.")
-        devices = row.device_count
-        print(f"To see why: scalejax explain {file} --cluster {where} --devices {devices}{parts}")
+        print(f"To see why: {shlex.join(words)}")
+
+
+def _file_name(name: str, row: "CostRow") -> str:
+    """Name of the run file of a row."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+    return f"{stem}-{row.cluster}-{row.device_count}.toml"
 
 
 def _imported(where: str, overrides: Overrides) -> tuple[RunConfig, str]:

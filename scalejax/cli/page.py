@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from scalejax.cli.command import Overrides, OverridingCommand, flag
 from scalejax.cli.plan import for_each, parse_range
-from scalejax.cli.predict import cluster_list, take_conditions
+from scalejax.cli.predict import cluster_list, take_clusters
 from scalejax.config.model import LlamaConfig
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import RunConfig, given_name, load_config, with_fields
@@ -78,12 +78,14 @@ class Explore(OverridingCommand):
         from scalejax.report.html.explorer import Subject, title_of, write_explorer
 
         serialization.require_writable("output", self.output)
-        places, rest = [], overrides
-        for each in cluster_list(self.cluster):
-            cluster, site, rest = take_conditions(each, overrides)
-            places.append(Place(cluster=cluster, site=site))
+        names = cluster_list(self.cluster)
+        found, rest, left_out = take_clusters(names, overrides)
+        for note in left_out:
+            print(f"note: {note}.", file=sys.stderr)
+        places = [Place(cluster=cluster, site=site) for cluster, site in found.values()]
         clusters = [place.cluster for place in places]
-        prices = for_each("price", self.price, len(clusters))
+        given = zip(names, for_each("price", self.price, len(names)), strict=True)
+        prices = [price for name, price in given if name in found]
         rates = tuple(
             rates_of(each, price_per_device_hour=price, grid_grams_per_kwh=self.grid_intensity)
             for each, price in zip(clusters, prices, strict=True)
@@ -109,7 +111,7 @@ class Explore(OverridingCommand):
         subject = Subject(
             title=title_of(name),
             run=self.run if Path(self.run).exists() else "RUN.toml",
-            clusters=tuple(cluster_list(self.cluster)),
+            clusters=tuple(found),
             overrides=overrides,
             tokens=tokens,
             tokens_source=source,
@@ -126,11 +128,9 @@ class Explore(OverridingCommand):
     def _config(self, overrides: Overrides) -> tuple[RunConfig, str]:
         """The run, with what the page varies replaced, and the name of its network."""
         from scalejax.planning.run_cost import published_decoder
-        from scalejax.planning.search.run import SEARCHED_FIELDS
+        from scalejax.planning.search.run import SEARCHED_FIELDS, require_not_searched
 
-        for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
-            accepted = "the page tries every value; leave it out"
-            raise ConfigError(refusal(field, overrides[field], accepted))
+        require_not_searched(overrides, "the page tries every value; leave it out")
         path = Path(self.run)
         if path.exists() or path.suffix == ".toml":
             config = load_config(path, {**overrides, **SEARCHED_FIELDS})

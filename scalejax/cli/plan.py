@@ -6,6 +6,7 @@ Imported without JAX, which is imported when it runs.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import cluster_list, take_conditions
+from scalejax.cli.predict import cluster_list, take_clusters
 from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
@@ -115,6 +116,7 @@ class PlanRun(CostCommand):
     def _to_metric(self, overrides: Overrides) -> "Plan":
         """Plan to a test metric, from convergence points."""
         from scalejax.planning.convergence import parse_target
+        from scalejax.planning.search.run import require_not_searched, searchable
         from scalejax.planning.time_to_target.run import find_convergence, plan_run
 
         if self.run_file is None or self.model is not None:
@@ -132,6 +134,9 @@ class PlanRun(CostCommand):
         options, rest = self._options(overrides)
         config = load_config(self.run_file, rest)
         facts = facts_of(config, self.run_file, rest, self.facts)
+        if self.layouts == "search" and searchable(config, options[0].cluster, facts)[0]:
+            accepted = "plan tries several; leave it out, or keep the file's with --layouts file"
+            require_not_searched(rest, accepted)
         data = find_convergence(
             config, self.convergence, target=target, recipe=self.recipe, facts=facts
         )
@@ -160,6 +165,8 @@ class PlanRun(CostCommand):
         for name in ("convergence", "recipe", "global_batch"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(refusal(name, value, "it is for a test metric, not for a loss"))
+        if self.layouts != "search":
+            raise ConfigError(refusal("layouts", self.layouts, "a plan to a loss searches them"))
         loss = _number("target", (self.target or "").strip().removeprefix(_LOSS))
         counts = parse_range("devices", self.devices)
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
@@ -190,9 +197,10 @@ class PlanRun(CostCommand):
 
     def _decoder(self, overrides: Overrides) -> tuple[RunConfig, str]:
         """The run whose loss is planned for, and what its network is called."""
-        from scalejax.planning.search.run import SEARCHED_FIELDS
+        from scalejax.planning.search.run import SEARCHED_FIELDS, require_not_searched
         from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
 
+        require_not_searched(overrides, "plan tries several; leave it out, or ask predict for one")
         if (self.run_file is None) == (self.model is None):
             raise ConfigError("plan needs either RUN.toml or --model NAME, and not both.")
         if self.model is None:
@@ -211,13 +219,19 @@ class PlanRun(CostCommand):
         names = cluster_list(self.cluster)
         prices = for_each("price", self.price, len(names))
         watts = for_each("watts", self.watts, len(names))
-        options, rest = [], overrides
-        for name, price, power in zip(names, prices, watts, strict=True):
-            cluster, site, rest = take_conditions(name, overrides)
-            option = ClusterOption(
-                cluster=cluster, site=site, price_per_device_hour=price, watts_per_device=power
+        found, rest, left_out = take_clusters(names, overrides)
+        for note in left_out:
+            print(f"note: {note}.", file=sys.stderr)
+        options = [
+            ClusterOption(
+                cluster=found[name][0],
+                site=found[name][1],
+                price_per_device_hour=price,
+                watts_per_device=power,
             )
-            options.append(option)
+            for name, price, power in zip(names, prices, watts, strict=True)
+            if name in found
+        ]
         return options, rest
 
 

@@ -32,6 +32,7 @@ from scalejax.hardware import (
     cluster_names,
     load_cluster,
     load_cluster_and_site,
+    parts_without,
     save_cluster,
     with_conditions,
     with_hardware,
@@ -514,6 +515,29 @@ def take_conditions(name: str, overrides: Overrides) -> tuple[Cluster, Site, Ove
     parts = {field: value for field, value in of_cluster.items() if not field.startswith(prefix)}
     cluster, site = find_cluster(name)
     return *with_conditions(with_hardware(cluster, parts), site, conditions), rest
+
+
+def take_clusters(
+    names: Sequence[str], overrides: Overrides
+) -> tuple[dict[str, tuple[Cluster, Site]], Overrides, list[str]]:
+    """The clusters of a comparison and their sites, by the names as typed; the other overrides; and
+    notes on clusters that are left out, as they lack what is to be multiplied.
+
+    Raises:
+        UnknownHardware, ConfigError: as `take_conditions` does, also where all would be left out.
+    """
+    of_cluster, rest = split_hardware(overrides)
+    lacking = {name: parts_without(find_cluster(name)[0], of_cluster) for name in names}
+    if all(lacking.values()):
+        lacking = dict.fromkeys(names)
+    found = {name: take_conditions(name, overrides)[:2] for name in names if not lacking[name]}
+    notes = [
+        f"{Path(name).stem if name.endswith('.toml') else name} is left out: it has no "
+        f"{part.partition('.')[0]}, so that there is no {of_cluster[part]} of {part}"
+        for name, parts in lacking.items()
+        for part in (parts or ())[:1]
+    ]
+    return found, rest, notes
 
 
 def split_hardware(overrides: Overrides) -> tuple[Overrides, Overrides]:

@@ -29,6 +29,7 @@ def parse_seconds(field: str, text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
+_COUNT = re.compile(r"\s*((?:[0-9]+(?:_[0-9]+)*)?\.?[0-9]+(?:e[0-9]+)?)\s*([kmbgt]?)\s*", re.ASCII)
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -38,7 +39,7 @@ def parse_count(field: str, text: str) -> float:
     Raises:
         ConfigError: if it is no number above 0.
     """
-    found = re.fullmatch(r"\s*([0-9_]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmbgt]?)\s*", text.lower())
+    found = _COUNT.fullmatch(text.lower())
     value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
     if not 0 < value < math.inf:
         accepted = "it must be a number above 0, with K, M, B or T for thousands to trillions: 300B"

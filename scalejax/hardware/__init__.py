@@ -15,6 +15,7 @@ from scalejax.hardware.catalogue import (
     load_dispatch,
     load_library,
     load_site,
+    parts_without,
     save_cluster,
     with_conditions,
     with_hardware,
@@ -39,6 +40,7 @@ from scalejax.hardware.cluster import (
     Power,
     Price,
     SharedChip,
+    require_own_names,
 )
 from scalejax.hardware.host import (
     CopyRates,
@@ -119,6 +121,8 @@ __all__ = [
     "load_measured_times",
     "load_site",
     "matmul_table_names",
+    "parts_without",
+    "require_own_names",
     "save_cluster",
     "with_conditions",
     "with_hardware",

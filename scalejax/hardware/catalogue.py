@@ -7,14 +7,24 @@ different.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 from scalejax.core.errors import ConfigError, UnknownHardware, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, load_toml, plain, save_toml
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.cluster import Cluster, CommunicationLibrary, DispatchLibrary, LaunchMode
+from scalejax.hardware.cluster import (
+    Cluster,
+    CommunicationLibrary,
+    DispatchLibrary,
+    HostMemory,
+    LaunchMode,
+    Link,
+    Network,
+    Power,
+    Price,
+)
 from scalejax.hardware.site import RunConditions, Site
 
 CATALOGUE = Path(__file__).parent
@@ -181,7 +191,16 @@ def with_conditions(
     return cluster, replace(site, conditions=conditions)
 
 
-HARDWARE_TABLES = ("chip", "link", "network", "host", "power", "price", "cluster")
+_PARTS: dict[str, type] = {
+    "chip": Chip,
+    "link": Link,
+    "network": Network,
+    "host": HostMemory,
+    "power": Power,
+    "price": Price,
+    "cluster": Cluster,
+}
+HARDWARE_TABLES = tuple(_PARTS)
 """First names of the fields that `with_hardware` replaces."""
 _TIMES = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)x")
 
@@ -200,6 +219,24 @@ def with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
     """
     if not values:
         return cluster
+    with prefixed(f"{cluster.name}: "):
+        return _with_hardware(cluster, values)
+
+
+def parts_without(cluster: Cluster, values: Mapping[str, JsonValue]) -> list[str]:
+    """Those of `values`, as of `with_hardware`, that are multiples of what `cluster` lacks
+    altogether, such as of the rate of a network that it does not have."""
+    return [
+        name
+        for name, value in values.items()
+        if isinstance(value, str)
+        and _TIMES.fullmatch(value)
+        and name.partition(".")[0] in ("network", "host", "power", "price")
+        and getattr(cluster, name.partition(".")[0]) is None
+    ]
+
+
+def _with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
     tables = _table(cluster)
     for name, value in values.items():
         *path, last = name.removeprefix("cluster.").split(".")
@@ -210,13 +247,30 @@ def with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
                 inner = table[part] = {}
             table = inner
         # What is no field is refused as such below, whatever its value.
-        table[last] = _multiplied(name, table[last], value) if last in table else value
+        is_known = last in table or _is_field(name)
+        table[last] = _multiplied(name, table.get(last), value) if is_known else value
+    if "price.dollars_per_device_hour" in values and "price.date" not in values:
+        tables["price"] = _undated(tables["price"])
     sources = tables.get("sources")
     if isinstance(sources, dict):
         for name, value in values.items():
             sources[name.removeprefix("cluster.")] = f"given: {value}"
     given = ", ".join(f"{name} {value}" for name, value in values.items())
     return replace(build(Cluster, tables), title=f"{cluster.title}, {given}")
+
+
+def _is_field(name: str) -> bool:
+    """Whether a dotted name is of a field of a cluster or of one of its parts."""
+    *path, last = name.removeprefix("cluster.").split(".")
+    part = _PARTS.get(path[0]) if path else Cluster
+    return len(path) < 2 and part is not None and last in {each.name for each in fields(part)}
+
+
+def _undated(price: JsonValue) -> JsonValue:
+    """A price without the day of the list that it was in."""
+    if not isinstance(price, dict):
+        return price
+    return {name: value for name, value in price.items() if name != "date"}
 
 
 def _multiplied(name: str, old: JsonValue, value: JsonValue) -> JsonValue:
@@ -279,6 +333,9 @@ def _based(
     kept = {name: value for name, value in base.items() if name not in left}
     if is_other_chip:
         kept.pop("chip", None)
+    own_price = own.get("price")
+    if isinstance(own_price, dict) and "dollars_per_device_hour" in own_price:
+        kept["price"] = _undated(kept.get("price", {}))
     sources = kept.get("sources")
     if isinstance(sources, dict):
         gone = set(_leaves(own))

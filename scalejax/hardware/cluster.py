@@ -6,6 +6,7 @@ A node here is the set of devices that one kind of link connects: a server of 8 
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -307,6 +308,8 @@ class SharedChip:
         require_at_least("shared.device_count", self.device_count, 2)
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Of a cluster: it is part of the names of files and of the keys of tables."""
 _DATE = re.compile(r"[0-9]{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?)?")
 
 
@@ -316,14 +319,20 @@ class Price:
 
     dollars_per_device_hour: float
     """US dollars for an hour of one device with its share of host and network, on demand."""
-    date: str
-    """When that was the price: "2025-10-22", or the month or year, as far as it is known."""
+    date: str | None = None
+    """When that was the price: "2025-10-22", or the month or year, as far as it is known; None of
+    a price of one's own, which is no list price."""
 
     def __post_init__(self) -> None:
         require_above("price.dollars_per_device_hour", self.dollars_per_device_hour, 0)
-        if not _DATE.fullmatch(self.date):
+        if self.date is not None and not _DATE.fullmatch(self.date):
             accepted = 'it must be a day, month or year, such as "2025-10-22"'
             raise ConfigError(refusal("price.date", self.date, accepted))
+
+    @property
+    def in_words(self) -> str:
+        """Which price it is: "list price of 2026-05-18"."""
+        return "own price" if self.date is None else f"list price of {self.date}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +418,9 @@ class Cluster:
     """Where each number above comes from, by its dotted name (chip and library have their own)."""
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            accepted = "it must be letters, digits and . _ -, beginning with a letter or a digit"
+            raise ConfigError(refusal("name", self.name, accepted))
         require_physical("", self)
         require_at_least("devices_per_node", self.devices_per_node, 1)
         if self.link.wires is not None and len(self.link.wires) < self.devices_per_node:
@@ -441,6 +453,17 @@ class Cluster:
         """
         if count > (most := self.most_devices):
             raise DoesNotFit(f"{field}={count} is refused: {self.name} has at most {most}.")
+
+
+def require_own_names(clusters: Sequence[Cluster]) -> None:
+    """Refuse two clusters of one name, whose rows and files nobody could tell apart.
+
+    Raises:
+        ConfigError: naming them all.
+    """
+    names = [each.name for each in clusters]
+    if len(set(names)) < len(names):
+        raise ConfigError(refusal("cluster", names, "each needs a name of its own"))
 
 
 def _require_links(wires: tuple[tuple[int, ...], ...]) -> None:

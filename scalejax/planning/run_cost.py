@@ -24,7 +24,14 @@ from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import format_count
 from scalejax.data.facts import fitting_facts, resolve
-from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.hardware import (
+    NO_SITE,
+    Cluster,
+    Site,
+    cluster_names,
+    load_cluster,
+    require_own_names,
+)
 from scalejax.planning.bill import MWH_JOULES, Rates, bill, updates_for
 from scalejax.planning.search.run import (
     in_words,
@@ -33,6 +40,7 @@ from scalejax.planning.search.run import (
     search_run,
     searchable,
 )
+from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
@@ -249,12 +257,33 @@ def published_decoder(
     return published_run(name, fields), notes
 
 
-def published_tokens(name: str) -> float:
-    """Tokens that a published decoder was trained on.
+def named_decoder(
+    name: str, overrides: Mapping[str, JsonValue] | None = None
+) -> tuple[RunConfig, list[str]]:
+    """The run of a published decoder, or of llama-like:N=SIZE, and notes on what was assumed.
 
     Raises:
-        ConfigError: if they are not kept here.
+        ConfigError: as `published_decoder` and `like_llama` do.
     """
+    if name.startswith(LIKE_LLAMA):
+        return like_llama(name, overrides), []
+    return published_decoder(name, overrides)
+
+
+def published_tokens(
+    name: str, *, tokens: float | None = None, epochs: float | None = None
+) -> float:
+    """Tokens to train a decoder on that is known by its name: those given, or those published.
+
+    Raises:
+        ConfigError: if epochs are given, as there are no data to pass over, or nothing is and none
+            are kept here.
+    """
+    if epochs is not None:
+        accepted = f"{name} has no data of its own to pass over: give --tokens T, such as 300B"
+        raise ConfigError(refusal("epochs", epochs, accepted))
+    if tokens is not None:
+        return tokens
     found = PRESETS[name].pretraining if name in PRESETS else None
     if found is None or found.total_tokens is None:
         raise ConfigError(f"--tokens T is missing, such as 300B: none are kept here of {name}.")
@@ -305,6 +334,7 @@ def cost_run(
         raise ConfigError(refusal("devices", "", "at least one number and one cluster are needed"))
     require_at_least("devices", min(counts), 1)
     require_at_least("confirm", confirm, 0)
+    require_own_names([option.cluster for option in options])
     if config.batch.ramp_epochs:
         accepted = "cost takes one batch: leave it out, or ask predict for the run"
         raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
@@ -535,18 +565,32 @@ def _of_rates(options: Sequence[CostOption]) -> Iterator[str]:
             yield f"no price of {cluster.name}: give --price"
         elif price is not None and _is_at_list_price(option):
             yield (
-                f"{cluster.name}: {price.dollars_per_device_hour:g} dollars a device-hour, list "
-                f"price of {price.date} (source: scalejax hardware {cluster.name})"
+                f"{cluster.name}: {price.dollars_per_device_hour:g} dollars a device-hour, "
+                f"{price.in_words}{_source(cluster, 'price.dollars_per_device_hour')}"
             )
         if rates.watts_per_device is None:
             yield f"no watts of {cluster.name}: give --watts"
             continue
         if power is None or rates.watts_per_device != power.watts:
             continue
-        kind = "as measured in training" if power.training_watts else "the most it is rated for"
-        yield f"{cluster.name}: {power.watts:,.4g} W a device with its share of the node, {kind}"
+        field = "max_watts" if power.training_watts is None else "training_watts"
+        words = {"max_watts": "the most it is rated for", "training_watts": "in training"}[field]
+        source = _source(cluster, f"power.{field}")
+        yield (
+            f"{cluster.name}: {power.watts:,.4g} W a device with its share of the node, "
+            f"{words}{source}"
+        )
         if rates.pue is None:
             yield f"no PUE of {cluster.name}: energy is of the machines alone; --pue F adds it"
     known = [option for option in options if option.rates.watts_per_device is not None]
     if known and all(option.rates.grid_grams_per_kwh is None for option in known):
         yield "no CO2: give --grid-intensity, grams for a kWh"
+
+
+def _source(cluster: Cluster, field: str) -> str:
+    """Where a figure of a cluster is from, in parentheses: the command that says so of one in the
+    catalogue, whose sources are long."""
+    source = cluster.sources.get(field)
+    if cluster.name in cluster_names() and source == load_cluster(cluster.name).sources.get(field):
+        return f" (source: scalejax hardware {cluster.name})"
+    return f" ({source})" if source else " (as its file says)"

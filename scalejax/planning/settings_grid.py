@@ -25,7 +25,7 @@ from scalejax.core.errors import (
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker
 from scalejax.data.facts import fitting_facts
-from scalejax.hardware import Cluster, Site
+from scalejax.hardware import Cluster, Site, require_own_names
 from scalejax.planning.search import Candidate, deduplicated, pareto
 from scalejax.planning.search.costs import StrategyCosts, workspace_bytes
 from scalejax.planning.search.parallel import (
@@ -87,9 +87,7 @@ class Axes:
         for name in self.__slots__:
             if not getattr(self, name):
                 raise ConfigError(refusal(name, [], "one at least is needed"))
-        names = [place.cluster.name for place in self.places]
-        if len(set(names)) < len(names):
-            raise ConfigError(refusal("cluster", names, "each must have a name of its own"))
+        require_own_names([place.cluster for place in self.places])
 
     @property
     def cases(self) -> list[tuple[int, int, int]]:

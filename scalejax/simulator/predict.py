@@ -15,7 +15,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP, format_bytes
-from scalejax.hardware import NO_SITE, Chip, Cluster, RateType, Site, chip_names
+from scalejax.hardware import NO_SITE, Chip, Cluster, Price, RateType, Site, chip_names
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.collectives import measured_deviation
 from scalejax.simulator.device_state import under_load
@@ -127,6 +127,9 @@ class Prediction(Tabular):
     """Lower end of the error band of that: one run in ten should reserve less."""
     p90_reserved_memory_bytes: int | None = None
     """Upper end of the error band of that: one run in ten should reserve more."""
+    price: Price | None = None
+    """Price of a device of the cluster as it was predicted; None if none is known, and in files of
+    versions that did not keep it."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """One row of the main figures."""
@@ -250,6 +253,7 @@ def predict(
         communication_seconds=times.communication_seconds,
         backend=program.backend,
         framework=program.framework,
+        price=cluster.price,
         notes=(
             *input_notes(program, cluster, site, step_seconds - (conditions.input_seconds or 0.0)),
             *_host_notes(memory),

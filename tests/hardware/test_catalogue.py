@@ -92,6 +92,7 @@ def test_every_cluster_loads_and_survives_a_round_trip(name: str):
     cluster = load_cluster(name)
 
     assert cluster.name == name
+    assert cluster.price is None or cluster.price.date is not None
     assert build(Cluster, plain(cluster)) == cluster
 
 
@@ -392,6 +393,7 @@ def test_parts_of_a_cluster_are_replaced_by_values_or_multiples():
         ("link.kind", "2x", "it is 'nvswitch' there, which has no multiple"),
         ("cluster.max_device_count", "2x", "there is none, which has no multiple"),
         ("network.x.y", 1, r"network\.x"),
+        ("network.nodes_per_switch", "2x", r"^dgx-h100: network\.nodes_per_switch=.*there is none"),
     ],
 )
 def test_a_part_that_a_cluster_cannot_have_is_refused(name: str, value: int | str, message: str):

@@ -137,6 +137,12 @@ def test_the_command_prints_a_plan_of_80_columns_in_seconds(
         (["--target", "2.3"], "--model is for --target loss=L"),
         (["--target", "loss=2.3", "--model", "llama-like:N=big"], "llama-like:N=1b"),
         (["--target", "loss=2.3", "--model", "llama3-9b"], "did you mean"),
+        (["--target", "loss=2.3", "--layouts", "file"], "a plan to a loss searches them"),
+        (
+            ["--target", "loss=2.3", "--layout.tensor", "4"],
+            "layout.tensor=4 is refused: plan",
+        ),
+        (["--target", "loss=2.3", "--model.remat", "full"], "model.remat='full' is refused"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

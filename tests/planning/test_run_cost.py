@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -132,7 +133,10 @@ def test_a_row_where_nothing_fits_says_so(tmp_path: Path, capsys: pytest.Capture
         ("gpt3-1.4b --devices 8", "did you mean 'gpt3-1.3b'"),
         ("gpt2-124m --devices 8", "--tokens T is missing, such as 300B"),
         ("gpt3-1.3b --devices 8 --tokens many", "it must be a number above 0, with K, M, B or T"),
-        ("gpt3-1.3b --devices 8 --tokens 1B --epochs 2", "epochs says it too"),
+        ("gpt3-125m --devices 8 --epochs 3", "gpt3-125m has no data of its own to pass over"),
+        ("llama-like:N=1b --devices 8 --tokens 1B --epochs 2", "no data of its own to pass over"),
+        ("gpt3-1.3b --devices 8 --tokens _5", "it must be a number above 0, with K, M, B or T"),
+        ("gpt3-1.3b --devices 8 --tokens 1__0", "it must be a number above 0, with K, M, B or T"),
         ("gpt3-1.3b --devices 8 --price 1,2", "one for each of 1 clusters"),
         ("gpt3-1.3b --devices 8 --pue 0.5", "pue=0.5 is refused"),
         ("gpt3-1.3b --devices 8 --layout.tensor 2", "cost tries every value"),
@@ -152,6 +156,87 @@ def test_what_cannot_be_costed_is_refused(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said in " ".join(printed.err.split())
+
+
+def test_clusters_of_one_name_are_refused_and_names_are_no_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Their rows would be alike, and one run file would replace the other."""
+    for folder, rate in (("a", 1e9), ("b", 2e9)):
+        (tmp_path / folder).mkdir()
+        text = f'based_on = "dgx-h100"\n[network]\nbytes_per_second = {rate}\n'
+        (tmp_path / folder / "mine.toml").write_text(text)
+    (tmp_path / "out.toml").write_text('based_on = "dgx-h100"\nname = "../../evil/x"\n')
+    command = ["cost", "gpt3-125m", "--devices", "8", "--confirm", "0", "--cluster"]
+
+    assert main([*command, f"{tmp_path / 'a' / 'mine.toml'},{tmp_path / 'b' / 'mine.toml'}"]) == 2
+    assert "each needs a name of its own" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "out.toml"), "--output", str(tmp_path / "runs")]) == 2
+    assert "name='../../evil/x' is refused" in " ".join(capsys.readouterr().err.split())
+
+
+def test_own_prices_and_watts_are_not_called_list_prices(tmp_path: Path):
+    """Of a flag, and of a file that is based on another: neither is in the list of that day."""
+    path = tmp_path / "mine.toml"
+    path.write_text('based_on = "dgx-h100"\n[price]\ndollars_per_device_hour = 1.25\n')
+    flags = "gpt3-125m --tokens 1B --devices 2 --confirm 0 --cluster "
+
+    listed = costed(flags + "dgx-h100", tmp_path)
+    given = costed(
+        flags + "dgx-h100 --price.dollars_per_device_hour 1.5 --power.training_watts 500", tmp_path
+    )
+    own = costed(flags + str(path), tmp_path)
+
+    costs = {"listed": listed, "given": given, "own": own}
+    notes = {name: " ".join(each.notes) for name, each in costs.items()}
+    assert "2.95 dollars a device-hour, list price of 20" in notes["listed"]
+    assert "(source: scalejax hardware dgx-h100)" in notes["listed"]
+    assert "1.5 dollars a device-hour, own price (given: 1.5)" in notes["given"]
+    assert "500 W a device with its share of the node, in training (given: 500)" in notes["given"]
+    assert "1.25 dollars a device-hour, own price (as its file says)" in notes["own"]
+    assert "list price" not in notes["given"] + notes["own"]
+
+
+def test_a_cluster_without_what_is_multiplied_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """And named; the others are costed, each at its own price. Alone it is refused."""
+    flags = "gpt3-125m --tokens 1B --devices 2 --confirm 0 --network.bytes_per_second 2x "
+
+    report = costed(flags + "--price 7,2 --cluster tpu-v5p,dgx-h100", tmp_path)
+    capsys.readouterr()
+    assert main(["cost", *flags.split(), "--cluster", "tpu-v5p"]) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+
+    (row,) = report.rows
+    assert row.cluster == "dgx-h100"
+    assert row.device_hours is not None
+    assert row.price == pytest.approx(2 * row.device_hours)
+    assert any(note.startswith("tpu-v5p is left out: it has no network") for note in report.notes)
+    assert "tpu-v5p: network.bytes_per_second='2x' is refused: there is none" in refused
+
+
+def test_the_next_step_names_the_file_that_is_written_and_the_framework(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """As a shell reads it; with --output it is the file itself."""
+    cluster = tmp_path / "my cluster.toml"
+    cluster.write_text('based_on = "dgx-h100"\nname = "mine"\n')
+    command = [
+        "cost", "llama-like:N=1b", "--tokens", "1B", "--cluster", str(cluster), "--devices", "8",
+        "--confirm", "0", "--framework", "megatron-core-2026", "--power.pue", "1.1",
+    ]  # fmt: skip
+    shown = []
+    for output in ([], ["--output", str(tmp_path / "my runs")]):
+        assert main([*command, *output]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        shown.append(shlex.split(line.removeprefix("To see why: ")))
+
+    (written,) = (tmp_path / "my runs").iterdir()
+    rest = ["--cluster", str(cluster), "--devices", "8", "--framework", "megatron-core-2026"]
+    rest += ["--power.pue", "1.1"]
+    assert shown[0] == ["scalejax", "explain", f"DIR/{written.name}", *rest]
+    assert shown[1] == ["scalejax", "explain", str(written), *rest]
 
 
 # Two programs of a small network are compiled, 3 s each.
@@ -205,9 +290,12 @@ def test_a_run_is_found_where_python_finds_it(tmp_path: Path, monkeypatch: pytes
 def test_work_is_said_once():
     """Tokens, epochs or updates, as typed."""
     assert parse_count("tokens", "300B") == 300e9
+    assert parse_count("tokens", "300_000") == parse_count("tokens", "300k")
     assert parse_count("tokens", "1.5e12") == parse_count("tokens", "1.5T")
     with pytest.raises(ConfigError, match=r"tokens=1.* is refused: steps says it too"):
         Work(tokens=1.0, steps=2)
+    with pytest.raises(ConfigError, match=r"epochs says it too"):
+        Work(tokens=1.0, epochs=2.0)
     with pytest.raises(ConfigError, match=r"^epochs=0"):
         Work(epochs=0.0)
 

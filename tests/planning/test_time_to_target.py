@@ -659,6 +659,19 @@ def test_what_cannot_be_planned_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--layout.tensor 4", "--layout.data 2", "--batch.microbatches 2"])
+def test_layouts_by_flag_are_refused_where_they_are_searched(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """As cost, search and page refuse them; the search would replace them unsaid."""
+    path = tmp_path / "gpt.toml"
+    serialization.save_toml(published_run("gpt2-124m", {"batch.global_batch": 64}), path)
+
+    command = ["plan", str(path), "--cluster", "dgx-h100", "--devices", "8", *flag.split()]
+    assert main(command) == 2
+    assert "plan tries several; leave it out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_plan_searches_layouts_where_the_closed_form_knows_them(monkeypatch: pytest.MonkeyPatch):
     """A layout found for 16 devices is none of 4 and 8, which have layouts of their own; that of
     the file is kept when asked for. Programs are closed forms here, so that nothing is compiled."""

@@ -20,10 +20,11 @@ from scalejax.config.run import RunConfig, published_run
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import parse_count
 from scalejax.data.facts import resolve
-from scalejax.hardware import Cluster
+from scalejax.hardware import Cluster, with_hardware
 from scalejax.planning.bill import bill, rates_of, updates_for
 from scalejax.planning.search.run import search_run
 from scalejax.planning.settings_grid import with_network
+from scalejax.report.html.explorer import cluster_table
 from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.transformer import transformer_program
@@ -466,6 +467,22 @@ def test_a_curve_is_straight_on_logarithms_where_it_is_read():
 
     assert in_node(ask, 10) == pytest.approx(100)
     assert in_node(ask, 200) is None
+
+
+def test_own_figures_of_a_cluster_are_not_called_list_prices():
+    """A what-if has no date; what the command was given is said to be given."""
+    cluster = load_cluster("dgx-h100")
+    changes = {"price.dollars_per_device_hour": 1.5, "power.training_watts": 500}
+    own = with_hardware(cluster, changes)
+    listed, given, flagged = (
+        cluster_table(each, rates_of(each, price_per_device_hour=price))
+        for each, price in ((cluster, None), (own, None), (cluster, 1.25))
+    )
+
+    assert str(listed["priceSource"]).startswith("List price of 20")
+    assert given["priceSource"] == "Own price: given: 1.5"
+    assert str(given["wattsSource"]).endswith("given: 500")
+    assert flagged["priceSource"] == "Price: as given to the command"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
-from scalejax.hardware import load_cluster
+from scalejax.hardware import Price
 from scalejax.report import sources as report_sources
 from scalejax.report.html import charts as report_charts
 from scalejax.report.html.page import Page as ReportPage
@@ -272,19 +272,20 @@ def test_the_head_says_what_came_of_runs(tmp_path: Path):
 
 
 def test_the_head_says_what_a_predicted_run_costs(tmp_path: Path):
-    """9,000 steps of 0.25 s are 37.5 minutes, on 256 devices 160 device-hours, at the list price
-    of the cluster; where the most devices do not fit, it is of those that do."""
-    price = load_cluster("dgx-h100").price
-    assert price is not None
-    known = [replace(each, cluster="dgx-h100") for each in study().predictions]
-    larger = replace(prediction(512, 0.3, used_gib=17.0), cluster="dgx-h100")
+    """9,000 steps of 0.25 s are 37.5 minutes, on 256 devices 160 device-hours, at the price
+    of the cluster as it was predicted, own or listed; where the most devices do not fit, it is of
+    those that do."""
+    price = Price(dollars_per_device_hour=1500, date="2026-05")
+    known = [replace(each, price=price) for each in study().predictions]
+    larger = replace(prediction(512, 0.3, used_gib=17.0), price=price)
     path = tmp_path / "study.json"
     serialization.save(scaling_prediction([*known, larger], "weak", "mine"), path)
 
     html = render(read_sources([path]), "mine")
 
     assert "mine: on 256 devices the run takes 37 min 30 s, and it fits." in html
-    assert f"<b>${160 * price.dollars_per_device_hour:,.4g}</b>" in html
+    assert "<b>$240,000</b>" in html
+    assert "160 device-hours at $1500, list price of 2026-05" in html
     assert "p10 to p90: 30 min 00 s to 46 min 52 s" in html
     assert "10.0 GiB of 16.0 GiB" in html
 

@@ -5,7 +5,7 @@ steps.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -62,6 +62,16 @@ NOT_VARIED = (
     "layout.pipeline_counts_ends",
 )
 """Fields of other frameworks' steps, of which a search knows the default alone."""
+
+
+def require_not_searched(overrides: Mapping[str, JsonValue], accepted: str) -> None:
+    """Refuse values for fields that a search of layouts would replace.
+
+    Raises:
+        ConfigError: with what is accepted in their place.
+    """
+    for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
+        raise ConfigError(refusal(field, overrides[field], accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

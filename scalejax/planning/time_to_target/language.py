@@ -20,7 +20,7 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import JsonValue
 from scalejax.core.units import counted, format_count
-from scalejax.hardware import load_chip
+from scalejax.hardware import load_chip, require_own_names
 from scalejax.planning.convergence.hyperbola import Estimate
 from scalejax.planning.convergence.loss_surface import (
     DIVERGES_ABOVE,
@@ -161,6 +161,7 @@ def plan_loss(
     require_above("target loss", loss, 0)
     for field, limit in (("deadline", deadline_seconds), ("budget", budget)):
         require_above(field, limit, 0)
+    require_own_names([option.cluster for option in options])
     if len({option.price_per_device_hour is None for option in options}) != 1:
         raise ConfigError(refusal("price", "", "each cluster needs one, or none has one"))
     counts = sorted(set(device_counts))

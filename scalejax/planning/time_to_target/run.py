@@ -16,7 +16,7 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.data.facts import fitting_facts
-from scalejax.hardware import NO_SITE, Cluster, Site
+from scalejax.hardware import NO_SITE, Cluster, Site, require_own_names
 from scalejax.planning.bill import Rates
 from scalejax.planning.convergence import (
     ConvergenceData,
@@ -264,9 +264,7 @@ def _require_choice(
     if len(priced) != 1:
         accepted = "each cluster needs one, or none has one" if priced else "one is needed"
         raise ConfigError(refusal("cluster" if not priced else "price", "", accepted))
-    names = [option.cluster.name for option in options]
-    if len(set(names)) < len(names):
-        raise ConfigError(refusal("cluster", names, "each needs a name of its own"))
+    require_own_names([option.cluster for option in options])
     for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
         require_above(name, limit, 0)
 

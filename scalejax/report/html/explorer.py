@@ -137,7 +137,7 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
         "tokensSource": subject.tokens_source,
         "clusters": [
             {
-                **_cluster(place.cluster, rates),
+                **cluster_table(place.cluster, rates),
                 "path": shlex.quote(path),
                 "networkRate": _given_network(place.cluster, subject.overrides),
             }
@@ -225,10 +225,10 @@ def _given_network(cluster: Cluster, overrides: Mapping[str, JsonValue]) -> floa
     return cluster.network.bytes_per_second
 
 
-def _cluster(cluster: Cluster, rates: Rates) -> dict[str, JsonValue]:
+def cluster_table(cluster: Cluster, rates: Rates) -> dict[str, JsonValue]:
     """A cluster with its figures, each with its source."""
     chip, power, price = cluster.chip, cluster.power, cluster.price
-    listed = price is not None and price.dollars_per_device_hour == rates.price_per_device_hour
+    is_of_file = price is not None and price.dollars_per_device_hour == rates.price_per_device_hour
     source = cluster.sources.get("price.dollars_per_device_hour")
     watts = None
     if rates.watts_per_device is not None and power is not None and power.watts is not None:
@@ -242,8 +242,8 @@ def _cluster(cluster: Cluster, rates: Rates) -> dict[str, JsonValue]:
         "memoryBytes": chip.memory_bytes,
         "price": rates.price_per_device_hour,
         "priceSource": (
-            f"List price of {price.date}: {source or 'the cluster file'}"
-            if price is not None and listed
+            f"{price.in_words.capitalize()}: {source or 'the cluster file'}"
+            if price is not None and is_of_file
             else "Price: as given to the command"
             if rates.price_per_device_hour is not None
             else None

@@ -15,8 +15,7 @@ from scalejax.core.units import (
     format_fraction,
     format_seconds,
 )
-from scalejax.hardware import cluster_names, load_cluster
-from scalejax.planning.bill import bill, device_hours, rates_of
+from scalejax.planning.bill import Rates, bill
 from scalejax.report.html.page import Page
 from scalejax.report.sources import RunSource, Sources
 from scalejax.simulator.predict import RUN_CONDITIONS, Prediction, ScalingPrediction
@@ -150,18 +149,14 @@ def _of_study(study: ScalingPrediction) -> tuple[str, list[Card]]:
 
 
 def _cost(best: Prediction, run_seconds: float | None) -> tuple[str, str]:
-    """Dollars at the list price of a cluster of the catalogue, or device-hours."""
+    """Dollars at the price of the cluster as it was predicted, or device-hours."""
     if run_seconds is None:
         return UNKNOWN, "the length of the run is not known"
-    known = best.cluster in cluster_names()
-    cluster = load_cluster(best.cluster) if known else None
-    price = None if cluster is None or cluster.price is None else cluster.price
-    hours = device_hours(run_seconds, best.device_count)
-    if cluster is None or price is None:
-        return f"{format_count(hours)} device-hours", f"{best.cluster} has no list price"
-    found = bill(run_seconds, best.device_count, rates_of(cluster))
-    return (
-        f"${found.price:,.4g}",
-        f"{format_count(hours)} device-hours at ${price.dollars_per_device_hour:g}, list price of "
-        f"{price.date}",
-    )
+    price = best.price
+    rates = Rates(price_per_device_hour=None if price is None else price.dollars_per_device_hour)
+    found = bill(run_seconds, best.device_count, rates)
+    hours = f"{format_count(found.device_hours)} device-hours"
+    if price is None or found.price is None:
+        return hours, f"no price of {best.cluster} is in the file of the prediction"
+    dollars = f"{found.price:,.0f}" if found.price >= 100 else f"{found.price:.3g}"
+    return f"${dollars}", f"{hours} at ${price.dollars_per_device_hour:g}, {price.in_words}"

@@ -29,7 +29,9 @@ def parse_seconds(field: str, text: str) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-_COUNT = re.compile(r"\s*((?:[0-9]+(?:_[0-9]+)*)?\.?[0-9]+(?:e[0-9]+)?)\s*([kmbgt]?)\s*", re.ASCII)
+_COUNT = re.compile(
+    r"\s*((?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)(?:e[0-9]+)?)\s*([kmbgt]?)\s*"
+)
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 

@@ -290,7 +290,8 @@ def test_a_run_is_found_where_python_finds_it(tmp_path: Path, monkeypatch: pytes
 def test_work_is_said_once():
     """Tokens, epochs or updates, as typed."""
     assert parse_count("tokens", "300B") == 300e9
-    assert parse_count("tokens", "300_000") == parse_count("tokens", "300k")
+    assert parse_count("tokens", "3_0_0_000") == parse_count("tokens", "300k")
+    assert parse_count("tokens", "1_0") == 10
     assert parse_count("tokens", "1.5e12") == parse_count("tokens", "1.5T")
     with pytest.raises(ConfigError, match=r"tokens=1.* is refused: steps says it too"):
         Work(tokens=1.0, steps=2)

@@ -18,10 +18,11 @@ from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
-from scalejax.validation.archive import read_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import read_ledger
+from scalejax.validation.programs import ARCHIVE
 from scalejax.xla import ProfileJob
+from scalejax.xla.archive import read_archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.functions import call_of, pickled, unpickled
 from scalejax.xla.job import Compiled
@@ -104,7 +105,7 @@ def test_a_row_of_validate_is_what_predict_says(row: int, tmp_path: Path, monkey
 
     def archived(jobs, on_done, on_error):
         for position, job in enumerate(jobs):
-            program = read_archive().program(case_key(job))
+            program = read_archive(ARCHIVE).program(case_key(job))
             assert program is not None
             on_done(position, Compiled(program=program))
 

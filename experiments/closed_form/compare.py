@@ -24,7 +24,7 @@ from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import compiler_of, transformer_program
-from scalejax.validation.archive import read_archive, write_archive
+from scalejax.xla.archive import read_archive, write_archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.closed_form import shape_of, strategy_of, workspace_bytes
 from scalejax.xla.derive import Derivation, ProfileJob, derivation

@@ -11,13 +11,14 @@ from functools import cache
 import scalejax.xla
 import scalejax.xla.batch
 from scalejax.simulator.program import Program
-from scalejax.validation.archive import read_archive
+from scalejax.validation.programs import ARCHIVE
+from scalejax.xla.archive import read_archive
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
 
 
 @cache
 def _stored() -> Program:
-    archive = read_archive()
+    archive = read_archive(ARCHIVE)
     for key in archive.lines:
         program = archive.program(key)
         if program is not None and program.device_count == 8:

@@ -33,7 +33,7 @@ from scalejax.validation import (
     read_ledger,
     validation,
 )
-from scalejax.validation.archive import Archive
+from scalejax.xla.archive import Archive
 
 COMPILED = Path(__file__).parent / "compiled.json"
 

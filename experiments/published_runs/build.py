@@ -11,8 +11,8 @@ from pathlib import Path
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
-from scalejax.validation.archive import read_archive, write_archive
 from scalejax.xla import ProfileJob, profile_function, profile_many
+from scalejax.xla.archive import read_archive, write_archive
 
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """Where the programs are kept, by their names below."""

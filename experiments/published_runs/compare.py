@@ -18,7 +18,7 @@ from scalejax.hardware import Cluster, load_cluster
 from scalejax.simulator.frameworks.one_device import through_one_device
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Loop, Operation, Program
-from scalejax.validation.archive import read_archive
+from scalejax.xla.archive import read_archive
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 XCEPTION_BYTES = 22_855_952 * 4

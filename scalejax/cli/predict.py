@@ -438,7 +438,7 @@ class Validate(PlainCommand):
         from scalejax.report.html.charts import require_picture, save_picture
         from scalejax.validation import find_ledger, read_any, shipped_ledgers, validated
         from scalejax.validation.accuracy import Accuracy, accuracy_of
-        from scalejax.validation.archive import Archive
+        from scalejax.xla.archive import Archive
 
         for name in ("json", "plot", "html", "accuracy"):
             serialization.require_writable(name, getattr(self, name))

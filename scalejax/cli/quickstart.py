@@ -1,4 +1,4 @@
-"""The quickstart: trains with and without warmup, predicts ResNet-50 on two clusters, reports.
+"""The quickstart: predicts ResNet-50 on two clusters, trains with and without warmup, reports.
 
 Lists its runs and predictions; each step is that of one command.
 """
@@ -19,7 +19,6 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.units import format_fraction, format_seconds
 from scalejax.hardware import load_cluster_and_site
 from scalejax.planning.scaling_study import study
-from scalejax.report.html.report import write_report
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import XLA, Framework, framework_named
@@ -55,7 +54,8 @@ class Forecast:
     cluster: str
     """Name of the cluster in the catalogue."""
     device_counts: tuple[int, ...]
-    """Numbers of devices; few, because the compiler takes 10 to 20 s for each."""
+    """Numbers of devices; few, because the compiler takes 10 to 20 s for each whose program does
+    not come with scalejax (`xla/kept.py`)."""
     framework: Framework = XLA
     """The framework that trains it."""
 
@@ -95,7 +95,10 @@ MODERN = Forecast(
 
 
 def quickstart(folder: Path, *, seeds: int = 1) -> None:
-    """Train three runs, predict two clusters, write a report, and print the results.
+    """Predict two clusters, train three runs, write a report, and print the results.
+
+    The predictions come first, and at once: their compiled programs come with scalejax, for the
+    JAX that they were compiled with.
 
     Writes into `folder`: the run files, a folder for each run, the predictions, and `report.html`.
 
@@ -112,12 +115,14 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
         raise ConfigError(refusal("folder", str(folder), accepted))
     serialization.require_writable_folder("folder", folder)
     choose_platform(DEVICE_COUNT)
-    _heading("1 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
+    _heading("1 of 3", "Predict ResNet-50 on ImageNet for GPUs that are not here")
+    predictions = [_predict(forecast, folder) for forecast in (MODERN, GOYAL)]
+    _heading("2 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
     records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}
     print()
     tables.show(comparison(records))
-    _heading("2 of 3", "Predict ResNet-50 on ImageNet for GPUs that are not here")
-    predictions = [_predict(forecast, folder) for forecast in (GOYAL, MODERN)]
+    from scalejax.report.html.report import write_report  # a second, after the first answer
+
     _heading("3 of 3", "Write the report")
     runs = [record.folder.path for group in records.values() for record in group]
     write_report([*runs, *predictions], folder / "report.html", title="scalejax quickstart")

@@ -204,7 +204,7 @@ class SchedulePlot(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quickstart(PlainCommand):
-    """See it all in three minutes: train, predict, report."""
+    """See it all in two minutes: predict, train, report."""
 
     folder: Annotated[Path, flag("DIR")] = Path("quickstart")
     """Folder for runs, predictions and the report. By default quickstart."""

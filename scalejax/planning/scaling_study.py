@@ -74,9 +74,8 @@ def study(
         ProfileError: if the compiler refuses the step.
     """
     runs = resolve_all(config, device_counts, scaling, facts)
-    programs = profile_many(
-        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs], on_progress
-    )
+    jobs = [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs]
+    programs = profile_many(jobs, on_progress, takes_kept=True)
     for program in programs:
         on_program(program)
     epochs = config.train.epochs

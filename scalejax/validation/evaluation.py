@@ -14,7 +14,6 @@ from scalejax.core.units import GIB
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program, with_channels_first
-from scalejax.validation.archive import Archive
 from scalejax.validation.cases import (
     Case,
     Skipped,
@@ -42,6 +41,7 @@ from scalejax.validation.summary import (
     plain_summary,
     summaries,
 )
+from scalejax.xla.archive import Archive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from scalejax.core.environment import compiler_settings
 from scalejax.core.errors import ProfileError, ScalejaxError
@@ -9,11 +10,14 @@ from scalejax.core.progress import OnProgress, no_display
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case, one_line
 from scalejax.xla import ProfileJob
+from scalejax.xla.archive import Archive, read_archive
 from scalejax.xla.batch import Programs
 from scalejax.xla.closed_form import program_in_closed_form
+
+ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
+"""The programs of the project's open ledger."""
 
 
 class ClosedFormPrograms:
@@ -73,7 +77,7 @@ def archived_programs(
     """
     if archive is None:
         # The user's own flags for the compiler change the programs; the archive knows none.
-        archive = Archive({}) if compiler_settings() else read_archive()
+        archive = Archive({}) if compiler_settings() else read_archive(ARCHIVE)
 
     def source(*, compiles: bool) -> Programs:
         # Archived programs are for GPUs, whether or not their compiler is installed.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
 from scalejax.core.progress import OnProgress, Progress
-from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.kinds import find_ledger
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.programs import archived_programs, find_programs
+from scalejax.validation.programs import ARCHIVE, archived_programs, find_programs
+from scalejax.xla.archive import Archive, read_archive, write_archive
 
 
 def rebuild(

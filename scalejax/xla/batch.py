@@ -14,6 +14,7 @@ from scalejax.xla.cache import cached_program, case_key, keep
 from scalejax.xla.closed_form import program_in_closed_form
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
 from scalejax.xla.job import Compiled, RunJob
+from scalejax.xla.kept import kept_program
 from scalejax.xla.target import Backend, Target, has_cuda_compiler
 from scalejax.xla.worker_pool import run_jobs
 
@@ -24,11 +25,15 @@ CacheFolder = Path | None | Literal["user"]
 class CompiledPrograms:
     """Compiled programs by `case_key`, each of which is read from the cache, or compiled, once."""
 
-    def __init__(self, cache: CacheFolder = "user") -> None:
-        """Start without programs; `cache` is where they are read from and kept."""
+    def __init__(self, cache: CacheFolder = "user", *, takes_kept: bool = False) -> None:
+        """Start without programs; `cache` is where they are read from and kept.
+
+        With `takes_kept` also those that come with scalejax are read, which have no source lines.
+        """
         self.known: dict[str, Program] = {}
         """The programs that were found or compiled."""
         self._folder = user_folder() if cache == "user" else cache
+        self._takes_kept = takes_kept
 
     def missing(self, wanted: Mapping[str, RunJob]) -> dict[str, RunJob]:
         """Those of `wanted` that must be compiled; the others are known from here on."""
@@ -37,6 +42,8 @@ class CompiledPrograms:
             if key in self.known:
                 continue
             program = None if self._folder is None else cached_program(self._folder, job)
+            if program is None and self._takes_kept:
+                program = kept_program(job)
             if program is None:
                 missing[key] = job
             else:
@@ -72,6 +79,7 @@ def profile_many(
     *,
     cache: CacheFolder = "user",
     backend: Backend | None = None,
+    takes_kept: bool = False,
 ) -> list[Program]:
     """Programs of `jobs`, compiled in parallel.
 
@@ -91,12 +99,15 @@ def profile_many(
             the cache only that it is done.
         cache: cache to read programs from and to write them to.
         backend: see `profile`.
+        takes_kept: whether programs that come with scalejax are taken too, which have no source
+            lines of operations.
 
     Raises:
         ProfileError: if the compiler refuses one; the others are stopped.
         DoesNotFit: if a cluster has fewer devices.
     """
-    made = _profiled(jobs, on_progress, cache, backend, None)
+    compiled = CompiledPrograms(cache, takes_kept=takes_kept)
+    made = _profiled(jobs, on_progress, compiled, backend, None)
     return [made[position] for position in range(len(jobs))]
 
 
@@ -110,14 +121,14 @@ def profile_each(
     """Programs of `jobs`, compiled in parallel as by `profile_many`, or the reasons why there are
     none; what refuses one does not stop the others."""
     errors: dict[int, ScalejaxError] = {}
-    made = _profiled(jobs, on_progress, cache, backend, errors)
+    made = _profiled(jobs, on_progress, CompiledPrograms(cache), backend, errors)
     return [made.get(position) or errors[position] for position in range(len(jobs))]
 
 
 def _profiled(
     jobs: Sequence[ProfileJob],
     on_progress: OnProgress,
-    cache: CacheFolder,
+    compiled: CompiledPrograms,
     backend: Backend | None,
     errors: dict[int, ScalejaxError] | None,
 ) -> dict[int, Program]:
@@ -128,7 +139,7 @@ def _profiled(
     """
     ways: dict[int, Derivation] = {}
     wanted: dict[int, dict[str, RunJob]] = {}
-    compiled, programs = CompiledPrograms(cache), dict[int, Program]()
+    programs = dict[int, Program]()
 
     def refuse(position: int, error: ScalejaxError) -> None:
         if errors is None:

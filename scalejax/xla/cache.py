@@ -163,6 +163,11 @@ def _shaping(job: RunJob) -> JsonValue:
     }
 
 
+def has_own_source(job: RunJob) -> bool:
+    """Whether the program of `job` depends on files of the user's."""
+    return bool(_own_modules(job) or _own_members(job))
+
+
 def _own_members(job: RunJob) -> dict[str, str]:
     """The files of the parts of a config whose classes are a user's own, and their digests."""
     modules = {type(getattr(job.run.config, name)).__module__ for name in _PARTS}

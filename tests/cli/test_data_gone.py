@@ -67,7 +67,7 @@ def place(tmp_path_factory):
 def test_a_finished_run_needs_no_data(place, tmp_path, monkeypatch, command):
     """The run keeps the counts and shapes of its data."""
     compiled = [program_of(matmul("m", 1.0), devices=count) for count in (1, 2)]
-    monkeypatch.setattr(scaling_study, "profile_many", lambda jobs, on_progress: compiled)
+    monkeypatch.setattr(scaling_study, "profile_many", lambda jobs, on_progress, **_: compiled)
     names = {name: place / name for name in ("one", "two")}
     names |= {"run": place / "run.toml", "paper": place / "paper.toml", "out": tmp_path}
 

@@ -1,10 +1,12 @@
 """The tour shows what it says it shows."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from program_cases import REMAKES, require_same
 from test_report import study as fixed_study
 from test_report import write_run
 
@@ -14,11 +16,20 @@ from scalejax.cli.main import main
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core import serialization
 from scalejax.data.facts import read_facts
+from scalejax.hardware import load_cluster
+from scalejax.planning.scaling_study import resolve_all, study
 from scalejax.simulator.predict import ScalingPrediction
 from scalejax.training.record import RunRecord
 from scalejax.training.train import train
+from scalejax.xla import profile_many
+from scalejax.xla.batch import CompiledPrograms
+from scalejax.xla.cache import case_key
+from scalejax.xla.derive import ProfileJob, derivation
+from scalejax.xla.job import RunJob
+from scalejax.xla.kept import keep_with_scalejax, kept_program
 
 EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
+FORECASTS = (quickstart.MODERN, quickstart.GOYAL)
 
 
 def accuracy(folder: Path) -> float:
@@ -32,6 +43,72 @@ def test_every_example_is_a_run(path: Path):
     config = load_config(path)
 
     assert resolve(config, 8, read_facts(config.data)).layout.device_count == 8
+
+
+def compiled_jobs(forecast: quickstart.Forecast, changes: dict | None = None) -> list[ProfileJob]:
+    """What is compiled for each number of devices of a forecast."""
+    config = load_config(EXAMPLES / forecast.file, changes)
+    cluster = load_cluster(forecast.cluster)
+    runs = resolve_all(config, forecast.device_counts, "weak")
+    return [ProfileJob(run=run, cluster=cluster, framework=forecast.framework) for run in runs]
+
+
+def step_of(job: ProfileJob) -> RunJob:
+    """The one step that is compiled for it."""
+    (step,) = derivation(job).compiled
+    return step
+
+
+@pytest.mark.parametrize("forecast", FORECASTS, ids=lambda each: each.name)
+def test_first_answer_takes_no_compiler(
+    forecast: quickstart.Forecast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Thousands of GPUs from programs that come with scalejax, with an empty cache. Where another
+    version of JAX is installed: REMAKE_PROGRAMS=1 pytest -m slow tests/cli/test_quickstart.py"""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", lambda *_: pytest.fail("compiles"))
+
+    found = study(
+        load_config(EXAMPLES / forecast.file),
+        load_cluster(forecast.cluster),
+        forecast.device_counts,
+        "weak",
+        framework=forecast.framework,
+    )
+
+    assert [each.device_count for each in found.predictions] == list(forecast.device_counts)
+
+
+def test_what_differs_from_the_kept_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    """A field of the run, the chip, flags of the user's for XLA, or JAX."""
+    (job, *_) = compiled_jobs(quickstart.MODERN)
+    (edited, *_) = compiled_jobs(quickstart.MODERN, {"batch.per_device_batch": 128})
+    assert kept_program(step_of(job)) is not None
+
+    assert kept_program(step_of(edited)) is None
+    assert kept_program(step_of(replace(job, cluster=load_cluster("dgx-a100")))) is None
+    with monkeypatch.context() as flags:
+        flags.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+        assert kept_program(step_of(job)) is None
+    monkeypatch.setattr("scalejax.xla.kept.metadata.version", lambda name: "0.1")
+    assert kept_program(step_of(job)) is None
+
+
+@pytest.mark.slow
+def test_kept_programs_are_what_the_compiler_makes_today(tmp_path: Path):
+    """Of the smallest; the compiler takes 15 s. With REMAKE_PROGRAMS=1 all are made anew."""
+    if REMAKES:
+        steps = [step_of(job) for forecast in FORECASTS for job in compiled_jobs(forecast)]
+        compiled = CompiledPrograms(tmp_path)
+        compiled.compile({case_key(step): step for step in steps}, lambda: None)
+        keep_with_scalejax(steps, [compiled.known[case_key(step)] for step in steps])
+    (job, *_) = compiled_jobs(quickstart.MODERN)
+
+    (made,) = profile_many([job], cache=tmp_path)
+
+    kept = kept_program(step_of(job))
+    assert kept is not None
+    require_same(kept, made)
 
 
 def test_arms_differ_in_batch_and_warmup_alone():

@@ -119,7 +119,7 @@ def test_study_costs_the_program_of_each_number(
 def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """First of its notes; a step that fits has none such."""
 
-    def compiled(jobs, on_progress):
+    def compiled(jobs, on_progress, takes_kept):
         large, small = (_program(job.run.layout.device_count) for job in jobs)
         return [replace(large, memory=replace(large.memory, temporary_bytes=2**40)), small]
 

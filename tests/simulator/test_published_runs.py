@@ -7,7 +7,7 @@ from pathlib import Path
 from scalejax import load_cluster, predict
 from scalejax.core.units import MIB
 from scalejax.simulator.program import Operation
-from scalejax.validation.archive import read_archive
+from scalejax.xla.archive import read_archive
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 FOLDER = EXPERIMENTS / "published_runs"

@@ -9,9 +9,9 @@ import pytest
 
 from scalejax.core.serialization import plain
 from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
-from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
+from scalejax.xla.archive import Archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.derive import Derivation, derivation
 

@@ -15,7 +15,7 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.core.serialization import build
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
-from scalejax.validation.archive import read_archive, write_archive
+from scalejax.xla.archive import read_archive, write_archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.job import Compiled, RunJob
 from scalejax.xla.worker_pool import run_jobs

@@ -18,9 +18,9 @@ from scalejax.validation import (
     summaries,
     validated,
 )
-from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.programs import archived_programs, find_programs
+from scalejax.xla.archive import Archive
 
 OPEN_LEDGER = find_ledger("step_times")
 GOLDEN = Path(__file__).parents[1] / "golden" / "validation.json"

@@ -20,9 +20,9 @@ from program_cases import matmul, program_of
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
-from scalejax.validation.archive import Archive, read_archive, write_archive
 from scalejax.validation.programs import archived_programs, find_programs
 from scalejax.validation.rebuild import add, main, rebuild
+from scalejax.xla.archive import Archive, read_archive, write_archive
 from scalejax.xla.cache import case_key
 from scalejax.xla.worker_pool import run_jobs
 

@@ -16,8 +16,8 @@ from scalejax.simulator.program import HOST_MEMORY, Program
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transformer import transformer_program
 from scalejax.validation import compile_cases, evaluate
-from scalejax.validation.archive import Archive
 from scalejax.validation.programs import NEITHER
+from scalejax.xla.archive import Archive
 from scalejax.xla.closed_form import program_in_closed_form, shape_of, strategy_of
 
 

@@ -1,10 +1,10 @@
 """Archive of compiled programs in one small file, keyed by the compiled run.
 
 The programs of one network on similar device counts are nearly equal text, so that they compress
-together to a few kilobytes each. Unlike the user's cache the archive is independent of the versions
-of scalejax and of the compiler, and it has no source lines of operations;
-`scalejax.validation.rebuild` rebuilds it, and a test compares some of it with newly compiled
-programs.
+together to a few kilobytes each. Unlike the user's cache an archive is independent of the version
+of scalejax, and it has no source lines of operations. `scalejax.validation` has one of the rows of
+the open ledger, `scalejax.xla.kept` one of the quickstart's; tests compare some of both with newly
+compiled programs.
 """
 
 import json
@@ -19,9 +19,6 @@ from pydantic import TypeAdapter, ValidationError
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import save_bytes
 from scalejax.simulator.program import Program, each_changed
-
-ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
-"""The programs of the project's open ledger."""
 
 _ADAPTER = TypeAdapter(Program)
 
@@ -51,7 +48,7 @@ class Archive:
 
 
 @cache
-def read_archive(path: Path = ARCHIVE) -> Archive:
+def read_archive(path: Path) -> Archive:
     """Archive in a file; an empty one if the file does not exist.
 
     Raises:
@@ -67,7 +64,7 @@ def read_archive(path: Path = ARCHIVE) -> Archive:
     return Archive({key: program for key, _, program in parts})
 
 
-def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
+def write_archive(programs: Mapping[str, Program], path: Path) -> int:
     """Write programs atomically, similar ones next to each other; returns the file's bytes.
 
     Raises:

@@ -194,7 +194,7 @@ def _print_help() -> None:
 
 def _print_commands(names: Iterable[str]) -> None:
     for name in names:
-        print(f"  {name:<15}{(COMMANDS[name].__doc__ or '').splitlines()[0]}")
+        print(f"  {f'{name}  ':<15}{(COMMANDS[name].__doc__ or '').splitlines()[0]}")
 
 
 def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command:

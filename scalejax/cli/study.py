@@ -104,7 +104,7 @@ class StudyWarmup(TrainMany):
             return
         serialization.require_writable_folder("folder", folder.path)
         serialization.make_folder(folder.path)
-        serialization.save_text(self.run_file.read_text(encoding="utf-8"), folder.run_file)
+        serialization.save_bytes(self.run_file.read_bytes(), folder.run_file)
         of_rates, of_grid = folder.sweeps
         tuning = study.rate_sweep()
         rates = found_rates(study, self._trained(tuning, of_rates) if tuning else ())
@@ -200,7 +200,7 @@ class StudyWarmup(TrainMany):
     ) -> None:
         from scalejax.report.study import write_study
 
-        write_study(study, rates, results, folder, width=self.width)
+        write_study(study, rates, results, folder, width=self.width, cores=self._cores)
         print()
         tables.show(sweep_tables.study(study, results))
         print(

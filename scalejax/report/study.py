@@ -14,13 +14,17 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import groupby
 
-from scalejax.config.grid import Fields
+from scalejax.config.grid import Fields, fields_of
 from scalejax.config.migrate import load_run_file
+from scalejax.config.run import RunConfig
+from scalejax.config.schedule import ScheduleConfig
+from scalejax.config.training import BatchConfig, TrainConfig
 from scalejax.core.environment import nvidia_gpus, text_of
 from scalejax.core.serialization import JsonValue, flag_text, make_folder, save_text
 from scalejax.core.units import UNKNOWN, counted
 from scalejax.report.figures import PrintWidth, study_panels
 from scalejax.report.html.charts import save_print
+from scalejax.report.terminal.sweep import only_one_trains
 from scalejax.sweep.intervals import Interval
 from scalejax.sweep.plan import value_text
 from scalejax.sweep.results import save_table
@@ -46,8 +50,10 @@ def write_study(
     folder: StudyFolder,
     *,
     width: PrintWidth,
+    cores: int | None,
 ) -> None:
-    """Write every file of the study but its sweeps.
+    """Write every file of the study but its sweeps; `cores` are those of each process, on which
+    bits depend, None where an accelerator trains.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -62,8 +68,8 @@ def write_study(
         save_print(figure, folder.figure(suffix))
     save_text(markdown(study, results), folder.table)
     save_text(latex(study, results), folder.latex)
-    save_text(protocol(study, rates, results), folder.protocol)
-    save_text(commands(study, width), folder.commands)
+    save_text(protocol(study, rates, results, cores), folder.protocol)
+    save_text(commands(study, width, cores), folder.commands)
 
 
 def _csv(lines: Sequence[Mapping[str, JsonValue]]) -> str:
@@ -107,8 +113,9 @@ def _row(cells: Sequence[str]) -> str:
 def _caption(study: Study) -> str:
     return (
         f"means over {counted(study.seeds, 'seed')} and 95 % t intervals, of the runs that did not "
-        f"diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, "
-        "paired over seeds. Bold: the warmup that validation data choose, of those of which no run "
+        f"diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, paired "
+        "over the seeds of which neither diverged, and with how many seeds only one of the two "
+        "trains. Bold: the warmup that validation data choose, of those of which no run "
         "diverged."
     )
 
@@ -155,10 +162,14 @@ def _cells(study: Study, each: CellResult, *, plus_minus: str) -> list[str]:
         f"{each.peak_rate:.3g}",
         lost,
         *(_number(study, each.over_seeds(metric), plus_minus) for metric in metrics),
-        "reference"
-        if each.baseline is None
-        else _number(study, each.difference(metrics[1]), plus_minus, sign="+"),
+        "reference" if each.baseline is None else _difference(study, each, plus_minus),
     ]
+
+
+def _difference(study: Study, each: CellResult, plus_minus: str) -> str:
+    """The paired difference, and how many seeds only one of the two trains with."""
+    found = _number(study, each.difference(study.metrics[1]), plus_minus, sign="+")
+    return "; ".join([found, *only_one_trains(each)])
 
 
 def _number(study: Study, found: Interval | None, plus_minus: str, sign: str = "") -> str:
@@ -175,15 +186,20 @@ def _number(study: Study, found: Interval | None, plus_minus: str, sign: str = "
 # The protocol.
 
 
-def protocol(study: Study, rates: Sequence[FoundRate], results: Sequence[CellResult]) -> str:
+def protocol(
+    study: Study,
+    rates: Sequence[FoundRate],
+    results: Sequence[CellResult],
+    cores: int | None,
+) -> str:
     """What was done, in sentences, as a paper's methods have it."""
     parts = [
         ("Data", _data(study, results)),
-        ("Network", _network(study)),
+        ("Network and training", _network(study)),
         ("Optimizers", "\n".join(_optimizers(study, rates))),
         ("Batches, scaling rules and warmups", _grid(study, results)),
         ("Choice and statistics", _statistics(study, results)),
-        ("Software and hardware", _software()),
+        ("Software and hardware", _software(cores)),
     ]
     text = "\n\n".join(f"## {title}\n\n{body}" for title, body in parts)
     return f"# Protocol\n\n{text}\n"
@@ -233,11 +249,38 @@ def _network(study: Study) -> str:
     config = study.config
     said = _given(_table_of(study, "model"))
     epochs = counted(config.train.epochs, "epoch")
-    return (
-        f"The network is {config.model.name}{f' ({said})' if said else ''}, trained for {epochs} "
-        "whatever the batch, so that larger batches make fewer updates. The seed of a run gives "
-        "its initial parameters and the order of its data."
+    stops = config.train.early_stopping is not None
+    length = (
+        f"at most {epochs}, until it stops early," if stops else f"{epochs} whatever the batch,"
     )
+    changed = _not_default(config)
+    return (
+        f"The network is {config.model.name}{f' ({said})' if said else ''}, trained for {length} "
+        "so that larger batches make fewer updates. The seed of a run gives its initial parameters "
+        f"and the order of its data. {'All else is' if changed else 'All is'} as by default"
+        f"{f', but: {changed}' if changed else ''}."
+    )
+
+
+def _not_default(config: RunConfig) -> str:
+    """The fields that are not said elsewhere and differ from their defaults, by dotted name."""
+    batch = BatchConfig(
+        global_batch=config.batch.global_batch, per_device_batch=config.batch.per_device_batch
+    )
+    usual = fields_of(
+        RunConfig(
+            model=config.model,
+            data=config.data,
+            batch=batch,
+            optimizer=config.optimizer,
+            schedule=config.schedule,
+            train=TrainConfig(epochs=config.train.epochs),
+            tracking=config.tracking,
+            seed=config.seed,
+        )
+    )
+    found = fields_of(config).items()
+    return _given({name: value for name, value in found if usual.get(name) != value})
 
 
 def _optimizers(study: Study, rates: Sequence[FoundRate]) -> list[str]:
@@ -262,9 +305,17 @@ def _optimizers(study: Study, rates: Sequence[FoundRate]) -> list[str]:
     return lines
 
 
+def _smooth(schedule: ScheduleConfig) -> str:
+    """A smooth decay in words."""
+    form, share = schedule.decay.replace("_", " "), schedule.decay_share
+    power = f" of power {schedule.decay_power:g}" if schedule.decay == "polynomial" else ""
+    over = "after the warmup" if share is None else f"over the last {share:.4g} of the run"
+    return f"decayed by a {form}{power} {over}, to {schedule.end_learning_rate:g}"
+
+
 def _grid(study: Study, results: Sequence[CellResult]) -> str:
     schedule = study.schedule
-    decay = f"{schedule.decay} decay"
+    decay = _smooth(schedule)
     if schedule.decay == "step":
         at = ", ".join(f"{epoch:g}" for epoch in schedule.decay_epochs)
         decay = f"multiplied by {schedule.decay_factor:g} after epochs {at}"
@@ -284,12 +335,6 @@ def _grid(study: Study, results: Sequence[CellResult]) -> str:
         for each in results
         if 0 < each.warmup_steps < 1
     }
-    endless = {
-        f"{each.cell.warmup.text} by {each.cell.scaling} at {each.cell.batch:,}"
-        for each in results
-        if each.warmup_steps >= each.arm.rows[0].planned.run.total_steps
-    }
-    beyond = f" At least as long as the run: {', '.join(sorted(endless))}." if endless else ""
     below = f" Less than one update, so none: {', '.join(sorted(short))}." if short else ""
     left_out = "".join(f" Left out: {why}." for why in study.left_out)
     return (
@@ -299,7 +344,7 @@ def _grid(study: Study, results: Sequence[CellResult]) -> str:
         f"{', '.join(each.text for each in study.warmups)}; a gradual one rises linearly, update "
         "by update, from zero unless it says otherwise, a constant one holds the rate of the "
         "reference batch, and a length with % is a share of the run, else epochs. The rate is "
-        f"{decay}.{below}{beyond}{left_out} At the reference batch, where all rules are the same, "
+        f"{decay}.{below}{left_out} At the reference batch, where all rules are the same, "
         "a setting was trained once."
     )
 
@@ -313,31 +358,33 @@ def _statistics(study: Study, results: Sequence[CellResult]) -> str:
         f"{counted(len(distinct), 'run')} in all. Whatever was chosen, learning rates and the best "
         f"warmup, was by validation {study.measure} at the end of runs; test data chose nothing. "
         f"Means have 95 % intervals by Student's t over seeds; differences {_to(study)} are paired "
-        "over the seeds of which neither run diverged. A run diverged if its loss was not finite, "
+        "over the seeds of which neither run diverged, and beside them is counted with how many "
+        "seeds only one of the two trains. A run diverged if its loss was not finite, "
         "if all examples of an evaluation got equal outputs, or if at its end its losses, of "
         "training and of its last evaluation, were far above that of a guess (`divergence_at_end` "
         f"of scalejax); {lost} did. Such a run is in no mean, and is counted beside it."
     )
 
 
-def _software() -> str:
+def _software(cores: int | None) -> str:
     packages = ("scalejax", "jax", "jaxlib", "flax", "optax", "numpy")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     gpus = nvidia_gpus()
     found = re.search(r"model name\s*:\s*(.+)", text_of("/proc/cpuinfo"))
     chip = found[1].strip() if found else platform.machine()
     where = f"{counted(gpus, 'NVIDIA GPU')}, {chip}" if gpus else chip
+    each = "" if cores is None else f" Each process trained with {counted(cores, 'core')}."
     return (
         f"{versions}; Python {platform.python_version()}, {platform.system()}. Written on a "
         f"machine with {where} ({counted(os.cpu_count() or 1, 'core')}). Runs that differ in seed "
-        "and schedule alone were trained in one program, up to twelve of them."
+        f"and schedule alone were trained in one program, up to twelve of them.{each}"
     )
 
 
 # The commands.
 
 
-def flags_of(study: Study, width: PrintWidth) -> list[str]:
+def flags_of(study: Study, width: PrintWidth, cores: int | None) -> list[str]:
     """The flags of `scalejax study warmup` that give this study, defaults too."""
     optimizers = [
         each.name if each.rate is None else f"{each.name}:{each.rate!r}"
@@ -352,14 +399,15 @@ def flags_of(study: Study, width: PrintWidth) -> list[str]:
         "rates": ",".join(f"{each!r}" for each in study.rates),
         "measure": study.measure,
         "width": width,
+        **({} if cores is None else {"cores": str(cores)}),
         **{name: flag_text(value) for name, value in study.overrides.items()},
     }
     return [text for name, value in values.items() for text in (f"--{name}", value)]
 
 
-def commands(study: Study, width: PrintWidth) -> str:
+def commands(study: Study, width: PrintWidth, cores: int | None) -> str:
     """A script that makes the study again, in the folder that it is given."""
-    flags = flags_of(study, width)
+    flags = flags_of(study, width, cores)
     pairs = zip(flags[::2], flags[1::2], strict=True)
     lines = [f"  {name} {shlex.quote(value)}" for name, value in pairs]
     return "\n".join(

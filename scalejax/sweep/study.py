@@ -169,12 +169,12 @@ class Study:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """All that can be trained: `left_out` says what cannot."""
-        return tuple(cell for cell in self._combined if _why_not(cell) is None)
+        return tuple(cell for cell in self._combined if self._why_not(cell) is None)
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """What of the grid cannot be trained, and why."""
-        found = (_why_not(cell) for cell in self._combined)
+        found = (self._why_not(cell) for cell in self._combined)
         return tuple(dict.fromkeys(why for why in found if why is not None))
 
     @property
@@ -186,6 +186,28 @@ class Study:
             for batch in self.batches
             for warmup in self.warmups
         )
+
+    def _why_not(self, cell: Cell) -> str | None:
+        reference = self.schedule.reference_batch
+        if cell.scaling == "sde":
+            if cell.optimizer.name != "adamw":
+                return f"sde with {cell.optimizer.name}: it is a rule of adamw"
+            try:
+                config = build(OptimizerConfig, cell.optimizer.table)
+                config.scaled_by_sde(cell.batch / reference, reference)
+            except ConfigError as error:
+                return f"sde at {cell.batch:,}: {str(error).removesuffix('.')}"
+        if cell.scaling == "legw":
+            if cell.warmup.form == "constant":
+                return f"legw with {cell.warmup.text}: it stretches gradual warmups"
+            run = self.config.train.epochs
+            stretched = cell.warmup.epochs(run) * cell.batch / reference
+            if stretched >= run:
+                return (
+                    f"legw with {cell.warmup.text} at {cell.batch:,}: a warmup of "
+                    f"{stretched:g} epochs would not end before the run's {run} do"
+                )
+        return None
 
     def fields(self, cell: Cell, rate: float) -> Fields:
         """The fields of the runs of a cell, the same for cells that are the same: at the reference
@@ -244,14 +266,6 @@ class Study:
         return plan_sweep(self.run_file, grammar)
 
 
-def _why_not(cell: Cell) -> str | None:
-    if cell.scaling == "sde" and cell.optimizer.name != "adamw":
-        return f"sde with {cell.optimizer.name}: it is a rule of adamw"
-    if cell.scaling == "legw" and cell.warmup.form == "constant":
-        return f"legw with {cell.warmup.text}: it stretches gradual warmups"
-    return None
-
-
 def _key(fields: Fields) -> str:
     """A text that is equal for equal fields, whatever the seed."""
     return json.dumps({k: v for k, v in fields.items() if k != "seed"}, sort_keys=True)
@@ -308,7 +322,11 @@ def plan_study(
             raise ConfigError(refusal(name, value, accepted))
     require_at_least("seeds", seeds, 1)
     require_at_most("seeds", seeds, _LARGEST_SEEDS)
-    config = load_config(run_file, overrides)
+    # Early stopping needs the validation data that the study holds out itself.
+    divided = load_config(run_file, overrides | {"train.early_stopping": None}).data
+    held_out: Fields = {} if divided.has_validation else {"data.validation_fraction": 0.1}
+    parameters = overrides | held_out
+    config = load_config(run_file, parameters)
     schedule = config.schedule
     if not isinstance(schedule, ScheduleConfig):
         accepted = "scaling rules and warmups are those of the schedule without a name"
@@ -316,29 +334,54 @@ def plan_study(
     if config.emulation is not None:
         accepted = "it trains with virtual workers; leave the table out"
         raise ConfigError(refusal("emulation", config.emulation.algorithm, accepted))
-    held_out: Fields = {} if config.data.has_validation else {"data.validation_fraction": 0.1}
+    if config.batch.ramp_epochs:
+        accepted = "the study compares batches that stay; leave it out"
+        raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
     own = _table(config.optimizer)
+    if optimizers is None:
+        _require_rate_of_reference(config, schedule)
     named = _listed("optimizers", optimizers or f"{own['name']}:{schedule.base_learning_rate!r}")
-    parameters = overrides | held_out
-    ways = tuple(_warmup(each) for each in _distinct("warmup", _listed("warmup", warmups)))
+    typed = _listed("warmup", warmups)
+    ways = tuple(_warmup(each) for each in typed)
+    _require_distinct("warmup", typed, ways)
     for way in ways:
         if way.epochs(config.train.epochs) >= config.train.epochs:
             accepted = f"it must end before train.epochs={config.train.epochs} do"
             raise ConfigError(refusal("warmup", way.text, accepted))
-    return Study(
+    rules: tuple[Scaling, ...] = tuple(_scaling(each) for each in _listed("scaling", scalings))
+    _require_distinct("scaling", rules, rules)
+    study = Study(
         run_file=run_file,
         overrides=overrides,
         parameters={k: v for k, v in parameters.items() if not k.startswith("optimizer.")},
-        batches=_batches(batches, schedule.reference_batch, load_config(run_file, parameters)),
+        batches=_batches(batches, schedule.reference_batch, config),
         warmups=ways,
-        scalings=tuple(
-            _scaling(each) for each in _distinct("scaling", _listed("scaling", scalings))
-        ),
+        scalings=rules,
         optimizers=_optimizers(named, own),
         seeds=seeds,
         rates=RATES if rates is None else _rates(rates),
         measure=measure,
     )
+    if not study.cells:
+        accepted = f"nothing is left to train: {'; '.join(study.left_out)}"
+        raise ConfigError(refusal("scaling", scalings, accepted))
+    return study
+
+
+def _require_rate_of_reference(config: RunConfig, schedule: ScheduleConfig) -> None:
+    """Refuse the rate of a file that scales none at another batch than the reference batch: there
+    it is the rate of that batch."""
+    batch, reference = config.batch.global_batch, schedule.reference_batch
+    if schedule.scaling != "none" or batch == reference:
+        return
+    own = 'that of batch.per_device_batch, as scaling="none"' if batch is None else f"of {batch}"
+    given = "" if batch is None else f"--schedule.reference_batch {batch}, or "
+    accepted = (
+        f"schedule.base_learning_rate={schedule.base_learning_rate:g} is not scaled, so it is "
+        f"{own}; give {given}--optimizers {config.optimizer.name}:RATE with the rate at "
+        f"{reference}, or without a rate to have it found"
+    )
+    raise ConfigError(refusal("schedule.reference_batch", reference, accepted))
 
 
 def _table(optimizer: OptimizerConfig) -> Fields:
@@ -354,23 +397,24 @@ def _listed(flag: str, text: str) -> list[str]:
     return found
 
 
-def _distinct(flag: str, values: list[str]) -> list[str]:
-    for place, value in enumerate(values):
+def _require_distinct(flag: str, texts: Sequence[str], values: Sequence[object]) -> None:
+    """Refuse a value that is there twice, however `texts` write it."""
+    for place, (text, value) in enumerate(zip(texts, values, strict=True)):
         if value in values[:place]:
-            raise ConfigError(refusal(flag, value, "it is there twice"))
-    return values
+            raise ConfigError(refusal(flag, text, "it is there twice"))
 
 
 def _batches(text: str | None, reference: int, config: RunConfig) -> tuple[int, ...]:
     if text is None:
         most = read_facts(config.data).train_examples
         return tuple(k * reference for k in BATCHES if k * reference <= most) or (most,)
-    found = []
-    for each in _distinct("batches", _listed("batches", text)):
+    found, typed = [], _listed("batches", text)
+    for each in typed:
         if not each.isdecimal() or not int(each):
             accepted = "it must be whole numbers above 0, such as 256,1024,4096"
             raise ConfigError(refusal("batches", each, accepted))
         found.append(int(each))
+    _require_distinct("batches", typed, found)
     return tuple(sorted(found))
 
 
@@ -410,7 +454,8 @@ def _scaling(text: str) -> Scaling:
 
 
 def _optimizers(named: list[str], own: Fields) -> tuple[StudiedOptimizer, ...]:
-    names = _distinct("optimizers", [each.partition(":")[0] for each in named])
+    names = [each.partition(":")[0] for each in named]
+    _require_distinct("optimizers", names, names)
     found = []
     for name, text in zip(names, named, strict=True):
         _, colon, rate = text.partition(":")
@@ -430,7 +475,7 @@ def _optimizers(named: list[str], own: Fields) -> tuple[StudiedOptimizer, ...]:
 
 def _rates(text: str) -> tuple[float, ...]:
     found = sorted(_rate("rates", each) for each in _listed("rates", text))
-    _distinct("rates", [f"{rate!r}" for rate in found])
+    _require_distinct("rates", [f"{rate!r}" for rate in found], found)
     return tuple(found)
 
 
@@ -611,8 +656,30 @@ class CellResult:
         return t_interval(list(self.arm.by_seed(metric).values()))
 
     def difference(self, metric: Metric) -> Interval | None:
-        """How far a metric is above that without warmup, by pairs of one seed."""
+        """How far a metric is above that without warmup, by pairs of one seed of which neither run
+        diverged."""
         return None if self.baseline is None else self.arm.difference(self.baseline, metric)
+
+    @property
+    def trained_only(self) -> tuple[int, ...]:
+        """Seeds with which this trains, and the cell without warmup diverges: no difference counts
+        them."""
+        return self._lost_by(self.baseline, self.arm)
+
+    @property
+    def diverged_only(self) -> tuple[int, ...]:
+        """Seeds with which this diverges, and the cell without warmup trains."""
+        return self._lost_by(self.arm, self.baseline)
+
+    @staticmethod
+    def _lost_by(one: Arm | None, other: Arm | None) -> tuple[int, ...]:
+        if one is None or other is None:
+            return ()
+        lost, kept = (
+            {row.planned.run.config.seed for row in arm.rows if row.has_diverged is diverged}
+            for arm, diverged in ((one, True), (other, False))
+        )
+        return tuple(sorted(lost & kept))
 
 
 def cell_results(
@@ -656,7 +723,8 @@ def _beside(cell: Cell) -> tuple[str, str, int]:
 
 def cell_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
     """A line for each cell: accuracies are 0..1, intervals hold 95 %, differences are to the cell
-    without warmup."""
+    without warmup, of `difference_count` pairs; with `trained_only` seeds that cell alone diverged,
+    with `diverged_only` this one alone."""
     return [
         {
             "optimizer": each.cell.optimizer.name,
@@ -669,6 +737,8 @@ def cell_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
             "runs": len(each.arm.rows),
             "diverged": len(each.arm.diverged),
             "chosen": each.is_chosen,
+            "trained_only": len(each.trained_only),
+            "diverged_only": len(each.diverged_only),
             **{
                 f"{metric}{suffix}": value
                 for metric in get_args(Metric)
@@ -682,11 +752,12 @@ def cell_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
     ]
 
 
-def _ends(found: Interval | None, name: str) -> tuple[tuple[str, float | None], ...]:
+def _ends(found: Interval | None, name: str) -> tuple[tuple[str, float | int | None], ...]:
     return (
         (name or "_mean", found and found.mean),
         (f"{name}_low", found and found.low),
         (f"{name}_high", found and found.high),
+        (f"{name}_count", found.count if found else 0),
     )
 
 
@@ -723,6 +794,7 @@ def rate_lines(found: Sequence[FoundRate]) -> list[dict[str, JsonValue]]:
             "learning_rate": rate,
             "validation": value,
             "chosen": rate == each.rate,
+            "at_edge": rate == each.rate and each.is_at_edge,
         }
         for each in found
         for rate, value in each.tried or ((each.rate, None),)

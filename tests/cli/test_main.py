@@ -158,7 +158,7 @@ def test_every_command_has_help(
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert all(any(line.strip().startswith(name) for line in lines) for name in COMMANDS)
+    assert all(any(line.strip().startswith(f"{name}  ") for line in lines) for name in COMMANDS)
     assert max(map(len, lines)) <= 80
 
 

@@ -25,6 +25,7 @@ from scalejax.sweep.study import (
     cell_results,
     found_rates,
     plan_study,
+    rate_lines,
 )
 from scalejax.training.record import (
     EvaluationMeasurement,
@@ -123,6 +124,10 @@ def test_a_warmup_is_typed_in_epochs_or_per_cent_of_the_run(run_file, text, warm
         ("--warmup gradual-2", "FORM:LENGTH"),
         ("--warmup constant:2:zero", "a constant one at base"),
         ("--warmup none,none", "twice"),
+        ("--warmup gradual:5%,gradual:5.0%", "twice"),
+        ("--batches 16,016", "twice"),
+        ("--batch.ramp_epochs [1]", "batches that stay"),
+        ("--scaling sde", "nothing is left to train: sde with sgd"),
         ("--warmup gradual:2", "must end before train.epochs=2 do"),
         ("--warmup gradul:2", "'gradual'"),
         ("--scaling linera", "'linear'"),
@@ -176,7 +181,7 @@ def test_settings_that_are_the_same_are_trained_once(run_file):
         run_file,
         {},
         batches="8,32",
-        warmups="none,gradual:50%,constant:50%",
+        warmups="none,gradual:20%,constant:50%",
         scalings="linear,sqrt,none,legw,sde",
         optimizers="sgd:0.01",
         seeds=2,
@@ -194,10 +199,77 @@ def test_settings_that_are_the_same_are_trained_once(run_file):
     }
     assert len(plan.runs) == 2 * len(settings) == 2 * (2 + 3 + 3 + 2 + 1)
     assert (32, (0.04, 1.0), "constant") in settings
-    assert (32, (0.02, 4.0), "gradual") in settings  # legw
+    assert (32, (0.02, 1.6), "gradual") in settings  # legw
     assert len(study.cells) == 2 * (3 + 3 + 3 + 2)
     assert [why.split(":")[0] for why in study.left_out] == ["legw with constant", "sde with sgd"]
     assert all(p.run.config.data.validation_fraction == 0.1 for p in plan.runs)
+
+
+def test_cells_that_no_rule_can_train_are_left_out_and_the_others_trained(run_file):
+    """LEGW's warmups at least as long as the run, and betas that sde would leave nothing of."""
+    study = plan_study(
+        run_file,
+        {},
+        batches="8,16,32,128",
+        warmups="none,gradual:30%",
+        scalings="sqrt,sde,legw",
+        optimizers="adamw:0.01",
+    )
+
+    trained = {(each.scaling, each.batch, each.warmup.text) for each in study.cells}
+
+    assert {(batch, way) for rule, batch, way in trained if rule == "legw"} == {
+        *((batch, "none") for batch in (8, 16, 32, 128)),
+        (8, "gradual:30%"),
+        (16, "gradual:30%"),  # 1.2 of 2 epochs
+    }
+    assert {batch for rule, batch, _ in trained if rule == "sde"} == {8, 16, 32}
+    assert len(study.left_out) == 3
+    assert study.left_out[0].startswith("sde at 128: batch.global_batch=128 is refused: k=16")
+    said = "legw with gradual:30% at 32: a warmup of 2.4 epochs would not end before the run's 2 do"
+    assert study.left_out[1] == said
+    assert study.grid({"adamw": 0.01}).runs
+
+
+def test_the_rate_of_a_file_that_scales_none_is_that_of_its_batch(run_file):
+    """So it is refused for another reference batch, and where the batch follows from the devices;
+    a rate that is found, or typed, is that of the reference batch."""
+    file = RUN.replace('scaling = "linear"', "").replace("global_batch = 8", "global_batch = 64")
+    run_file.write_text(file)
+
+    with pytest.raises(ConfigError, match=r"give --schedule\.reference_batch 64, or --opt"):
+        plan_study(run_file, {})
+    (sgd,) = plan_study(run_file, {"schedule.reference_batch": 64}).optimizers
+    assert sgd.rate == 0.01
+    assert plan_study(run_file, {}, optimizers="sgd").tuned
+    run_file.write_text(file.replace("global_batch = 64", "per_device_batch = 8"))
+    with pytest.raises(ConfigError, match=r"that of batch\.per_device_batch"):
+        plan_study(run_file, {})
+
+
+def test_early_stopping_has_the_data_that_the_study_holds_out(run_file):
+    """The file alone would be refused: it chooses by validation data, and has none."""
+    study = plan_study(run_file, {"train.early_stopping.patience": 1})
+
+    assert study.config.data.validation_fraction == 0.1
+    assert study.config.train.early_stopping is not None
+
+
+def test_a_run_file_with_line_ends_of_windows_is_gone_on_with(run_file, tmp_path, monkeypatch):
+    """Its copy has the same bytes, which are what --resume compares."""
+    run_file.write_bytes(RUN.replace("\n", "\r\n").encode())
+    folder = tmp_path / "out"
+    arguments = ["study", "warmup", str(run_file), "--folder", str(folder), "--batches", "8"]
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scalejax.cli.study.predicted_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("scalejax.cli.study.StudyWarmup._trained", stop)
+
+    assert main(arguments) == 130
+    assert (folder / "run.toml").read_bytes() == run_file.read_bytes()
+    assert main([*arguments, "--resume"]) == 130
 
 
 def test_rates_are_chosen_by_validation_data_at_the_reference_batch(run_file):
@@ -213,6 +285,8 @@ def test_rates_are_chosen_by_validation_data_at_the_reference_batch(run_file):
 
     assert (sgd.rate, sgd.is_at_edge) == (0.5, False)
     assert (lamb.rate, lamb.is_at_edge) == (0.01, True)
+    edges = [(line["optimizer"], line["at_edge"]) for line in rate_lines((sgd, lamb))]
+    assert edges == [("sgd", False), ("lamb", True), ("lamb", False), ("lamb", False)]
     assert lamb.tried == ((0.01, 0.5), (0.1, 0.5), (1, None))
     with pytest.raises(ConfigError, match="no run of lamb got to an end"):
         found_rates(study, [row(planned, None) for planned in plan.runs])
@@ -250,10 +324,35 @@ def test_a_cell_has_intervals_and_a_paired_difference(studied):
     lost = lines["linear", 32, "none"]
     assert (lost["runs"], lost["diverged"], lost["chosen"]) == (3, 1, False)
     assert lost["test_accuracy_mean"] == pytest.approx(0.64)
-    assert lines["linear", 32, "gradual:50%"]["test_accuracy_difference"] == pytest.approx(0.1)
+    assert (lost["test_accuracy_count"], lost["trained_only"]) == (2, 0)
+    beside = lines["linear", 32, "gradual:50%"]
+    assert beside["test_accuracy_difference"] == pytest.approx(0.1)
+    assert (beside["test_accuracy_count"], beside["test_accuracy_difference_count"]) == (3, 2)
+    assert (beside["trained_only"], beside["diverged_only"]) == (1, 0)
     assert study.baseline.text == "none"
     assert lines["linear", 32, "none"]["peak_learning_rate"] == pytest.approx(0.04)
     assert warm["warmup_steps"] == 9
+
+
+def test_seeds_that_only_warmup_trains_with_are_counted_where_no_pair_is_left(run_file):
+    """All runs without warmup diverge: there is no difference, and the tables say why; or the other
+    way round."""
+    study = plan_study(run_file, {}, batches="32", warmups="none,gradual:50%", scalings="linear")
+    plan = study.grid({"sgd": 0.01})
+
+    for lost, counts, who in (("none", (3, 0), "this"), ("gradual", (0, 3), "the reference")):
+        rows = [
+            row(planned, None if planned.fields["schedule.warmup"] == lost else 0.5)
+            for planned in plan.runs
+        ]
+        results = cell_results(study, {"sgd": 0.01}, rows)
+        warm = cell_lines(results)[1]
+
+        assert (warm["trained_only"], warm["diverged_only"]) == counts
+        assert warm["test_accuracy_difference"] is None
+        assert warm["test_accuracy_difference_count"] == 0
+        assert f"| n/a; with 3 seeds only {who} trains |" in markdown(study, results)
+        assert f"with 3 seeds only {who} trains" in latex(study, results)
 
 
 def test_a_loss_is_better_where_it_is_lower(run_file, tmp_path):
@@ -295,7 +394,7 @@ def test_the_folder_says_what_was_done(studied, tmp_path):
     rates = found_rates(study, ())
     folder = StudyFolder(path=tmp_path / "out")
 
-    write_study(study, rates, results, folder, width="column")
+    write_study(study, rates, results, folder, width="column", cores=2)
 
     names = {path.name for path in folder.path.rglob("*.*")}
     assert names >= {"figure.pdf", "figure.svg", "figure.png", "table.tex", "cells.parquet"}
@@ -308,7 +407,7 @@ def test_the_folder_says_what_was_done(studied, tmp_path):
     tex = latex(study, results)
     assert r"\textbf{gradual:50\%} & 0.02 & 0 of 3 & 70.00 $\pm$ 24.84" in tex
     assert tex.count(r"\toprule") == tex.count(r"\bottomrule") == 1
-    text = protocol(study, rates, results)
+    text = protocol(study, rates, results, 2)
     for said in (
         "288 training, 32 validation and 40 test",
         "learning rate 0.01 at batch 8, given",
@@ -316,9 +415,14 @@ def test_the_folder_says_what_was_done(studied, tmp_path):
         "18 runs in all",
         "far above that of a guess",
         "1 did",
+        "trained for 2 epochs whatever the batch",
+        "Each process trained with 2 cores",
+        "as by default, but: train.log_every_steps = 5.",
     ):
         assert said in text, said
-    made = commands(study, "column")
+    made = (folder.path / "commands.sh").read_text()
+    assert "  --cores 2 \\\n" in made
+    assert "--cores" not in commands(study, "column", None)  # an accelerator trains
     assert "--warmup none,gradual:50%" in made
     with (folder.data / "runs.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -332,6 +436,37 @@ def test_the_folder_says_what_was_done(studied, tmp_path):
     for said in ("linear scaling", "root scaling", "no warmup", "gradual, 50 % of run"):
         assert said in drawn
     assert "crosses: diverged, in no mean (1 run)" in drawn
+
+
+def test_the_protocol_names_whatever_is_not_as_by_default(run_file):
+    """Of every table; a run that stops early is not said to train to its end."""
+    fields = {
+        "loss.label_smoothing": 0.1,
+        "clipping.max_norm": 2.0,
+        "averaging.name": "ema",
+        "input.augmentation.flip": True,
+        "train.early_stopping.patience": 7,
+        "schedule.decay": "polynomial",
+        "schedule.decay_power": 3.0,
+        "schedule.decay_share": 0.25,
+        "schedule.end_learning_rate": 1e-4,
+    }
+    study = plan_study(run_file, fields, batches="8", warmups="none", scalings="none", seeds=1)
+    rows = [row(planned, 0.5) for planned in study.grid({"sgd": 0.01}).runs]
+
+    text = protocol(study, found_rates(study, ()), cell_results(study, {"sgd": 0.01}, rows), 1)
+
+    for said in (
+        "trained for at most 2 epochs, until it stops early,",
+        "loss.label_smoothing = 0.1",
+        "clipping.max_norm = 2",
+        "averaging.name = ema",
+        "train.early_stopping.monitor = validation_loss",
+        "train.early_stopping.patience = 7",
+        "input.augmentation.flip = true",
+        "decayed by a polynomial of power 3 over the last 0.25 of the run, to 0.0001",
+    ):
+        assert said in text, said
 
 
 # Trained.
@@ -380,15 +515,19 @@ def results_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in named}
 
 
-@pytest.mark.slow  # three studies are begun, in processes that import JAX
-def test_a_study_comes_out_the_same_again_also_after_an_interruption(run_file, tmp_path):
+@pytest.mark.slow  # four processes import JAX: one that is timed, three that train
+def test_a_study_comes_out_the_same_again_also_after_an_interruption(
+    run_file, tmp_path, capsys, monkeypatch
+):
     """Bit for bit but for clocks: by its own commands, stopped by Ctrl-C, which reaches the first
     process alone, and gone on with."""
     whole, again = tmp_path / "whole", tmp_path / "again"
-    command = [sys.executable, "-m", "scalejax", "study", "warmup", str(run_file), *FLAGS]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    files = ("--folder", str(whole), "--json", str(tmp_path / "out.json"))
 
-    said = finish(start(command, "--folder", whole, "--json", tmp_path / "out.json"))
+    assert main(["study", "warmup", str(run_file), *FLAGS, *files]) == 0
 
+    said = capsys.readouterr().out
     assert "4 runs, in 1 program: " in said
     assert re.search(r"Predicted: [\d.]+ (m?s|min)", said)
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 2
@@ -397,7 +536,10 @@ def test_a_study_comes_out_the_same_again_also_after_an_interruption(run_file, t
     script = script.replace("scalejax study", f"exec {sys.executable} -m scalejax study")
     (tmp_path / "commands.sh").write_text(script)  # beside the same run.toml
 
-    process = start(["sh", str(tmp_path / "commands.sh"), str(again)])
+    # A study that was stopped before it trained: with --resume no time is predicted again.
+    again.mkdir()
+    (again / "run.toml").write_bytes(run_file.read_bytes())
+    process = start(["sh", str(tmp_path / "commands.sh"), str(again), "--resume"])
     while process.poll() is None and not list(again.glob("grid/runs/*/measurements.jsonl")):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

@@ -178,7 +178,9 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
             _spread(list(best.arm.by_seed(test).values())) if is_accuracy else _loss(value),
             "reference"
             if best.baseline is None
-            else (_points(beside) if is_accuracy else _loss(beside)),
+            else "; ".join(
+                [_points(beside) if is_accuracy else _loss(beside), *only_one_trains(best)]
+            ),
         )
     yield table
     lost = sum(len(arm.diverged) for arm in {id(each.arm): each.arm for each in results}.values())
@@ -188,6 +190,14 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     )
     words += ", in points of a per cent." if is_accuracy else "."
     yield Text(f"{words} {counted(lost, 'run')} diverged.")
+
+
+def only_one_trains(each: CellResult) -> list[str]:
+    """With how many seeds only a cell, or only that which it is compared to, trains, in words."""
+    sides = ((each.trained_only, "this"), (each.diverged_only, "the reference"))
+    return [
+        f"with {counted(len(seeds), 'seed')} only {who} trains" for seeds, who in sides if seeds
+    ]
 
 
 def _loss(found: Interval | None) -> str:

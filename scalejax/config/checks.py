@@ -11,7 +11,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.model import DecoderConfig, ModelConfig, VitConfig
-from scalejax.config.optimizer import OptimizerConfig
+from scalejax.config.optimizer import OptimizerConfig, SophiaConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.schedule import LearningRateConfig
 from scalejax.config.training import (
@@ -21,6 +21,7 @@ from scalejax.config.training import (
     DropoutConfig,
     FineTuningConfig,
     LayoutConfig,
+    LossConfig,
     TrainConfig,
 )
 from scalejax.core.errors import (
@@ -475,6 +476,48 @@ def require_droppable(
     if layout.pipeline > 1:
         accepted = "with [dropout] it must be 1: stages are not told which rows they compute"
         raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
+
+
+def require_sampled_labels(
+    optimizer: OptimizerConfig,
+    model: ModelConfig,
+    layout: LayoutConfig,
+    loss: LossConfig,
+    gradient_sync: GradientSyncConfig | None,
+) -> None:
+    """Refuse Sophia where labels cannot be sampled for its estimate of curvature, or where nobody
+    tried it."""
+    if not isinstance(optimizer, SophiaConfig):
+        return
+    which, other = 'with optimizer.name="sophia"', "or another optimizer"
+    if loss.is_own:
+        accepted = f"{which} labels are sampled of a softmax cross-entropy; leave it out, {other}"
+        raise ConfigError(refusal("loss.kind", loss.kind, accepted))
+    for name in ("pipeline", "context"):
+        if (size := getattr(layout, name)) > 1:
+            accepted = (
+                f"{which} it must be 1: labels are sampled of the logits of whole samples, by rows "
+                f"that its shards are not told; use data, fsdp and tensor, {other}"
+            )
+            raise ConfigError(refusal(f"layout.{name}", size, accepted))
+    for name in ("moe", "mtp"):
+        if getattr(model, name, None) is not None:
+            accepted = (
+                f"{which} it must be absent: its losses are of no labels that could be sampled; "
+                f"leave it out, {other}"
+            )
+            raise ConfigError(f"model.{name} is refused: {accepted}.")
+    if model.compute_dtype not in ("float32", "bfloat16"):
+        accepted = (
+            f'{which} gradients of sampled labels have no scale of their own; use "float32" or '
+            f'"bfloat16", {other}'
+        )
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    if gradient_sync is not None:
+        accepted = (
+            f"{which} gradients are combined by their mean over all rows; leave it out, {other}"
+        )
+        raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
 
 
 def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:

@@ -434,6 +434,54 @@ class ShampooConfig(PreconditionedConfig):
         require_at_least("optimizer.root_steps", self.root_steps, 1)
 
 
+CURVATURE = "curvature_estimate"
+"""Named scope of Sophia's estimate of curvature, in some of the updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SophiaConfig(OptimizerConfig):
+    """Sophia-G (Liu et al. 2023, arXiv 2305.14342, algorithms 2 and 3): steps of
+    clip(m / max(gamma h, epsilon), 1) for the mean m of gradients and h of estimates of the
+    Gauss-Newton matrix's diagonal. An estimate is B g * g of the gradient g of the mean
+    cross-entropy of B labels, sampled of the network's logits for the same samples by seed, update
+    and row: a second forward and backward pass. Images that are mixed get one label each."""
+
+    is_in_closed_form = False
+    name: Literal["sophia"] = "sophia"
+    """Selects this optimizer."""
+    beta1: float = 0.96
+    """Decay of the mean of gradients."""
+    beta2: float = 0.99
+    """Decay of the mean of estimates; neither mean is corrected for its first updates."""
+    gamma: float = 0.05
+    """Factor on the curvature (rho in the authors' code); the larger, the fewer entries are
+    clipped."""
+    epsilon: float = 1e-12
+    """Smallest gamma h: below it, and of a negative or absent curvature, the step is a sign."""
+    refresh_every_steps: int = 10
+    """Updates between estimates; the first is made in the first update."""
+    weight_decay: float = 0.2
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also applies to biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_moments(self)
+        require_above("optimizer.gamma", self.gamma, 0)
+        _require_moderate("optimizer.gamma", self.gamma)
+        require_at_least("optimizer.refresh_every_steps", self.refresh_every_steps, 1)
+
+    @property
+    def moments(self) -> Literal[2]:
+        """Two: of the gradient, and of the estimates."""
+        return 2
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """That of updates in which an estimate is made."""
+        return {CURVATURE: 1 / self.refresh_every_steps}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdagradConfig(OptimizerConfig):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al. 2011, JMLR 12)."""
@@ -613,7 +661,7 @@ def _require_fraction(field: str, value: float) -> None:
         raise ConfigError(refusal(field, value, "it must be from 0 to below 1"))
 
 
-def _require_moments(config: AdamWConfig | LambConfig | MarsConfig) -> None:
+def _require_moments(config: AdamWConfig | LambConfig | MarsConfig | SophiaConfig) -> None:
     _require_fraction("optimizer.beta1", config.beta1)
     _require_fraction("optimizer.beta2", config.beta2)
     require_above("optimizer.epsilon", config.epsilon, 0)

@@ -33,6 +33,7 @@ from scalejax.config.checks import (
     require_petastorm_batch,
     require_power_of_two_devices,
     require_ramp_within_run,
+    require_sampled_labels,
     require_shardable_gradients,
     require_single_average,
     require_single_main_params,
@@ -169,6 +170,7 @@ class RunConfig:
         require_adaptable_model(self.fine_tuning, model)
         require_parametrized_update(model, self.optimizer, self.fine_tuning)
         require_droppable(self.dropout, model, layout)
+        require_sampled_labels(self.optimizer, model, layout, self.loss, self.gradient_sync)
         if self.averaging is not None:
             self.averaging.require_within(train.epochs)
         require_unmasked_rows(self.input, train)

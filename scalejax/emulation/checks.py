@@ -7,6 +7,7 @@ import math
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
+from scalejax.config.optimizer import SophiaConfig
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, refusal
@@ -151,7 +152,12 @@ def _require_plain_training(config: RunConfig) -> None:
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
     """Refuse a layer-wise optimizer, clipping and rates by layer, where servers hold parts of
-    layers."""
+    layers; and an optimizer that needs more than gradients."""
+    if isinstance(config.optimizer, SophiaConfig):
+        accepted = (
+            "workers send gradients of targets alone, and none of sampled labels; use another"
+        )
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
     parametrization = getattr(config.model, "parametrization", None)
     if emulation.server_shards > 1 and parametrization is not None:
         accepted = f"{parametrization.name} has a rate for each layer; it must be 1"

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
 from scalejax.config.migrate import current_name, current_value, load_run_file, migrated
+from scalejax.config.optimizer import SophiaConfig
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config
 from scalejax.core.errors import (
@@ -430,6 +431,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and config.train.early_stopping is None
         and config.emulation is None
         and config.dropout is None  # whose masks are of one seed
+        and not isinstance(config.optimizer, SophiaConfig)  # nor have its sampled labels another
         and not takes_statistics
         and config.model.shares_programs
     )

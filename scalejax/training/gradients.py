@@ -72,6 +72,30 @@ def with_row_numbers(setup: TrainSetup, batch: Batch, step: jax.Array) -> Batch:
     return {**batch, ROW_NUMBERS: numbers}
 
 
+LABEL_NUMBERS = "label_numbers"
+"""Of which labels are sampled in place of the targets, uint32 [rows]: of the batch of an estimate
+of curvature, inside of a step."""
+
+
+def with_sampled_labels(setup: TrainSetup, batch: Batch, step: jax.Array) -> tuple[Batch, Any]:
+    """`batch` for the gradient of the plain cross-entropy of labels that are sampled of the
+    network's logits, by seed, update and row, however rows are split; and how many labels count."""
+    key = jax.random.fold_in(jax.random.key(setup.run.config.seed), step)
+    rows = setup.run.split.global_batch
+    numbers = jax.random.bits(jax.random.fold_in(key, 1), (rows,), jnp.uint32)
+    targets, labels = batch["targets"], batch["targets"].size
+    if "weights" in batch:
+        labels = batch["weights"].sum()
+        labels = labels if SEGMENT_IDS in batch else labels * (targets.size // len(targets))
+    return {**batch, LABEL_NUMBERS: numbers}, labels
+
+
+def sampled_labels(logits: jax.Array, numbers_B: jax.Array) -> jax.Array:
+    """A class for each place of each row, int32, by softmax of `logits` [rows, ..., classes]."""
+    keys_B = jax.vmap(jax.random.key)(numbers_B)
+    return jax.vmap(jax.random.categorical)(keys_B, logits.astype(jnp.float32)).astype(jnp.int32)
+
+
 def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
     """Images normalised by the data set's pixel mean and deviation; other inputs unchanged."""
     if dataset.is_text or dataset.is_table:
@@ -143,7 +167,8 @@ def loss_and_accuracy(
 ) -> tuple[jax.Array, jax.Array]:
     """Loss and accuracy of each sample of these logits, float32 of shape (samples,); of packed
     documents over its targets that have a loss."""
-    how = setup.run.config.loss if is_training else LossConfig()
+    is_sampled = LABEL_NUMBERS in batch
+    how = setup.run.config.loss if is_training and not is_sampled else LossConfig()
 
     def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
@@ -152,8 +177,11 @@ def loss_and_accuracy(
     targets = batch["targets"]
     if targets.ndim > 1:
         targets = in_token_order(targets)
+    if is_sampled:
+        labels = sampled_labels(lax.stop_gradient(logits), batch[LABEL_NUMBERS])
+        targets = jnp.where(targets == IGNORED_TARGET, targets, labels)
     losses, hits = loss_and_hits(targets)
-    if is_paired(batch):
+    if is_paired(batch) and not is_sampled:
         partner_losses, partner_hits = loss_and_hits(_partners(batch["targets"]))
         share = batch["mix"] if "mix" in batch else _own_shares(batch)
         losses = _mixed(share, losses, partner_losses)

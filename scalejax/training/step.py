@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import ImageNetworkConfig, ResNetConfig
+from scalejax.config.optimizer import SophiaConfig
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope, network_class
 from scalejax.models.float8 import with_present_scales
@@ -29,6 +30,7 @@ from scalejax.training.gradients import (
     gradients,
     mean_loss,
     with_row_numbers,
+    with_sampled_labels,
     with_target_weights,
 )
 from scalejax.training.mesh import batch_sharding, replicated
@@ -36,6 +38,7 @@ from scalejax.training.noise_scale import NoiseAverages, estimates
 from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.optimizers.loss_scale import LossScaled
+from scalejax.training.optimizers.sophia import refreshed
 from scalejax.training.optimizers.transformations import squared_layer_norms
 from scalejax.training.schedules import Schedule
 from scalejax.training.setup import (
@@ -286,6 +289,7 @@ def _update(
     noise, metrics = _gradient_metrics(setup, state, gradient, metrics, scale)
     learning = learning_params(setup, _apart_from_backward(setup, state.params))
     opt_state = on_device(setup, state.opt_state, gradient)
+    opt_state = _with_curvature(setup, mesh, state, params, batch, opt_state)
     updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)
     opt_state = off_device(setup, opt_state)
     step = state.step + 1
@@ -309,6 +313,30 @@ def _update(
     if isinstance(before, LossScaled):
         return _select_unless_skipped(state, new_state, metrics)
     return new_state, metrics
+
+
+def _with_curvature(
+    setup: TrainSetup,
+    mesh: Mesh,
+    state: TrainState,
+    params: PyTree,
+    batch: Batch,
+    opt_state: PyTree,
+) -> PyTree:
+    """`opt_state`, with curvature estimated anew if its optimizer has one and this update is one of
+    those that do; by the function that computes the gradient, however that is split."""
+    config = setup.run.config.optimizer
+    if not isinstance(config, SophiaConfig):
+        return opt_state
+
+    def of_sampled_labels() -> tuple[PyTree, Any]:
+        sampled, labels = with_sampled_labels(setup, batch, state.step)
+        gradient, *_ = combined_gradients(setup, mesh)(
+            params, state.model_state, sampled, None, state.exchange
+        )
+        return gradient, labels
+
+    return refreshed(config, opt_state, state.step, of_sampled_labels)
 
 
 def _apart_from_backward(setup: TrainSetup, params: PyTree) -> PyTree:

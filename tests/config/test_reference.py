@@ -45,7 +45,7 @@ def test_every_kind_of_a_table_is_listed():
 
     assert sum(title.startswith("[model]") for title in titles) == 9
     assert sum(title.startswith("[data]") for title in titles) == 12
-    assert sum(title.startswith("[optimizer]") for title in titles) == 13
+    assert sum(title.startswith("[optimizer]") for title in titles) == 14
     assert sum(title.startswith("[schedule]") for title in titles) == 3
     assert sum(title.startswith("[averaging]") for title in titles) == 2
     assert titles[0] == "at the top"
@@ -75,7 +75,7 @@ def test_fields_are_shown_by_the_name_of_their_table_or_their_own():
     assert {"model.moe.experts", "model.moe.router.balance"} <= set(block)
     assert all(name.startswith("model.moe.") for name in block)
     assert stages.name == "layout.pipeline"
-    assert len(named_reference("optimizer")) == 13
+    assert len(named_reference("optimizer")) == 14
     with pytest.raises(ConfigError, match=r"did you mean 'layout'"):
         named_reference("layot")
     with pytest.raises(ConfigError, match=r"did you mean 'layout\.pipeline'"):

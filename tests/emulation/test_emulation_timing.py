@@ -181,6 +181,11 @@ def test_times_by_hand_come_before_those_of_the_cluster():
         ),
         (
             SYNCHRONOUS,
+            {"optimizer": {"name": "sophia"}},
+            r"optimizer.name='sophia' is refused: workers send gradients of targets alone",
+        ),
+        (
+            SYNCHRONOUS,
             {"tracking": {"trackers": ["tensorboard"]}},
             r"\[tracking\] is refused",
         ),

@@ -286,7 +286,12 @@ def test_image_networks_are_grouped_as_in_sweeps_that_are_kept(name, shares):
 
 @pytest.mark.parametrize(
     "parameter",
-    ['model={"name":"cnn"}', 'train.early_stopping={"patience":3}', "layout.data=2"],
+    [
+        'model={"name":"cnn"}',
+        'optimizer={"name":"sophia"}',
+        'train.early_stopping={"patience":3}',
+        "layout.data=2",
+    ],
 )
 def test_runs_with_turns_of_their_own_train_alone(run_file, parameter):
     """Convolutions, early stopping and several devices are not put in one program."""

@@ -205,6 +205,7 @@ CLIPPED: dict[str, dict[str, Any]] = {
     **OF_MATRICES,
     "mars": {"name": "mars", "epsilon": 1e-3},
     "adafactor": {"name": "adafactor", "smallest_factored": 8},
+    "sophia": {"name": "sophia", "epsilon": 1e-3, "refresh_every_steps": 3},
     "cautious": {"name": "adamw", "epsilon": 1e-3, "cautious": True},
 }
 """Optimizers whose gradients are clipped to a norm that all of theirs are above."""
@@ -299,6 +300,7 @@ OF_1F1B = {
 microbatches; the first two are run by default, and every axis is met."""
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
 LEARNING_RATES |= {"adagrad": 0.01, "schedule_free": 0.01, "mars": 0.01, "adafactor": 0.01}
+LEARNING_RATES |= {"sophia": 0.01}
 LEARNING_RATES |= dict.fromkeys(OF_MATRICES, 0.01)
 
 
@@ -539,11 +541,15 @@ def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, mode
         ("mars", "mlp", "data=2 x tensor=4"),
         ("adafactor", "mlp", "data=2 x fsdp=4"),
         ("cautious", "mlp", "data=2 x tensor=4"),
+        ("sophia", "mlp", "data=2 x tensor=4"),
+        ("sophia", "gpt", "data=2 x fsdp=4"),
     ],
 )
 def test_clipping_and_matrices_are_of_whole_arrays(optimizer, model, layout):
-    """Norms, products and preconditioners are those of one device, however matrices are split."""
-    assert_trains_as_on_one_device(model, optimizer, LAYOUTS[layout])
+    """Norms, products and preconditioners are those of one device, however matrices are split; as
+    are labels that are sampled for an estimate of curvature."""
+    microbatches = 2 if optimizer == "sophia" else 1  # of which labels do not depend
+    assert_trains_as_on_one_device(model, optimizer, LAYOUTS[layout], microbatches)
 
 
 DROPPING: dict[str, tuple[dict[str, Any], int]] = {

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_distances import noted
+from optimizer_distances import distance_after, noted
 
 from scalejax.config.optimizer import (
     AdafactorConfig,
@@ -28,6 +28,12 @@ from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.models import parameter_path
+from scalejax.training.gradients import (
+    LABEL_NUMBERS,
+    normalised,
+    sampled_labels,
+    with_sampled_labels,
+)
 from scalejax.training.mesh import build_mesh
 from scalejax.training.optimizers import build_optimizer
 from scalejax.training.optimizers.eight_bits import dynamic_codes
@@ -35,6 +41,7 @@ from scalejax.training.optimizers.matrices import HiddenMatrices
 from scalejax.training.setup import train_setup
 from scalejax.training.state import abstract_state
 from scalejax.training.step import build_step, init_state
+from scalejax.xla.compiled import read_step
 
 RNG = np.random.default_rng(0)
 UPDATES = 6
@@ -309,6 +316,149 @@ def test_adafactor_keeps_rows_and_columns():
     assert far(updates_of(AdafactorConfig(smallest_factored=2)), EMBEDDING, expected) < 1e-4
 
 
+def sophia_run(**fields: Any) -> Any:
+    """A network of one hidden layer for images of 2 x 2 pixels of four classes."""
+    tables = {
+        "model": {"name": "mlp", "hidden": [6]},
+        "data": {"name": "synthetic_images", "image_size": 2, "channels": 1, "classes": 4},
+        "batch": {"global_batch": 32},
+        "optimizer": {"name": "sophia", "refresh_every_steps": 3, **fields},
+        "schedule": {"base_learning_rate": RATE},
+    }
+    return resolve(build(RunConfig, tables), 1)
+
+
+def test_sophia_steps_over_squared_gradients_of_sampled_labels():
+    """Liu et al. 2023, algorithms 2 and 3, in a network whose passes are written out; the noise of
+    labels alone is of JAX, their choice is not. All entries of a first update with an estimate are
+    clipped at this gamma unless it is as large."""
+    run = sophia_run(gamma=2.0, epsilon=1e-4)
+    setup, mesh = train_setup(run), build_mesh(run.layout)
+    step, state = build_step(run, mesh), init_state(run, mesh)
+    layers = [
+        {name: np.asarray(layer[name], np.float64) for name in ("kernel", "bias")}
+        for _, layer in sorted(state.params["layers"].items())
+    ]
+    initial = [dict(layer) for layer in layers]
+    means = [{name: np.zeros_like(leaf) for name, leaf in layer.items()} for layer in layers]
+    curvatures = [dict(layer) for layer in means]
+    clipped = []
+    for t, rng in enumerate(map(np.random.default_rng, range(UPDATES))):
+        images = rng.integers(0, 256, size=(32, 2, 2, 1)).astype(np.uint8)
+        batch = {
+            "inputs": jnp.asarray(images),
+            "targets": jnp.asarray(rng.integers(0, 4, size=32), jnp.int32),
+        }
+        sampled, labels = with_sampled_labels(setup, batch, jnp.asarray(t))
+        noise = [jax.random.gumbel(jax.random.key(n), (4,)) for n in sampled[LABEL_NUMBERS]]
+        state, _ = step.function(state, batch)
+
+        x = np.asarray(normalised(batch["inputs"], run.dataset), np.float64).reshape(32, 4)
+        hidden = np.maximum(x @ layers[0]["kernel"] + layers[0]["bias"], 0)
+        logits = hidden @ layers[1]["kernel"] + layers[1]["bias"]
+        shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+
+        def gradient(targets, shares=shares, hidden=hidden, x=x):
+            of_logits = (shares - np.eye(4)[targets]) / 32
+            of_hidden = of_logits @ layers[1]["kernel"].T * (hidden > 0)
+            return [
+                {"kernel": x.T @ of_hidden, "bias": of_hidden.sum(axis=0)},
+                {"kernel": hidden.T @ of_logits, "bias": of_logits.sum(axis=0)},
+            ]
+
+        of_targets = gradient(np.asarray(batch["targets"]))
+        if t % 3 == 0:
+            of_labels = gradient((logits + np.asarray(noise)).argmax(axis=1))
+            for h, g in zip(curvatures, of_labels, strict=True):
+                h |= {name: 0.99 * h[name] + 0.01 * labels * g[name] ** 2 for name in h}
+        for w, m, h, g in zip(layers, means, curvatures, of_targets, strict=True):
+            m |= {name: 0.96 * m[name] + 0.04 * g[name] for name in m}
+            for name in w:
+                ratio = m[name] / np.maximum(2.0 * h[name], 1e-4)
+                clipped.append(np.abs(ratio) > 1)
+                decay = 0.2 * w[name] if name == "kernel" else 0
+                w[name] = w[name] - RATE * (np.clip(ratio, -1, 1) + decay)
+
+    found = [layer for _, layer in sorted(state.params["layers"].items())]
+    far = max(
+        distance_after({name: a[name] for name in b}, b, c)
+        for a, b, c in zip(found, layers, initial, strict=True)
+    )
+    share = np.concatenate([each.ravel() for each in clipped]).mean()
+    assert 0.1 < share < 0.9
+    assert noted(run.config.optimizer, "NumPy", far) < 1e-5
+
+
+def test_labels_are_sampled_by_softmax_and_counted_where_they_count():
+    """Of 4,000 rows, each share within five of its deviations; the labels of an estimate are the
+    rows, tokens or targets of documents that the mean loss is of."""
+    logits = jnp.asarray([0.0, 1.0, -1.0, 2.0])
+    numbers = jax.random.bits(jax.random.key(0), (4000,), jnp.uint32)
+    labels = np.asarray(sampled_labels(jnp.broadcast_to(logits, (4000, 4)), numbers))
+    shares = np.asarray(jax.nn.softmax(logits))
+    found = np.bincount(labels, minlength=4) / 4000
+    assert np.all(np.abs(found - shares) < 5 * np.sqrt(shares * (1 - shares) / 4000))
+
+    setup, weights = train_setup(sophia_run()), jnp.asarray([1.0, 0.0, 1.0])
+    rows, tokens = jnp.zeros(3, jnp.int32), jnp.zeros((3, 5), jnp.int32)
+    documents = {"segment_ids": tokens, "weights": jnp.asarray([4.0, 0.0, 3.0])}
+    for batch, count in (
+        ({"targets": rows}, 3),
+        ({"targets": tokens}, 15),
+        ({"targets": tokens, "weights": weights}, 10),
+        ({"targets": tokens, **documents}, 7),
+    ):
+        assert with_sampled_labels(setup, batch, jnp.asarray(0))[1] == count
+
+
+def test_an_estimate_of_curvature_is_costed_in_its_share_of_updates():
+    """One in k of a second gradient: half as much is saved from four to eight as from two to four;
+    that is about as much work as the first gradient."""
+    flop = {}
+    for every in (2, 4, 8):
+        run = sophia_run(refresh_every_steps=every)
+        mesh = build_mesh(run.layout)
+        step = build_step(run, mesh)
+        program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+        flop[every] = sum(each.flop * each.share * times for each, times in program.walk())
+    assert flop[2] - flop[4] == pytest.approx(2 * (flop[4] - flop[8]), rel=1e-6)
+    assert 4 * (flop[2] - flop[4]) == pytest.approx(flop[8], rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"layout.pipeline": 2}, r"layout\.pipeline=2 is refused: .*data, fsdp and tensor"),
+        ({"layout.context": 2}, r"layout\.context=2 is refused"),
+        ({"loss.kind": "optax:sigmoid_focal_loss"}, r"loss\.kind=.* softmax cross-entropy"),
+        ({"model.compute_dtype": "float16"}, r'compute_dtype=.* "float32" or "bfloat16"'),
+        ({"gradient_sync.name": "fp16"}, r"gradient_sync\.name='fp16' is refused"),
+        (
+            {"model.name": "llama", "model.moe": {"experts": 4, "expert_hidden": 32}},
+            r"model\.moe is refused: .* labels",
+        ),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_sophia_is_refused_where_it_has_no_labels(fields, said):
+    """Before anything is compiled."""
+    tables = {
+        "model": {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
+        "batch": {"global_batch": 8},
+        "optimizer": {"name": "sophia"},
+        "schedule": {"base_learning_rate": 0.1},
+    }
+    for name, value in fields.items():
+        *parts, last = name.split(".")
+        table: Any = tables
+        for part in parts:
+            table = table.setdefault(part, {})
+        table[last] = value
+    with pytest.raises(ConfigError, match=said):
+        build(RunConfig, tables)
+
+
 @pytest.mark.parametrize("kind", [AdamWConfig, LionConfig], ids=lambda kind: kind.__name__)
 def test_cautious_steps_leave_out_what_points_against_the_gradient(kind):
     """Liang et al. 2024, algorithm 1, layer by layer."""
@@ -468,6 +618,8 @@ def test_what_is_no_optimizer_is_refused(tmp_path, monkeypatch, path, options, s
         ({"name": "shampoo", "ridge": 0.0}, r"ridge=0\.0 is refused"),
         ({"name": "adafactor", "decay_exponent": 1.0}, r"decay_exponent=1\.0 is refused"),
         ({"name": "mars", "gamma": -1.0}, r"gamma=-1\.0 is refused"),
+        ({"name": "sophia", "gamma": 0.0}, r"gamma=0\.0 is refused"),
+        ({"name": "sophia", "refresh_every_steps": 0}, "refresh_every_steps=0 is refused"),
         ({"name": "muon", "adamw_rate_factor": 0.0}, r"adamw_rate_factor=0\.0 is refused"),
     ],
 )

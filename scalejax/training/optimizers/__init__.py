@@ -30,6 +30,7 @@ from scalejax.config.optimizer import (
     SgdConfig,
     ShampooConfig,
     SoapConfig,
+    SophiaConfig,
 )
 from scalejax.models import parameter_path
 from scalejax.models.lora import ADAPTERS
@@ -39,6 +40,7 @@ from scalejax.training.optimizers.matrices import HiddenMatrices, MatrixAxes
 from scalejax.training.optimizers.own import own_optimizer
 from scalejax.training.optimizers.parametrization import Parametrization, parametrized
 from scalejax.training.optimizers.preconditioned import scale_by_shampoo, scale_by_soap
+from scalejax.training.optimizers.sophia import scale_by_sophia
 from scalejax.training.optimizers.transformations import cautious, corrected_by_the_last
 from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
 from scalejax.training.schedules import Schedule
@@ -164,6 +166,15 @@ def _mars(config: MarsConfig, schedule: Schedule, **_: object) -> GradientTransf
         corrected_by_the_last(config.gamma * config.beta1 / (1 - config.beta1)),
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+@build_optimizer.register
+def _sophia(config: SophiaConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    return optax.chain(
+        scale_by_sophia(config),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )

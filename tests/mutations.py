@@ -222,6 +222,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/training/test_noise_scale.py",),
         words="estimates or quadratic",
     ),
+    Mutation(
+        path="scalejax/training/sharpness.py",
+        old="along = jnp.where(is_alive, along, diagonal[0])",
+        new="along = jnp.where(is_alive, along, 0)",
+        mistake="a Hessian without positive eigenvalues has sharpness 0 once all is spanned",
+        first_tests=("tests/training/test_sharpness.py",),
+        words="by_sign",
+    ),
     # --- learning rates, scaling rules, growing batches ---
     Mutation(
         path="scalejax/training/schedules.py",

@@ -219,6 +219,7 @@ def test_step_and_evaluation_are_the_only_modules_that_jit_a_run():
     # they time small programs of their own: products, copies, all-reduces
     others -= {f"measure.devices.{name}" for name in ("timing", "probes")}
     others -= {"training.multihost"}  # it sums up the bits of a state, and changes none
+    others -= {"training.sharpness"}  # it takes products of a Hessian, and updates nothing
     others -= {"xla.functions"}  # it jits a function of the user's, to be compiled
     # it has the gradient and the optimizer that the step is made of, in another order
     others -= {"emulation.executor"}

@@ -74,7 +74,7 @@ _OTHERS = (
     batch.global_batch = 64
     optimizer.name = "sgd"
     schedule = { name = "horovod", initial_learning_rate = 0.1, workers = 8 }
-    train = { epochs = 2, noise_scale = {} }
+    train = { epochs = 2, noise_scale = {}, sharpness = { samples = 64 } }
     """,
 )
 _COMMANDS = ("config show",) * 12 + ("sweep",) * 3 + ("schedule plot",) + ("predict",) * 4 + (

@@ -10,7 +10,7 @@ from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
-from scalejax.config.model import DecoderConfig, ModelConfig, VitConfig
+from scalejax.config.model import DecoderConfig, ModelConfig, VitConfig, float8_type
 from scalejax.config.optimizer import OptimizerConfig, SophiaConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.schedule import LearningRateConfig
@@ -22,6 +22,7 @@ from scalejax.config.training import (
     FineTuningConfig,
     LayoutConfig,
     LossConfig,
+    SharpnessConfig,
     TrainConfig,
 )
 from scalejax.core.errors import (
@@ -533,6 +534,74 @@ def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:
                 f'equal weight; use "{other}", or leave train.noise_scale out'
             )
             raise ConfigError(refusal(f"input.{name}", value, accepted))
+
+
+def require_sharpness_defined(
+    model: ModelConfig,
+    data: DataConfig,
+    layout: LayoutConfig,
+    fine_tuning: FineTuningConfig | None,
+    *,
+    has_local_weights: bool,
+) -> None:
+    """Refuse the sharpness where second derivatives are not there, or would be of another loss.
+
+    Raises:
+        ConfigError: naming the field, and what it may be.
+    """
+    measured = "train.sharpness differentiates the loss twice"
+    for name, value, accepted in (
+        (
+            "layout.pipeline",
+            layout.pipeline,
+            f"{measured}, and stages have one backward pass; use 1",
+        ),
+        (
+            "layout.context",
+            layout.context,
+            f"{measured}, and keys that travel between devices have one backward pass; use 1",
+        ),
+    ):
+        if value > 1:
+            raise ConfigError(refusal(name, value, accepted))
+    if model.expert_count > 0:
+        accepted = f"{measured}, and routers choose experts by steps; leave train.sharpness out"
+        raise ConfigError(refusal("model.moe.experts", model.expert_count, accepted))
+    if float8_type(model) is not None or model.compute_dtype == "float4":
+        accepted = (
+            f"{measured}, in float32, and scales of 8 bits belong to a network of their own; use "
+            '"bfloat16" or "float32", or leave train.sharpness out'
+        )
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    if fine_tuning is not None and fine_tuning.cache_features:
+        accepted = "train.sharpness reads samples, not features; leave one of the two out"
+        raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+    if has_local_weights:
+        accepted = "every device has weights, and a sharpness, of its own; leave one of the two out"
+        raise ConfigError(f"train.sharpness is refused with local_sgd: {accepted}.")
+    if data.name == "mixture":  # type: ignore[attr-defined]  each data set has one
+        accepted = (
+            "train.sharpness is over samples of equal weight, and its sources have others; leave "
+            "one of the two out"
+        )
+        raise ConfigError(refusal("data.name", "mixture", accepted))
+    if data.petastorm is not None:
+        accepted = "train.sharpness reads the same samples again, and these readers have no index"
+        raise ConfigError(f"data.reading.petastorm is refused: {accepted}.")
+
+
+def require_sharpness_samples(wanted: SharpnessConfig, shards: int, examples: int) -> None:
+    """Refuse samples that devices cannot share equally, or that are not there.
+
+    Raises:
+        ConfigError: naming the nearest that are accepted.
+    """
+    name, samples = "train.sharpness.samples", wanted.samples
+    if samples > examples:
+        most = examples - examples % shards
+        accepted = f"there are {examples:,} training examples; use at most {most:,}"
+        raise ConfigError(refusal(name, samples, accepted))
+    require_multiple(name, samples, shards, "devices that share a batch")
 
 
 def require_correction_in_every_step(

@@ -35,6 +35,8 @@ from scalejax.config.checks import (
     require_ramp_within_run,
     require_sampled_labels,
     require_shardable_gradients,
+    require_sharpness_defined,
+    require_sharpness_samples,
     require_single_average,
     require_single_main_params,
     require_single_rate,
@@ -174,6 +176,14 @@ class RunConfig:
         if self.averaging is not None:
             self.averaging.require_within(train.epochs)
         require_unmasked_rows(self.input, train)
+        if train.sharpness is not None:
+            require_sharpness_defined(
+                model,
+                self.data,
+                layout,
+                self.fine_tuning,
+                has_local_weights=self.local_sgd is not None,
+            )
         require_correction_in_every_step(self.gradient_sync, self.optimizer, self.input)
         require_finite_epochs(self.input, self.data)
         require_compatible_gradient_sync(
@@ -345,6 +355,9 @@ def resolve(
     if config.train.noise_scale is not None:
         keeps = config.model.has_batch_norm
         require_noise_scale_parts(split, mode=wanted.mode, has_batch_norm=keeps)
+    if config.train.sharpness is not None:
+        shards = layout.batch_shards
+        require_sharpness_samples(config.train.sharpness, shards, facts.train_examples)
     dataset = _with_model_pixels(facts, config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device

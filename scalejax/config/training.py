@@ -506,6 +506,38 @@ class NoiseScaleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharpnessConfig:
+    """Measurement of the sharpness: the largest eigenvalue of the Hessian of the training loss, by
+    Lanczos over products of the Hessian with vectors, as along a warmup in Lewkowycz et al. 2020
+    (arXiv 2003.02218), Cohen et al. 2021 (arXiv 2103.00065) and Gilmer et al. 2021 (2110.04369).
+
+    Of the parameters that learn, in float32, over the same training samples each time, without
+    augmentation and dropout; BatchNorm normalises by all of these together; weight decay is not in
+    the loss. The step is the same with it and without, so `predict` does not know of it.
+    """
+
+    every_steps: int = 10
+    """Updates between measurements; the first is before any."""
+    samples: int = 1024
+    """Training samples that the loss is the mean of. They are held at once, with the activations of
+    all of them and what a second derivative needs of these."""
+    iterations: int = 32
+    """Products with the Hessian, after which the largest eigenvalue is taken: the record says how
+    far it may be from an eigenvalue. Each keeps a vector as large as the parameters in float32."""
+    seed: int = 0
+    """Seed of the choice of samples and of the first vector, whatever the run's own."""
+
+    def __post_init__(self) -> None:
+        require_at_least("train.sharpness.every_steps", self.every_steps, 1)
+        require_at_most("train.sharpness.every_steps", self.every_steps, MOST_STEPS)
+        require_at_least("train.sharpness.samples", self.samples, 1)
+        require_at_least("train.sharpness.iterations", self.iterations, 2)
+        require_at_most("train.sharpness.iterations", self.iterations, 1000)
+        require_at_least("train.sharpness.seed", self.seed, 0)
+        require_at_most("train.sharpness.seed", self.seed, MOST_STEPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceConfig:
     """When a diverged run is stopped."""
 
@@ -558,6 +590,8 @@ class TrainConfig:
     """When a diverged run is stopped."""
     noise_scale: NoiseScaleConfig | None = None
     """Measurement of the gradient noise scale; if absent, it is not measured."""
+    sharpness: SharpnessConfig | None = None
+    """Measurement of the sharpness; if absent, it is not measured."""
     layer_gradient_norms: bool = False
     """Whether the norm of the gradient of each layer is measured: before it is clipped."""
 

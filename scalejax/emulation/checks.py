@@ -140,6 +140,8 @@ def _require_plain_training(config: RunConfig) -> None:
         raise ConfigError(refusal("train.layer_gradient_norms", True, accepted))
     if train.noise_scale is not None:
         raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
+    if train.sharpness is not None:
+        raise ConfigError("[train.sharpness] is refused: emulate does not measure it.")
     if train.early_stopping is not None:
         raise ConfigError(
             "[train.early_stopping] is refused: an emulation makes all of train.epochs; leave it "

@@ -181,6 +181,11 @@ class RunSource:
         return any(m.noise_scale is not None for m in self.record.training)
 
     @property
+    def measures_sharpness(self) -> bool:
+        """Whether the record has a sharpness."""
+        return any(m.sharpness is not None for m in self.record.sharpness)
+
+    @property
     def has_experts(self) -> bool:
         """Whether the record has loads of experts."""
         return any(m.expert_load is not None for m in self.record.training)

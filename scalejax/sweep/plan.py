@@ -420,8 +420,8 @@ def in_words(fields: Mapping[str, JsonValue]) -> str:
 
 
 def can_train_together(run: ResolvedRun) -> bool:
-    """Whether a run may share a program: one device, one batch size, no early stopping, and no
-    statistics that are taken anew for an average."""
+    """Whether a run may share a program: one device, one batch size, no early stopping, no
+    sharpness, and no statistics that are taken anew for an average."""
     config = run.config
     takes_statistics = config.averages_samples and config.model.has_batch_norm
     return (
@@ -429,6 +429,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and len(run.phases) == 1
         and config.layout.mode == "jit"
         and config.train.early_stopping is None
+        and config.train.sharpness is None
         and config.emulation is None
         and config.dropout is None  # whose masks are of one seed
         and not isinstance(config.optimizer, SophiaConfig)  # nor have its sampled labels another

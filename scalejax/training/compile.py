@@ -20,6 +20,7 @@ from scalejax.simulator.predict import slow_note
 from scalejax.training.evaluation import Evaluation, build_evaluation
 from scalejax.training.record import RunFolder
 from scalejax.training.run_folder import kept_prediction
+from scalejax.training.sharpness import Sharpness, build_sharpness
 from scalejax.training.step import Step, build_step
 
 
@@ -40,6 +41,8 @@ class RunPrograms:
     """The evaluation of a batch, with the shapes of its arguments."""
     evaluate: Any
     """The evaluation, compiled."""
+    sharpness: Sharpness | None = None
+    """The measurement of sharpness, compiled; None if the run does not ask for it."""
     together: str = ""
     """With which other runs, in words for the record; empty for a run alone."""
 
@@ -98,6 +101,7 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
         later=tuple((each, _compiled(each)) for each in later),
         evaluation=evaluation,
         evaluate=evaluation.function.lower(*evaluation.weights_shapes, evaluation.batch).compile(),
+        sharpness=build_sharpness(run, mesh, evaluation) if run.config.train.sharpness else None,
     )
 
 

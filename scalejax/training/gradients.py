@@ -249,7 +249,7 @@ def mean_loss(
     the one among the metrics has not: it is comparable to that of evaluation. Those of routers are
     of all tokens, whatever the weights.
 
-    Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
+    Weights multiply each sample's loss and accuracy: with those of `of_mean_1` this is the mean
     over the samples that count, as are the statistics of BatchNorm.
     """
     network = network_with(setup, bn, params, model_state)
@@ -306,7 +306,7 @@ def gradients(
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
     learning = trainable(setup.run.config.fine_tuning, params)
     scales = scales_of(model_state)
-    batch = _of_mean_1(batch, rows)
+    batch = of_mean_1(batch, rows)
 
     def loss_of(learned: tuple[PyTree, PyTree], model_state: PyTree, batch: Batch) -> PyTree:
         learning, scales = learned
@@ -515,7 +515,7 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def _of_mean_1(batch: Batch, rows: DeviceRows | None) -> Batch:
+def of_mean_1(batch: Batch, rows: DeviceRows | None) -> Batch:
     """`batch` with the weights of its rows, if it has any, scaled to mean 1 over them, or with
     `rows` over those of all devices; 0 if no row counts.
 

@@ -51,13 +51,16 @@ from scalejax.training.record import (
     DivergenceCause,
     Measurement,
     ProcessesChange,
+    SharpnessMeasurement,
     Status,
     StatusChange,
     UnreadableExamples,
     ValidationMeasurement,
+    finite,
 )
 from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import versions
+from scalejax.training.sharpness import stability_threshold
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import Step
@@ -185,6 +188,8 @@ class TrainingLoop:
         has_missed = any(each.status.evaluated_step != begin for each in self._open)
         if begin and self._run.is_evaluated(begin) and has_missed:
             self._pause(state)  # a signal had interrupted its evaluation
+        if not begin:
+            self._measure_sharpness(state)
         state = self._run_steps(state)
         if self._has_validation:
             self._test(state)
@@ -277,6 +282,7 @@ class TrainingLoop:
             if every and self._step % every == 0:
                 self._settle()
                 self._compare_replicas(state)
+            self._measure_sharpness(state)
             signal_number = self._signals.agreed("training")
             wanted = self._signals.agreed_wish
             if self._is_pause or signal_number:
@@ -385,6 +391,42 @@ class TrainingLoop:
         if signal_number:
             self._interrupt(signal_number)
         self._clock.restart(self._step)
+
+    def _measure_sharpness(self, state: TrainState) -> None:
+        """Measure and log the sharpness, if it is due: before the checkpoint of the same step, so
+        that a resumed run has it once."""
+        wanted, program = self._config.sharpness, self._programs.sharpness
+        if wanted is None or program is None or self._step % wanted.every_steps:
+            return
+        self._settle()
+        if not self._goes_on(state):
+            return
+        self._logger.heartbeat.at("evaluating", self._step)
+        with self._logger.clock.within("evaluation"):
+            begin = time.perf_counter()
+            values = program.measured(state, self._sharpness_batch)
+            seconds = time.perf_counter() - begin
+        for each in self._open:
+            rate = program.learning_rate(self._step)
+            measurement = SharpnessMeasurement(
+                step=self._step,
+                epoch=each.run.epoch_of(self._step),
+                sharpness=finite(values["sharpness"]),
+                sharpness_error=finite(values["error"]),
+                learning_rate=rate,
+                stability_threshold=stability_threshold(each.run.config.optimizer, rate),
+                seconds=seconds,
+                elapsed_seconds=each.logger.elapsed_seconds,
+            )
+            self._write(each, measurement)
+        self._clock.restart(self._step)
+
+    @cached_property
+    def _sharpness_batch(self) -> Any:
+        """The samples of every measurement of sharpness, on the devices."""
+        program = self._programs.sharpness
+        assert program is not None  # noqa: S101  by its caller
+        return program.samples(self._training_sources[0])
 
     def _copy(self, state: TrainState, wish: Wish) -> None:
         """Copy the state to memory, and end the session if others are to join."""

@@ -172,6 +172,32 @@ class ValidationMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharpnessMeasurement:
+    """The sharpness: the largest eigenvalue of the Hessian of the training loss."""
+
+    kind: Literal["sharpness"] = "sharpness"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    epoch: float
+    """Passes over the training data made."""
+    sharpness: float | None
+    """The largest eigenvalue, by Lanczos; None if it was not finite."""
+    sharpness_error: float | None
+    """How far that is from an eigenvalue at most, the norm of the residual, but for the
+    rounding of float32; None likewise."""
+    learning_rate: float
+    """Learning rate of the next update."""
+    stability_threshold: float | None
+    """Sharpness above which SGD of that rate and its momentum grows away from the minimum of a
+    quadratic: 2 / rate without momentum; None of other optimizers, and where the rate is 0."""
+    seconds: float
+    """Time that the measurement took."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusChange:
     """A change of the run's status."""
 
@@ -233,13 +259,21 @@ class ProcessesChange:
 
 Evaluated = EvaluationMeasurement | ValidationMeasurement
 """The metrics of an evaluation, of test or of validation data."""
-Measurement = TrainMeasurement | Evaluated | UnreadableExamples | ProcessesChange | StatusChange
+Measurement = (
+    TrainMeasurement
+    | Evaluated
+    | SharpnessMeasurement
+    | UnreadableExamples
+    | ProcessesChange
+    | StatusChange
+)
 """One line of `measurements.jsonl`."""
 
 _KINDS: dict[str, type[Measurement]] = {
     "train": TrainMeasurement,
     "evaluation": EvaluationMeasurement,
     "validation": ValidationMeasurement,
+    "sharpness": SharpnessMeasurement,
     "unreadable": UnreadableExamples,
     "processes": ProcessesChange,
     "status": StatusChange,
@@ -406,6 +440,11 @@ class RunRecord:
         return self.evaluations[-1] if self.evaluations else None
 
     @property
+    def sharpness(self) -> tuple[SharpnessMeasurement, ...]:
+        """The measurements of sharpness, of a run that asks for them."""
+        return tuple(m for m in self.measurements if isinstance(m, SharpnessMeasurement))
+
+    @property
     def unreadable(self) -> tuple[UnreadableExamples, ...]:
         """Examples skipped as unreadable, where the config allows it."""
         return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
@@ -437,14 +476,19 @@ class RunRecord:
 
 def figures(path: Path) -> list[tuple[int, float, float, float]]:
     """All that the run in the folder `path` measured but the time it took, of which two runs that
-    are the same have the same: (step, loss, accuracy, learning rate) of updates, and of
-    evaluations with 0 for the rate; `math.nan`, the same one each time, where there is none.
+    are the same have the same: (step, loss, accuracy, learning rate) of updates, of
+    evaluations with 0 for the rate, and with the sharpness and its error in place of loss and
+    accuracy; `math.nan`, the same one each time, where there is none.
 
     Raises:
         ConfigError: if there is no run, or a line is damaged.
     """
     rows: list[tuple[int, float, float, float]] = []
     for line in RunRecord.load(path).measurements:
+        if isinstance(line, SharpnessMeasurement):
+            values = (line.sharpness, line.sharpness_error)
+            found = [math.nan if value is None else value for value in values]
+            rows.append((line.step, found[0], found[1], line.learning_rate))
         if not isinstance(line, TrainMeasurement | EvaluationMeasurement | ValidationMeasurement):
             continue
         loss = math.nan if line.loss is None else line.loss

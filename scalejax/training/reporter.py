@@ -24,6 +24,7 @@ from scalejax.training.record import (
     EvaluationMeasurement,
     Measurement,
     ProcessesChange,
+    SharpnessMeasurement,
     TrainMeasurement,
     UnreadableExamples,
     ValidationMeasurement,
@@ -192,6 +193,13 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
             f"{part} loss {_loss(measurement.loss)}, "
             f"{part} accuracy {format_fraction(measurement.accuracy)}{chosen}"
+        )
+    if isinstance(measurement, SharpnessMeasurement):
+        value, limit = measurement.sharpness, measurement.stability_threshold
+        of_rate = "" if limit is None else f", stable below {limit:.4g}"
+        return (
+            f"step {measurement.step}/{total_steps}: "
+            f"sharpness {UNKNOWN if value is None else f'{value:.4g}'}{of_rate}"
         )
     if isinstance(measurement, UnreadableExamples):
         part = {"train": "training"}.get(measurement.part, measurement.part)

@@ -39,7 +39,12 @@ _MODULES = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
 """Modules that each tracker needs; those after "mlflow" for its database."""
-_PARTS = {"train": "train", "validation": "validation", "evaluation": "test"}
+_PARTS = {
+    "train": "train",
+    "validation": "validation",
+    "evaluation": "test",
+    "sharpness": "sharpness",
+}
 _SECONDS_BETWEEN_BATCHES = 2.0
 """Time between two transactions of MLflow's database, each of which takes some 10 ms."""
 _LONGEST_PARAM = 6000

@@ -25,6 +25,7 @@ from scalejax.sweep.plan import begin_sweep
 from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
+    SharpnessMeasurement,
     Status,
     StatusChange,
     TrainMeasurement,
@@ -202,6 +203,31 @@ def test_report_says_how_far_losses_are_from_those_of_the_first_run(page: Page, 
     mean = 0.5 * math.log(10 / 3.1) / (10 - 3.1)
     assert gap.mean_gap == pytest.approx(mean, rel=0.01)
     assert mean < gap.max_gap < 0.5 / 3.1
+
+
+def test_the_sharpness_is_drawn_with_the_threshold_of_the_rate(page: Page, tmp_path: Path):
+    """Where it was measured, and nowhere else."""
+    run = write_run(tmp_path / "measured", [0.5, 0.6])
+    with closing(MeasurementLog(run / "measurements.jsonl")) as log:
+        for step, sharpness in ((0, 12.5), (10, 17.25)):
+            line = SharpnessMeasurement(
+                step=step,
+                epoch=step / 10,
+                sharpness=sharpness,
+                sharpness_error=0.0,
+                learning_rate=0.1,
+                stability_threshold=38.0 if step else None,
+                seconds=1.0,
+                elapsed_seconds=1.0,
+            )
+            log.append(line)
+
+    charts = json.dumps(Page(render(read_sources([run]), "")).charts)
+
+    assert charts.count('"title": "sharpness"') == 1
+    assert "17.25" in charts
+    assert charts.count("38.0") == 1
+    assert '"title": "sharpness"' not in json.dumps(page.charts)
 
 
 def test_the_noise_scale_is_drawn_where_it_was_measured(page: Page, tmp_path: Path):

@@ -260,6 +260,26 @@ def noise_scale(runs: Sequence[RunSource]) -> Spec:
     return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
 
 
+def sharpness(runs: Sequence[RunSource]) -> Spec:
+    """Sharpness by updates, of the runs that measured it, and up to where their optimizer is
+    stable, if it is SGD: where both are above 0, as the axis is logarithmic."""
+    rows: list[Row] = []
+    for run in runs:
+        for m in run.record.sharpness:
+            for suffix, value in (("", m.sharpness), (": limit", m.stability_threshold)):
+                if value is not None and value > 0:
+                    rows.append(
+                        {
+                            "run": run.family + suffix,
+                            "label": run.label + suffix,
+                            "epoch": m.epoch,
+                            "sharpness": value,
+                        }
+                    )
+    y = alt.Y("sharpness:Q", title="sharpness", scale=alt.Scale(type="log"))
+    return _curves(rows, y, alt.Tooltip("sharpness:Q", format=".4g"), has_points=True)
+
+
 def expert_load(runs: Sequence[RunSource]) -> Spec:
     """Load of the fullest expert over the mean, of the runs that have experts: of windows of
     assignments where these were measured, else of each update."""

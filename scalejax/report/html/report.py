@@ -212,6 +212,16 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
             "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
             charts.noise_scale(runs),
         )
+    if any(run.measures_sharpness for run in runs):
+        page.add_chart(
+            "Sharpness",
+            "The largest eigenvalue of the Hessian of the training loss, over the same samples "
+            "each time, and the limit above which SGD of that learning rate and momentum leaves "
+            "the minimum of a quadratic, 2 / rate without momentum: a rate that is warmed up "
+            "drives the sharpness below it (Lewkowycz et al. 2020), or along it (Cohen et al. "
+            "2021).",
+            charts.sharpness(runs),
+        )
     if any(run.has_experts for run in runs):
         page.add_chart(
             "Load of experts",

@@ -1,0 +1,244 @@
+"""The sharpness of a run: the largest eigenvalue of the Hessian of its training loss.
+
+The Hessian is never built: Lanczos takes products of it with vectors, each the gradient of the
+product of the gradient with it. Vectors are trees like the parameters, sharded as they
+are. Knows the network and the samples; no loop and no record.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalejax.config.input import InputConfig
+from scalejax.config.model import DecoderConfig
+from scalejax.config.optimizer import OptimizerConfig, SgdConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.config.training import SharpnessConfig
+from scalejax.data.held_out import part_of
+from scalejax.data.loader.loader import evaluation_batches
+from scalejax.data.source import Source
+from scalejax.models import BatchNormScope
+from scalejax.training.data_parallel import with_constraints
+from scalejax.training.evaluation import Evaluation
+from scalejax.training.gradients import Batch, mean_loss, of_mean_1, with_target_weights
+from scalejax.training.mesh import replicated
+from scalejax.training.optimizers.fine_tuning import updated
+from scalejax.training.setup import TrainSetup, train_setup
+from scalejax.training.state import (
+    PyTree,
+    TrainState,
+    gathered_params,
+    learning_params,
+    shardings_of,
+)
+
+_INVARIANT = 1e-5
+"""Of the largest entry of the tridiagonal matrix, what is left of a product beside the vectors
+before it, at most, where these span all that the Hessian reaches: the rest is rounding of float32.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharpness:
+    """The measurement over a mesh."""
+
+    wanted: SharpnessConfig
+    """Which samples, and how many products."""
+    how: InputConfig
+    """How samples are read."""
+    batch: Batch
+    """Shapes, types and shardings of the samples."""
+    function: Any
+    """The compiled (params, model_state, batch) -> "sharpness" and its "error", float32."""
+    schedule: Any
+    """Learning rate by updates made."""
+
+    def samples(self, source: Source) -> Batch:
+        """The samples of every measurement, out of the training examples `source`."""
+        order = np.random.default_rng(self.wanted.seed).permutation(len(source))
+        chosen = part_of(source, np.sort(order[: self.wanted.samples]))
+        with closing(evaluation_batches(chosen, self.batch, self.how)) as batches:
+            return next(iter(batches))
+
+    def measured(self, state: TrainState, batch: Batch) -> dict[str, float]:
+        """The "sharpness" at the parameters that the next gradient is taken at, and its "error":
+        the distance to the nearest eigenvalue is no larger."""
+        values = jax.device_get(self.function(state.params, state.model_state, batch))
+        return {name: float(value) for name, value in values.items()}
+
+    def learning_rate(self, step: int) -> float:
+        """That of the update after `step` updates."""
+        return float(self.schedule(step))
+
+
+def build_sharpness(run: ResolvedRun, mesh: Mesh, evaluation: Evaluation) -> Sharpness:
+    """The measurement of the sharpness of `run` over `mesh`, compiled: of the weights that are
+    trained, which are shaped as those of `evaluation`, and of samples as there."""
+    wanted = run.config.train.sharpness
+    assert wanted is not None  # noqa: S101  by its caller
+    batch = {
+        name: like.update(shape=(wanted.samples, *like.shape[1:]))
+        for name, like in evaluation.batch.items()
+    }
+    setup = train_setup(_in_float32(run))
+    measure = partial(_measure, setup, mesh, wanted, shardings_of(evaluation.weights_shapes[0]))
+    function = jax.jit(
+        partial(with_constraints, setup, mesh, measure),
+        in_shardings=shardings_of((*evaluation.weights_shapes, batch)),
+        out_shardings=replicated(mesh),
+    )
+    return Sharpness(
+        wanted=wanted,
+        how=replace(run.config.input, workers=0),  # for one batch
+        batch=batch,
+        function=function.lower(*evaluation.weights_shapes, batch).compile(),
+        schedule=setup.schedule,
+    )
+
+
+def stability_threshold(optimizer: OptimizerConfig, learning_rate: float) -> float | None:
+    """The curvature of a quadratic above which SGD of this rate grows away from its minimum; None
+    of other optimizers, whose limit is that of a preconditioned Hessian, and at rate 0.
+
+    Source: Cohen et al. 2021, arXiv 2103.00065, section 2 and appendix B: 2 / rate, times 1 + m
+    with momentum m, and over 1 + 2 m besides if it is Nesterov's.
+    """
+    if not isinstance(optimizer, SgdConfig) or learning_rate <= 0:
+        return None
+    momentum = optimizer.momentum
+    limit = 2 * (1 + momentum) / learning_rate
+    return limit / (1 + 2 * momentum) if optimizer.nesterov else limit
+
+
+def _in_float32(run: ResolvedRun) -> ResolvedRun:
+    """`run` computed in float32, and with attention that can be differentiated twice."""
+    model = run.config.model
+    if isinstance(model, DecoderConfig):
+        model = replace(model, attention="unfused")
+    model = replace(model, compute_dtype="float32")
+    config = replace(run.config, model=model, dropout=None)
+    return replace(run, config=config)
+
+
+def _measure(
+    setup: TrainSetup,
+    mesh: Mesh,
+    wanted: SharpnessConfig,
+    shardings: PyTree,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+) -> dict[str, jax.Array]:
+    mask = batch["mask"]
+    batch = {name: rows for name, rows in batch.items() if name != "mask"}
+    batch = of_mean_1(with_target_weights({**batch, "weights": mask}), None)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    learning = learning_params(setup, params)
+    own = learning_params(setup, shardings)
+
+    def loss(learning: PyTree) -> jax.Array:
+        whole = gathered_params(setup, mesh, updated(params, learning))
+        return mean_loss(setup, BatchNormScope(), whole, model_state, batch)[0]
+
+    def product(vector: PyTree) -> PyTree:
+        # Backward over backward: layers that have a backward pass of their own have no forward one.
+        def along(learning: PyTree) -> jax.Array:
+            return jnp.asarray(optax.tree.vdot(jax.grad(loss)(learning), vector))
+
+        return jax.grad(along)(learning)
+
+    with jax.default_matmul_precision("highest"):
+        value, error = largest_eigenvalue(
+            product, learning, own, iterations=wanted.iterations, seed=wanted.seed
+        )
+    return {"sharpness": value, "error": error}
+
+
+def largest_eigenvalue(
+    product: Callable[[PyTree], PyTree],
+    like: PyTree,
+    shardings: PyTree,
+    *,
+    iterations: int,
+    seed: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The largest eigenvalue of a symmetric matrix, and the norm of its residual, by Lanczos with
+    every vector made orthogonal to all before it, twice.
+
+    Source: Golub & Van Loan, Matrix Computations, 4th edition, sections 10.1 and 10.3.
+
+    Args:
+        product: the matrix times a vector, a tree of float32 arrays.
+        like: a tree of the shapes of a vector.
+        shardings: of these arrays.
+        iterations: products to take.
+        seed: of the first vector.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    placed = jax.tree.leaves(shardings)
+
+    def as_placed(vector: list[jax.Array]) -> list[jax.Array]:
+        return [
+            lax.with_sharding_constraint(leaf, at) for leaf, at in zip(vector, placed, strict=True)
+        ]
+
+    def norm(vector: list[jax.Array]) -> jax.Array:
+        return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in vector))
+
+    def without(basis: list[jax.Array], vector: list[jax.Array]) -> list[jax.Array]:
+        """`vector` without its parts along the rows of `basis`, [iterations, ...] each."""
+        shares = sum(
+            jnp.sum(rows * leaf[None], axis=tuple(range(1, rows.ndim)))
+            for rows, leaf in zip(basis, vector, strict=True)
+        )
+        return [
+            leaf - jnp.tensordot(shares, rows, axes=1)
+            for rows, leaf in zip(basis, vector, strict=True)
+        ]
+
+    def iterate(index: jax.Array, carry: PyTree) -> PyTree:
+        basis, vector, is_alive, diagonal, beside = carry
+        basis = [rows.at[index].set(leaf) for rows, leaf in zip(basis, vector, strict=True)]
+        found = as_placed(jax.tree.leaves(product(jax.tree.unflatten(structure, vector))))
+        along = sum(jnp.vdot(leaf, own) for leaf, own in zip(found, vector, strict=True))
+        # Where all is spanned the rest of the matrix is another block; its entries are those of
+        # the first vector, which are no larger than the largest eigenvalue.
+        along = jnp.where(is_alive, along, diagonal[0])
+        diagonal = diagonal.at[index].set(along)
+        rest = without(basis, without(basis, found))
+        length = norm(rest)
+        scale = jnp.maximum(jnp.abs(diagonal).max(), beside.max())
+        is_alive = is_alive & ~(length <= _INVARIANT * scale)  # True of NaN, which is to be seen
+        beside = beside.at[index].set(jnp.where(is_alive, length, 0))
+        vector = as_placed([jnp.where(is_alive, leaf / length, 0) for leaf in rest])
+        return basis, vector, is_alive, diagonal, beside
+
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    first = [
+        jax.random.normal(key, leaf.shape, jnp.float32)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    length = norm(first)
+    first = as_placed([leaf / length for leaf in first])
+    basis = [
+        lax.with_sharding_constraint(
+            jnp.zeros((iterations, *leaf.shape), jnp.float32),
+            NamedSharding(at.mesh, PartitionSpec(None, *at.spec)),
+        )
+        for leaf, at in zip(leaves, placed, strict=True)
+    ]
+    zeros = jnp.zeros(iterations, jnp.float32)
+    carry = (basis, first, jnp.ones((), bool), zeros, zeros)
+    *_, diagonal, beside = lax.fori_loop(0, iterations, iterate, carry)
+    matrix = jnp.diag(diagonal) + jnp.diag(beside[:-1], 1) + jnp.diag(beside[:-1], -1)
+    values, vectors = jnp.linalg.eigh(matrix)
+    return values[-1], beside[-1] * jnp.abs(vectors[-1, -1])

@@ -33,8 +33,11 @@ from scalejax.hardware import (
     require_own_names,
 )
 from scalejax.planning.bill import MWH_JOULES, Rates, bill, updates_for
+from scalejax.planning.search import deduplicated, pareto
 from scalejax.planning.search.run import (
+    found_as_xla,
     in_words,
+    prediction_of,
     report_search,
     run_of,
     search_run,
@@ -44,6 +47,7 @@ from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
+from scalejax.simulator.transformer import Strategy
 from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
 
 _ASSUMED_TOKENS = 2**22
@@ -51,7 +55,12 @@ _ASSUMED_TOKENS = 2**22
 _MOST = 1e18
 """Tokens, epochs or updates of a run: more than any."""
 _TRIED = 3
-"""Strategies of a search that are compiled until one fits, where the first does not."""
+"""Fastest strategies of a search that are compiled until one fits; then those that need less."""
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""What XLA's refusals say where a program needs more memory than a device has."""
+_BEYOND = 1.05
+"""Memory that such a program is taken to need at least, over that of a device: so that the next one
+is leaner by as much."""
 _DAY = 86_400.0
 
 
@@ -99,6 +108,10 @@ class CostRow:
     """Hours of one device."""
     price: float | None = None
     """Device-hours times the price of one: dollars, if it is the list price."""
+    p10_price: float | None = None
+    """Price of the 10th percentile of the time."""
+    p90_price: float | None = None
+    """Price of the 90th percentile of the time."""
     energy_joules: float | None = None
     """Energy of all devices, with their hosts."""
     co2_kilograms: float | None = None
@@ -203,6 +216,8 @@ class _Candidate:
     """None where the trainer has no such run, so that only its closed form is known."""
     closed_form: Prediction | None
     """None where no search found it."""
+    why: str | None = None
+    """Why the trainer has no such run."""
 
 
 @dataclass(slots=True)
@@ -219,15 +234,61 @@ class _Row:
     is_compiled: bool = False
     refusals: list[str] = field(default_factory=list)
     """Why candidates do not fit, or do not compile."""
+    leaner: Iterator[_Candidate] = field(default_factory=lambda: iter(()))
+    """Candidates that need less memory in closed form than all before, the fastest first."""
+    excess: float = 1.0
+    """Largest memory as compiled over that in closed form of a candidate that does not fit."""
+    notes: list[str] = field(default_factory=list)
+    """Why the chosen candidate was not compiled."""
 
-    def choose(self, candidate: _Candidate, compiled: Prediction | None) -> None:
-        """Take a candidate: the fastest as compiled, or else the first."""
+    def refuse(self, candidate: _Candidate, compiled: Prediction) -> None:
+        """Note that a candidate does not fit, and by how much."""
+        ratio = compiled.peak_memory_bytes / compiled.memory_bytes
+        self.refusals.append(f"{candidate.words} needs {ratio:.3g}x the memory")
+        closed = candidate.closed_form
+        if closed is not None:
+            excess = compiled.peak_memory_bytes / closed.peak_memory_bytes
+            self.excess = max(self.excess, excess)
+
+    def refuse_compiled(self, candidate: _Candidate, error: Exception) -> None:
+        """Note that the compiler has no memory for a candidate; how much it needs is not known."""
+        self.refusals.append(f"{candidate.words} does not compile: {_in_one_line(error)}")
+        closed = candidate.closed_form
+        if closed is not None:
+            least = _BEYOND * closed.memory_bytes / closed.peak_memory_bytes
+            self.excess = max(self.excess, least)
+
+    def take_leaner(self) -> None:
+        """Add the fastest of the leaner candidates that should fit as compiled, by how much those
+        before were off, or that of least memory."""
+        found = None
+        for found in self.leaner:
+            closed = found.closed_form
+            if closed is None or closed.peak_memory_bytes * self.excess <= closed.memory_bytes:
+                break
+        if found is not None:
+            self.candidates.append(found)
+
+    @property
+    def place(self) -> str:
+        """The row in words."""
+        return f"{self.device_count} devices of {self.option.cluster.name}"
+
+    def choose(
+        self, candidate: _Candidate, compiled: Prediction | None, why: str | None = None
+    ) -> None:
+        """Take a candidate: the fastest as compiled, or else the first, not compiled and why."""
+        closed = candidate.closed_form
+        if compiled is None and closed is not None and not closed.fits:
+            self.refuse(candidate, closed)
+            return
         taken = self.prediction if self.is_compiled else None
         if self.chosen is None or (
             compiled is not None and (taken is None or compiled.step_seconds < taken.step_seconds)
         ):
             self.chosen, self.prediction = candidate, compiled or candidate.closed_form
             self.is_compiled = compiled is not None
+            self.notes = [] if why is None else [f"{self.place}, not compiled: {why}"]
 
 
 def published_decoder(
@@ -348,9 +409,8 @@ def cost_run(
     searched, why = searchable(kept, options[0].cluster, facts)
     rows = [_Row(option, count, []) for option in options for count in counts]
     for row in rows:
-        part = f"{row.device_count} devices of {row.option.cluster.name}"
 
-        def progressed(progress: Progress, part: str = part) -> None:
+        def progressed(progress: Progress, part: str = row.place) -> None:
             on_progress(replace(progress, part=part))
 
         if searched is None:
@@ -374,11 +434,15 @@ def cost_run(
         notes=(
             *notes,
             *([] if why is None else [f"layouts are not searched, the run's is kept: {why}"]),
+            *(found_as_xla(framework) if searched is not None else ()),
             *_of_rates(options),
             *dict.fromkeys(
                 note
                 for row in rows
-                for note in (row.prediction.notes if row.prediction is not None else ())
+                for note in (
+                    *row.notes,
+                    *(row.prediction.notes if row.prediction is not None else ()),
+                )
                 if not note.startswith("MFU ")
             ),
             "start-up and evaluations are not counted",
@@ -432,12 +496,25 @@ def _search(
     report = report_search(
         config, cluster, found, site=site, framework=framework, facts=facts, top=most
     )
-    for each in report.ranked:
+
+    def candidate(strategy: Strategy, prediction: Prediction) -> _Candidate:
+        run, why = None, None
         try:
-            run = run_of(config, each.strategy, facts)
-        except ConfigError:  # scalejax trains no such run
-            run = None
-        row.candidates.append(_Candidate(in_words(each.strategy), run, each.prediction))
+            run = run_of(config, strategy, facts)
+        except ConfigError as error:  # scalejax trains no such run
+            why = _in_one_line(error)
+        return _Candidate(in_words(strategy), run, prediction, why)
+
+    row.candidates += [candidate(each.strategy, each.prediction) for each in report.ranked]
+    least = min(each.peak_memory_bytes for each in deduplicated(found.ranked)[:most])
+    row.leaner = (
+        candidate(
+            each.strategy,
+            prediction_of(config, facts, cluster, site, each.strategy, framework)[0],
+        )
+        for each in pareto(found.ranked)
+        if each.peak_memory_bytes < least
+    )
 
 
 def _lay_out(row: _Row, config: RunConfig, facts: DatasetFacts) -> None:
@@ -455,7 +532,8 @@ def _compile(
     rows: Sequence[_Row], framework: Framework, confirm: int, on_compiled: OnProgress
 ) -> None:
     """Choose a candidate of each row: the fastest of the first `confirm` as they are compiled, or
-    the next that fits; in closed form where none is to be compiled or the compiler refuses it."""
+    the next that fits, then of those that need less memory; in closed form where none is to be
+    compiled or the compiler refuses it for another reason than memory."""
     begin, end = 0, confirm
     while any(map(_is_open, rows)):
         jobs: list[ProfileJob] = []
@@ -465,11 +543,11 @@ def _compile(
             is_here = cluster.chip.cuda is None or has_cuda_compiler()
             for each in row.candidates[begin : max(end, begin + 1)]:
                 if each.run is None or (each.closed_form is not None and not (confirm and is_here)):
-                    row.choose(each, None)
+                    no_compiler = None if is_here else "no compiler for GPUs is installed"
+                    row.choose(each, None, (each.why or no_compiler) if confirm else None)
                     continue
-                part = f"{row.device_count} devices of {cluster.name}"
                 jobs.append(
-                    ProfileJob(run=each.run, cluster=cluster, framework=framework, name=part)
+                    ProfileJob(run=each.run, cluster=cluster, framework=framework, name=row.place)
                 )
                 compiled.append((row, each))
         answers = profile_each(jobs, on_compiled) if jobs else []
@@ -478,18 +556,32 @@ def _compile(
                 prediction = predict(answer, row.option.cluster, site=row.option.site)
                 if prediction.fits:
                     row.choose(each, prediction)
-                    continue
-                ratio = prediction.peak_memory_bytes / prediction.memory_bytes
-                row.refusals.append(f"nothing fits: {each.words} needs {ratio:.3g}x the memory")
+                else:
+                    row.refuse(each, prediction)
+            elif _OUT_OF_MEMORY in str(answer):
+                row.refuse_compiled(each, answer)
             elif each.closed_form is not None:
-                row.choose(each, None)
+                row.choose(each, None, _in_one_line(answer))
             else:
                 row.refusals.append(_in_one_line(answer))
         begin = max(end, begin + 1)
         end = begin + 1
         for row in filter(_is_open, rows):
             if begin >= len(row.candidates):
-                row.misfit = row.refusals[0] if row.refusals else "no layout was found"
+                row.take_leaner()
+            if begin >= len(row.candidates):
+                row.misfit = _of_refusals(row.refusals)
+
+
+def _of_refusals(refusals: Sequence[str]) -> str:
+    """Why no candidate is taken: of several that do not fit, the first and the last, leanest."""
+    first, *rest = refusals
+    if not rest:
+        return f"nothing fits: {first}"
+    return (
+        f"none of the {len(refusals)} layouts that were tried fits: the fastest, {first}; "
+        f"the last, {rest[-1]}"
+    )
 
 
 def _is_open(row: _Row) -> bool:
@@ -503,15 +595,15 @@ def _costed(row: _Row, updates: int) -> CostRow:
         return CostRow(
             cluster=cluster.name, device_count=row.device_count, misfit=row.misfit or "unknown"
         )
-    if not prediction.fits:
-        ratio = prediction.peak_memory_bytes / prediction.memory_bytes
-        misfit = f"nothing fits: {chosen.words} needs {ratio:.3g}x the memory"
-        return CostRow(cluster=cluster.name, device_count=row.device_count, misfit=misfit)
     seconds = updates * prediction.step_seconds / (prediction.goodput or 1.0)
-    found = bill(seconds, row.device_count, row.option.rates)
     low, high = (
         None if step is None else seconds * step / prediction.step_seconds
         for step in (prediction.p10_step_seconds, prediction.p90_step_seconds)
+    )
+    rates = row.option.rates
+    found = bill(seconds, row.device_count, rates)
+    lowest, highest = (
+        None if each is None else bill(each, row.device_count, rates).price for each in (low, high)
     )
     closed = chosen.closed_form
     return CostRow(
@@ -528,6 +620,8 @@ def _costed(row: _Row, updates: int) -> CostRow:
         p90_run_seconds=high,
         device_hours=found.device_hours,
         price=found.price,
+        p10_price=lowest,
+        p90_price=highest,
         energy_joules=found.energy_joules,
         co2_kilograms=found.co2_kilograms,
         mfu=prediction.mfu,

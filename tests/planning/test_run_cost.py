@@ -4,19 +4,25 @@ import csv
 import json
 import shlex
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import scalejax
+from scalejax import cost
 from scalejax.cli.main import main
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import load_config
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.core.units import parse_count
 from scalejax.planning.run_cost import RunCost, Work
 from scalejax.simulator.predict import ScalingPrediction
+from scalejax.simulator.program import Program
+from scalejax.xla import ProfileJob
+from scalejax.xla.closed_form import program_in_closed_form
 
 EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
 SMALL = str(EXAMPLES / "fashion_small_batch.toml")
@@ -58,20 +64,24 @@ def test_days_and_dollars_are_arithmetic_that_can_be_done_by_hand(
     assert row.p10_run_seconds < 86_400 * days < row.p90_run_seconds
     assert (report.soonest, report.cheapest) == (0, 0)
     printed = capsys.readouterr().out
-    (line,) = [
-        each
-        for each in printed.splitlines()
-        if each.startswith("dgx-h100      12 ") and (" to " in each)
-    ]
-    shown = line.replace(",", "").split()
-    assert float(shown[2]) == pytest.approx(days, rel=0.01)
-    assert [float(each) for each in shown[6:8]] == pytest.approx([hours, 2.95 * hours], rel=0.01)
+    lines = printed.splitlines()
+    place = next(at for at, each in enumerate(lines) if each.startswith("dgx-h100      12 "))
+    shown = [float(each) for each in lines[place].replace(",", "").split()[2:5]]
+    assert shown == pytest.approx([days, hours, 2.95 * hours], rel=0.01)
+    bands = [float(each.strip("k")) for each in lines[place + 1].split() if each != "to"]
+    ends = (row.p10_run_seconds, row.p90_run_seconds)
+    in_dollars = [2.95 * 12 * end / 3600 for end in ends]
+    assert [row.p10_price, row.p90_price] == pytest.approx(in_dollars, rel=1e-12)
+    assert bands == pytest.approx(
+        [*(end / 86_400 for end in ends), *(each / 1000 for each in in_dollars)], rel=0.01
+    )
     assert "as published, but for what is given: Brown et al. 2020" in " ".join(printed.split())
     assert "To see why: scalejax explain" in printed
     assert max(len(each) for each in printed.splitlines() if "/" not in each) <= 80
     with (tmp_path / "cost.csv").open() as file:
         (row_of_csv,) = csv.DictReader(file)
     assert float(row_of_csv["days"]) == pytest.approx(days)
+    assert float(row_of_csv["p90_price"]) == pytest.approx(in_dollars[1])
     run = load_config(tmp_path / "runs" / "gpt3-1.3b-dgx-h100-12.toml")
     assert (run.batch.global_batch, run.model.compute_dtype) == (512, "bfloat16")
     assert run.data.known_facts is not None
@@ -214,6 +224,68 @@ def test_a_cluster_without_what_is_multiplied_is_left_out(
     assert row.price == pytest.approx(2 * row.device_hours)
     assert any(note.startswith("tpu-v5p is left out: it has no network") for note in report.notes)
     assert "tpu-v5p: network.bytes_per_second='2x' is refused: there is none" in refused
+
+
+def answers(*found: float | str) -> Callable[..., list[Program | ScalejaxError]]:
+    """In place of a compiler, for each round: closed forms of so many times the memory, or what the
+    compiler refuses with."""
+    rounds = iter(found)
+
+    def compiled(jobs: Sequence[ProfileJob], _: object) -> list[Program | ScalejaxError]:
+        answer = next(rounds)
+        if isinstance(answer, str):
+            return [ProfileError(answer) for _ in jobs]
+        programs = [program_in_closed_form(job) for job in jobs]
+        return [
+            replace(
+                each,
+                backend="cuda",
+                memory=replace(each.memory, temporary_bytes=int(answer * 2**30)),
+            )
+            for each in programs
+        ]
+
+    return compiled
+
+
+MUCH = 100.0
+"""GiB, more than a device has."""
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ((MUCH, MUCH, MUCH, 1.0), None),
+        (("RESOURCE_EXHAUSTED: Out of memory while planning", 1.0), None),
+        (("INTERNAL: no such kernel",), "2 devices of dgx-h100, not compiled: INTERNAL: no such"),
+        ((MUCH,) * 40, "layouts that were tried fits: the fastest, "),
+    ],
+)
+def test_layouts_are_tried_until_one_fits(
+    found: tuple[float | str, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Beyond the three fastest, by those that need less memory; what the compiler has no memory for
+    does not fit, and another refusal of it is said."""
+    monkeypatch.setattr("scalejax.planning.run_cost.profile_each", answers(*found))
+    monkeypatch.setattr("scalejax.planning.run_cost.has_cuda_compiler", lambda: True)
+
+    report = cost("gpt2-124m", ["dgx-h100"], [2], tokens=1e9)
+
+    (row,) = report.rows
+    words = " ".join((*report.notes, row.misfit or ""))
+    assert said is None or said in words
+    assert row.is_compiled == (said is None)
+    assert (row.misfit is None) == (found[-1] != MUCH)
+
+
+def test_a_framework_and_a_network_by_its_size_are_costed_as_by_the_command():
+    """That its layouts are found as XLA runs them is said."""
+    report = cost(
+        "llama-like:N=100m", ["dgx-h100"], [4], tokens=1e9, confirm=0, framework="nanotron-2025"
+    )
+
+    assert report.title.startswith("llama-like:N=100m")
+    assert any("searched for as XLA runs them" in note for note in report.notes)
 
 
 def test_the_next_step_names_the_file_that_is_written_and_the_framework(

@@ -280,7 +280,7 @@ def report_search(
         nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
         notes=(
             *notes,
-            *_framework_notes(framework, best),
+            *found_as_xla(framework),
             *left_out_notes(shape, counts),
         ),
         published=_published(shape, cluster, site, found, training) if training else None,
@@ -378,7 +378,8 @@ _FRAMEWORK_NOTE = (
 )
 
 
-def _framework_notes(framework: Framework, best: Sequence[Candidate]) -> list[str]:
+def found_as_xla(framework: Framework) -> list[str]:
+    """Note on how the layouts of a framework other than XLA are found."""
     return [] if framework == XLA else [_FRAMEWORK_NOTE.format(framework.title)]
 
 

@@ -46,6 +46,8 @@ def _answers(report: RunCost) -> Iterator[str]:
         row = report.rows[place]
         unit = "dollars" if report.currency == "dollars" else "in the currency of --price"
         price = "" if row.price is None else f", {row.price:,.0f} {unit}"
+        if row.p10_price is not None and row.p90_price is not None:
+            price += f" ({row.p10_price:,.0f} to {row.p90_price:,.0f})"
         yield (
             f"{' and '.join(each).capitalize()}: {_place(row)}, "
             f"{format_seconds(row.run_seconds)}{price}."
@@ -53,14 +55,22 @@ def _answers(report: RunCost) -> Iterator[str]:
 
 
 def _bills(rows: list[CostRow], currency: str) -> Table:
-    """What each row costs; columns of which nothing is known are left out."""
+    """What each row costs, with p10 to p90 of days and price beneath; columns of which nothing is
+    known are left out."""
     columns = {
         "cluster": [row.cluster[:_LONGEST_NAME] for row in rows],
         "devices": [str(row.device_count) for row in rows],
-        "days": [_days(row.run_seconds) for row in rows],
-        "p10 to p90": [_range(row) for row in rows],
+        "days": [
+            _with_band(
+                _days(row.run_seconds), _days(row.p10_run_seconds), _days(row.p90_run_seconds)
+            )
+            for row in rows
+        ],
         "device-h": [_grouped(row.device_hours) for row in rows],
-        currency: [_grouped(row.price) for row in rows],
+        currency: [
+            _with_band(_grouped(row.price), _short(row.p10_price), _short(row.p90_price))
+            for row in rows
+        ],
         "MWh": [_energy(row) for row in rows],
         "kg CO2": [_grouped(row.co2_kilograms) for row in rows],
     }
@@ -109,10 +119,14 @@ def _days(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds / 86400:.3g}"
 
 
-def _range(row: CostRow) -> str:
-    if row.p10_run_seconds is None or row.p90_run_seconds is None:
-        return "-"
-    return f"{_days(row.p10_run_seconds)} to {_days(row.p90_run_seconds)}"
+def _with_band(median: str, low: str, high: str) -> str:
+    """A figure with its p10 and p90 beneath, where they are known."""
+    return median if "-" in (low, high) else f"{median}\n{low} to {high}"
+
+
+def _short(value: float | None) -> str:
+    """An amount in three digits: "1.86M"."""
+    return "-" if value is None else format_count(value).replace(" ", "")
 
 
 def _grouped(value: float | None) -> str:

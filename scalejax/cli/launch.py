@@ -95,7 +95,8 @@ class LaunchRun(RunFileCommand):
     in memory, and when places are free again in MAX at most. The global batch and the schedule
     stay: as many train as divide the batch, the others are spare. Through SLURM MAX is --np: the
     job asks for the nodes of MIN to MAX, and keeps those that are left (--no-kill); on several
-    nodes it goes on from its newest checkpoint. Without its first node the job is requeued."""
+    nodes it goes on from its newest checkpoint. Without its first node the job is
+    requeued, as often as --max-restarts says (here 3 by default), and then cancelled."""
     copy_seconds: Annotated[int, flag("N")] = _COPY_SECONDS
     """With --elastic: least time between two copies of the state in /dev/shm, which takes three
     times its size there; 50 times what the last one held training up, if that is more. By default

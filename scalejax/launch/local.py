@@ -38,6 +38,10 @@ _SECONDS_TO_SAVE = 600.0
 """Grace period of processes that save a checkpoint first, as long as they make progress."""
 _SECONDS_TO_FOLLOW = 5.0
 """Time in which the other processes may report why one has failed."""
+_SECONDS_TO_CANCEL = 120.0
+"""Time in which SLURM is to end the processes of a start before there is another."""
+_SECONDS_TO_ASK_AGAIN = 15.0
+"""Between two times that SLURM is asked to."""
 LINES_AT_END = 8
 """Last log lines of a failed process that are shown, unless all output is."""
 _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -202,10 +206,10 @@ def _free_places(
 ) -> tuple[int, ...]:
     """The places to go on in, once there are enough; none if a signal came before."""
     while not (chosen := places.chosen()):
-        seconds = places.seconds_to_wait()
-        too_few = f"too few places are free for a run of at least {bounds.least}"
-        print(f"{too_few}: the next is in {seconds:.0f} s", file=out)
-        end = time.monotonic() + seconds
+        if seconds := places.seconds_to_wait():
+            too_few = f"too few places are free for a run of at least {bounds.least}"
+            print(f"{too_few}: the next is in {seconds:.0f} s", file=out)
+        end = time.monotonic() + (seconds or _SECONDS_BETWEEN_LOOKS)
         while (left := end - time.monotonic()) > 0:
             if signals.received:
                 return ()
@@ -298,27 +302,37 @@ class _Attempt:
         self._workers: list[subprocess.Popen[bytes]] = []
         self._listeners: list[threading.Thread] = []
         self._guard: subprocess.Popen[bytes] | None = None
-        self._without_node: set[int] = set()
-        """Processes of which srun says that their node is gone."""
+        self._without_node: list[int] = []
+        """Processes of which srun says that their node is gone. Threads append while it is read,
+        which a set does not allow."""
+        self._gone_nodes: set[str] = set()
+        """Names of the nodes of lost processes, which may not answer."""
         self._speaking = threading.Lock()
 
     def ended(self) -> int | Loss | None:
         """The joint exit code, or the process that was lost; None if all have stopped for others
         to join."""
+        goes_on, left = False, []
         try:
             self._start()
             outcome = self._watched()
             self.noticed_seconds = time.time()
             if isinstance(outcome, Loss) and outcome.exit_code == ExitCode.LOST:
                 outcome = self._with_stopped(outcome)
+            if outcome in STOPPED and self._is_asked and not self._signals.received:
+                outcome = None
+            goes_on = not isinstance(outcome, int)
         finally:
-            self._kill()
+            left = self._kill(_SECONDS_TO_CANCEL if goes_on else _SECONDS_TO_FOLLOW)
             for listener in self._listeners:
                 listener.join()
+        if left and goes_on:
+            names = ", ".join(map(str, left))
+            print(f"SLURM has not ended process {names}: no other is started", file=self._out)
+            # The next ones would write to the same files.
+            return int(ExitCode.LOST)
         if isinstance(outcome, Loss):
             self._show_end_of(outcome.process)
-        elif outcome in STOPPED and self._is_asked and not self._signals.received:
-            return None
         elif outcome and outcome in (codes := self._codes()):
             self._show_end_of(codes.index(outcome))
         return outcome
@@ -329,6 +343,7 @@ class _Attempt:
         running = {number for number, code in enumerate(self._codes()) if code is None}
         if nodes := self._job.nodes:
             name = nodes.name(self._chosen[loss.process])
+            self._gone_nodes.add(name)
             others = {each for each in running if nodes.name(self._chosen[each]) == name}
         else:
             others = {each for each in running if _is_stopped(self._workers[each].pid)}
@@ -348,7 +363,7 @@ class _Attempt:
         coordinator = f"{process_group.LOOPBACK}:{process_group.free_port()}"
         if nodes is not None:
             coordinator = nodes.coordinator(self._chosen[0])
-            self._guard = nodes.guard(self._chosen)
+            self._guard = nodes.guard(self._chosen, self._job.most_restarts)
         for number, place in enumerate(self._chosen):
             environment = os.environ | self._job.environment
             if nodes is not None:
@@ -494,20 +509,39 @@ class _Attempt:
         for worker, beat in zip(self._workers, beats, strict=True):
             _signal(worker, signal.SIGTERM if beat is None else number)
 
-    def _kill(self) -> None:
-        """Kill all processes and those that they have started."""
-        if self._job.nodes is not None:
-            self._job.nodes.signal_steps(signal.SIGKILL)
-            self._wait(_SECONDS_TO_FOLLOW)
+    def _kill(self, seconds: float) -> list[int]:
+        """Kill all processes and those that they have started; returns those that SLURM has not
+        ended in so many seconds, but for those whose node is gone."""
+        left = [] if self._job.nodes is None else self._kill_steps(self._job.nodes, seconds)
         if self._guard is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guard.wait(_SECONDS_TO_FOLLOW)
             self._guard.kill()
             self._guard.wait()
         for worker in self._workers:
             _signal(worker, signal.SIGKILL)
         for worker in self._workers:
             worker.wait()
+        return left
+
+    def _kill_steps(self, nodes: Nodes, seconds: float) -> list[int]:
+        """As `_kill`: to kill srun alone would leave its task running."""
+        is_on = {number: nodes.name(place) for number, place in enumerate(self._chosen)}
+        begun, asked_at, signals = time.monotonic(), -math.inf, len(self._signals.received)
+        while True:
+            left = [number for number, each in enumerate(self._workers) if each.poll() is None]
+            gone = self._gone_nodes | {is_on[number] for number in self._without_node}
+            waited = time.monotonic() - begun
+            if waited > _SECONDS_TO_FOLLOW:
+                left = [number for number in left if is_on[number] not in gone]
+            is_guarded = self._guard is not None and self._guard.poll() is None
+            if not left and not (is_guarded and waited < _SECONDS_TO_FOLLOW):
+                return []
+            if waited > seconds or len(self._signals.received) > signals:
+                return left
+            # Again, as SLURM may not have answered, or not have known a step that had just begun.
+            if time.monotonic() - asked_at > _SECONDS_TO_ASK_AGAIN:
+                asked_at = time.monotonic()
+                nodes.signal_steps(signal.SIGKILL)
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 4)
 
     def _pass_on(self, number: int, lines: BinaryIO) -> None:
         """Copy the output of a process to its log, and forward it."""
@@ -521,7 +555,7 @@ class _Attempt:
             gloo = GlooFilter()
             for line in lines:
                 if self._job.nodes is not None and says_that_a_node_failed(line):
-                    self._without_node.add(number)
+                    self._without_node.append(number)
                 # A full disk must not keep output from being forwarded.
                 with contextlib.suppress(OSError):
                     if log is not None:

@@ -14,8 +14,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalejax.core.errors import ConfigError
 from scalejax.core.process_group import FIRST_PORT, PORTS
@@ -31,12 +32,25 @@ _SECONDS_TO_ANSWER = 15.0
 _SECONDS_TO_LOOK = 20
 """Between two looks at which nodes the job has."""
 _GUARD = """while sleep {seconds}; do
-  nodes=$(squeue --noheader --jobs={job} --format=%N) && [ "$nodes" ] || continue
+  said=$(scontrol --oneliner show job {job}) || continue
+  # Nodes of a job that ends are taken out of it too.
+  case "$said" in *" JobState=RUNNING "*" Restarts={restarts} "*) ;; *) exit ;; esac
+  nodes=$(echo "$said" | sed 's/.* NodeList=\\([^ ]*\\).*/\\1/')
   names=$(scontrol show hostnames "$nodes") || continue
-  echo "$names" | grep -qxF {first} || scontrol requeue {job}
+  echo "$names" | grep -qxF {first} || {end} {job}
 done"""
 _FAILED = re.compile(rb"srun: error: (Node failure on |Task launch for )")
 """Beginning of what srun says where a node is gone; it may end with 0 then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A node that is asked whether it answers."""
+
+    srun: "subprocess.Popen[bytes]"
+    """Starts a process there that ends at once."""
+    until: float
+    """When it counts as one that does not answer, of the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class Nodes:
     """Places of each."""
     options: tuple[str, ...] = ()
     """Options of each srun, such as the GPUs of a node."""
+    _asked: dict[str, "_Asked"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The nodes that are asked whether they answer."""
 
     @classmethod
     def of_this_job(cls) -> "Nodes | None":
@@ -110,39 +126,64 @@ class Nodes:
                 name = found[1]
         return f"{name}:{FIRST_PORT + secrets.randbelow(PORTS)}"
 
-    def answers(self, place: int) -> bool:
-        """Whether SLURM can start a process in a place now: its node is up, and of this job."""
-        try:
-            asking = _started(self.command(place, ["true"]))
-        except OSError:
-            return False
-        try:
-            return asking.wait(_SECONDS_TO_ANSWER) == 0
-        except subprocess.TimeoutExpired:
-            asking.kill()
-            asking.wait()
-            return False
+    def answers(self, places: Sequence[int]) -> dict[int, bool]:
+        """Whether SLURM can start a process in these places now, their node being up and of this
+        job: of those whose node has answered, or not in time. Each node is asked once; nothing is
+        waited for."""
+        found: dict[str, bool] = {}
+        for name in dict.fromkeys(map(self.name, places)):
+            if name not in self._asked:
+                place = self.names.index(name) * self.tasks_per_node
+                try:
+                    asking = _started(self.command(place, ["true"]))
+                except OSError:
+                    found[name] = False
+                    continue
+                self._asked[name] = _Asked(asking, time.monotonic() + _SECONDS_TO_ANSWER)
+            asked = self._asked[name]
+            if (code := asked.srun.poll()) is not None or time.monotonic() > asked.until:
+                found[name] = code == 0
+                self._ask_no_more(name)
+        return {place: found[name] for place in places if (name := self.name(place)) in found}
 
-    def guard(self, places: Sequence[int]) -> "subprocess.Popen[bytes] | None":
+    def _ask_no_more(self, name: str) -> None:
+        """Forget that a node is asked."""
+        srun = self._asked.pop(name).srun
+        if srun.poll() is None:
+            srun.kill()
+            threading.Thread(target=srun.wait, daemon=True).start()
+
+    def guard(self, places: Sequence[int], most_restarts: int) -> "subprocess.Popen[bytes] | None":
         """Have one of these places, if any is on another node, put the job back into the queue when
-        SLURM takes the first node out of it: `--no-kill` would leave it without its script."""
+        SLURM takes the first node out of it: `--no-kill` would leave it without its script. Where
+        the job was put back `most_restarts` times it is cancelled."""
         others = [place for place in places if self.name(place) != self.names[0]]
         if not others:
             return None
-        names = {"job": shlex.quote(self.job_id), "first": shlex.quote(self.names[0])}
-        script = _GUARD.format(seconds=_SECONDS_TO_LOOK, **names)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        script = _GUARD.format(
+            seconds=_SECONDS_TO_LOOK,
+            job=shlex.quote(self.job_id),
+            restarts=restarts,
+            first=shlex.quote(self.names[0]),
+            end="scontrol requeue" if restarts < most_restarts else "scancel",
+        )
         return _started(self.command(others[-1], ["sh", "-c", script]))
 
     def signal_steps(self, number: int) -> None:
-        """Ask SLURM to signal the tasks of all steps of the job, but not its batch script: srun
-        itself kills them at SIGTERM, and leaves them at SIGKILL. It is not waited for, as it waits
-        long for a node that is gone."""
+        """Have SLURM signal the tasks of all steps of the job, but not its batch script: srun
+        itself kills them at SIGTERM, and leaves them at SIGKILL. Nothing is waited for: SLURM may
+        take minutes to answer, or to give up a node that is gone."""
+        if number == signal.SIGKILL:  # they would be killed, as if they did not answer
+            for name in tuple(self._asked):
+                self._ask_no_more(name)
+        threading.Thread(target=self._signal_steps, args=(number,), daemon=True).start()
+
+    def _signal_steps(self, number: int) -> None:
         said = _said(["squeue", "--steps", "--noheader", "--format=%i", f"--jobs={self.job_id}"])
-        steps = re.findall(rf"^{self.job_id}\.\d+$", said, re.MULTILINE)
-        if steps:
+        if steps := re.findall(rf"^{self.job_id}\.\d+$", said, re.MULTILINE):
             with contextlib.suppress(OSError):
-                asking = _started(["scancel", f"--signal={number}", *steps])
-                threading.Thread(target=asking.wait, daemon=True).start()
+                _started(["scancel", f"--signal={number}", *steps]).wait()
 
 
 def code_of_task(code: int) -> int:

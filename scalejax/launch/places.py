@@ -7,7 +7,7 @@ counts and times; starts nothing.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scalejax.core.errors import ConfigError, refusal, require_at_least
@@ -66,8 +66,9 @@ class Places:
         }
         self._losses: Counter[int] = Counter()
         self._doubtful: set[int] = set()
-        self.answers: Callable[[int], bool] = lambda _: True
-        """Whether a place can be used again whose process was lost; asked when its time comes."""
+        self.answers: Callable[[Sequence[int]], Mapping[int, bool]] = all_answer
+        """Whether places can be used again whose process was lost; asked when their time comes, and
+        at each look until it is said of them. It does not wait."""
 
     def lose(self, places: Iterable[int]) -> None:
         """Note that the processes in these places were lost."""
@@ -81,18 +82,34 @@ class Places:
         """The places to start processes in: the most of those free that can train the run; none
         where too few are free, and all where no number of them could."""
         now = self._clock()
-        for place in [each for each in self._doubtful if self._free_at[each] <= now]:
-            if self.answers(place):
-                self._doubtful.remove(place)
-            else:
-                self.lose([place])
-        free = [place for place, at in self._free_at.items() if at <= now]
+        if asked := self._asked(now):
+            for place, answers in self.answers(asked).items():
+                if answers:
+                    self._doubtful.remove(place)
+                else:
+                    self.lose([place])
+        free = [
+            place
+            for place, at in self._free_at.items()
+            if at <= now and place not in self._doubtful
+        ]
         for count in range(len(free), self._elastic.least - 1, -1):
             if self._can_train(count):
                 return tuple(free[:count])
         return tuple(free) if len(free) == self._elastic.most else ()
 
     def seconds_to_wait(self) -> float:
-        """Until the next place is free; 0 if all are."""
+        """Until the next place is free; 0 if all are, or one is asked whether it answers."""
         now = self._clock()
+        if self._asked(now):
+            return 0.0
         return min((at - now for at in self._free_at.values() if at > now), default=0.0)
+
+    def _asked(self, now: float) -> list[int]:
+        """The places whose time has come, and which are not known to answer."""
+        return sorted(place for place in self._doubtful if self._free_at[place] <= now)
+
+
+def all_answer(places: Sequence[int]) -> dict[int, bool]:
+    """That all places can be used again, as those of this machine."""
+    return dict.fromkeys(places, True)

@@ -24,6 +24,7 @@ from scalejax.core.errors import (
     require_one_line,
 )
 from scalejax.core.process_group import REFUSAL_MARKER
+from scalejax.core.serialization import save_text
 from scalejax.launch.local import GlooFilter
 from scalejax.launch.nodes import TASKS_PER_NODE
 from scalejax.launch.watchdog import STOPPED
@@ -157,15 +158,22 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
             f"-{run.processes} starts as many processes here, --dry-run prints the script"
         )
         raise ConfigError(refusal("np", run.processes, accepted))
-    executor = _executor(run)
+    # By hand, as submitit takes a folder such as 50%j for a pattern.
+    text = script(run)
     try:
-        job = executor._submit_command(_command(run))
-    except (subprocess.SubprocessError, OSError, RuntimeError) as error:  # submitit's are the last
-        said = " ".join(str(error).split())
+        asked = ["sbatch", "--parsable"]
+        done = subprocess.run(asked, input=text, text=True, capture_output=True, check=False)
+        said = done.stdout if done.returncode == 0 else done.stderr or done.stdout
+    except OSError as error:
+        said = str(error)
+    # The cluster follows where there are several.
+    if not (found := re.fullmatch(r"(\d+)(;.*)?", said.strip())):
+        said = " ".join(said.split())
         raise ConfigError(
             f"np={run.processes} is refused by SLURM: {said}; use --dry-run to see what it is given"
-        ) from error
-    return job.job_id, job.paths.stdout
+        )
+    save_text(text, run.folder / f"{found[1]}_submission.sh")
+    return found[1], run.folder.absolute() / f"{found[1]}_0_log.out"
 
 
 def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
@@ -218,7 +226,9 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
         run.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"folder: {run.folder} cannot be written ({error}).") from error
-    executor = Executor(folder=run.folder)
+    # SLURM fills in %j and the like, and %% is a percent sign ("filename pattern" of `man sbatch`).
+    logs = str(run.folder.absolute()).replace("%", "%%")
+    executor = Executor(folder=logs)
     known = Executor._valid_parameters()
     options: dict[str, str | bool] = {name: value or True for name, value in run.given.items()}
     setup = [str(options.pop("setup"))] if "setup" in options else []
@@ -245,7 +255,8 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
             "use_srun": run.least_processes is None,
         }
         | {name: options[name] for name in options if name in known},
-        additional_parameters=_at_its_end(run) | further,
+        # submitit's own has 0 for a %t in the name of the folder too.
+        additional_parameters={"output": f"{logs}/%j_0_log.out"} | _at_its_end(run) | further,
     )
     return executor
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.launch import Launch, launch, slurm
 from scalejax.launch.nodes import Nodes
-from scalejax.launch.places import Elastic
-from scalejax.launch.slurm import SlurmRun, follow, script
+from scalejax.launch.places import Elastic, Places
+from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.training.record import RunRecord, figures
 
 # Found, not imported: how the package imports it is tested here.
@@ -98,6 +99,37 @@ def test_the_script_asks_for_what_the_flags_say(tmp_path):
     }  # fmt: skip
     assert "\nmodule load cuda\n" in text
     assert "--wait=120 --cpus-per-task=6 python train 'a file.toml' $resume" in text
+
+
+@needs_submitit
+def test_a_percent_sign_of_a_folder_is_none_of_a_pattern(tmp_path, monkeypatch):
+    """SLURM fills in %j, submitit %t too, and both would write to another folder than the one in
+    which the log is looked for."""
+    sbatch, folder = tmp_path / "sbatch", tmp_path / "100%train 50%j"
+    sbatch.write_text("#!/bin/sh\ncat > /dev/null\necho '7;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    text = script(a_run := replace(run(tmp_path), folder=folder))
+    job_id, log = submit(a_run)
+
+    doubled = f"{tmp_path}/100%%train 50%%j"
+    assert f"#SBATCH --output='{doubled}/%j_0_log.out'" in text.splitlines()
+    assert f"srun --unbuffered --output '{doubled}/%j_%t_log.out' " in text
+    assert (job_id, log) == ("7", folder / "7_0_log.out")
+    assert (folder / "7_submission.sh").read_text() == text
+
+
+@needs_submitit
+def test_what_slurm_says_to_a_job_is_passed_on(tmp_path, monkeypatch):
+    """Such as that there is no such partition."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    with pytest.raises(ConfigError, match="refused by SLURM: sbatch: error: no such partition;"):
+        submit(run(tmp_path))
 
 
 @needs_submitit
@@ -451,38 +483,140 @@ def test_an_elastic_job_that_cannot_be_is_refused(tmp_path, capsys, flags, refus
     assert re.search(refused, " ".join(capsys.readouterr().err.split()))
 
 
-@pytest.mark.parametrize(("left", "is_requeued"), [("n1 n2", False), ("n2", True)])
-def test_a_job_without_its_first_node_goes_back_into_the_queue(
-    tmp_path, monkeypatch, left, is_requeued
-):
-    """SLURM keeps the others, which have nothing to do without the script, until its time is up."""
-    does = {
-        "srun": 'while [ "$1" != sh ]; do shift; done; exec "$@"',
-        "squeue": f"echo {left}; echo look >> {tmp_path}/calls",
-        "scontrol": 'if [ "$1" = show ]; then printf "%s\\n" $3; exit; fi\n'
-        f'echo "$@" >> {tmp_path}/calls',
-    }
+def put_programs(folder, monkeypatch, **does):
+    """Put shell scripts on the path under their names, before those of the system."""
     for name, script_of_it in does.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script_of_it}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+        (folder / name).write_text(f"#!/bin/sh\n{script_of_it}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+@pytest.mark.parametrize(
+    ("job", "most_restarts", "is_done"),
+    [
+        ("JobState=RUNNING x Restarts=1 NodeList=n1 n2", 3, ""),
+        ("JobState=RUNNING x Restarts=1 NodeList=n2", 3, "scontrol requeue 7"),
+        ("JobState=RUNNING x Restarts=1 NodeList=n2", 1, "scancel 7"),
+        ("JobState=COMPLETING x Restarts=1 NodeList=n2", 3, None),
+        ("JobState=RUNNING x Restarts=2 NodeList=n2", 3, None),
+    ],
+)
+def test_a_job_without_its_first_node_goes_back_into_the_queue(
+    tmp_path, monkeypatch, job, most_restarts, is_done
+):
+    """SLURM keeps the others, which have nothing to do without the script, until its time is up.
+    Not where it has ended, or begun again, and no more often than is asked for. None: what watches
+    it ends."""
+    names = job.rpartition("=")[2].split()
+    calls = tmp_path / "calls"
+    put_programs(
+        tmp_path,
+        monkeypatch,
+        srun='while [ "$1" != sh ]; do shift; done; exec "$@"',
+        scontrol=f"""case "$*" in
+*hostnames*) printf "%s\\n" {" ".join(names)} ;;
+*show*) echo look >> {calls}; echo "JobId=7 {job.replace(" n2", ",n2")} " ;;
+*) echo scontrol "$@" >> {calls} ;; esac""",
+        scancel=f'echo scancel "$@" >> {calls}',
+    )
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setattr("scalejax.launch.nodes._SECONDS_TO_LOOK", 0.05)
     nodes = Nodes(job_id="7", names=("n1", "n2"), tasks_per_node=2)
 
-    assert nodes.guard((0, 1)) is None
-    guard = nodes.guard((0, 1, 2))
+    assert nodes.guard((0, 1), most_restarts) is None
+    guard = nodes.guard((0, 1, 2), most_restarts)
     assert guard is not None
     end = time.monotonic() + 10
-    calls = []
-    while time.monotonic() < end and calls.count("look") < 3:
+    said = []
+    while time.monotonic() < end and said.count("look") < 3 and guard.poll() is None:
         time.sleep(0.05)
         with suppress(FileNotFoundError):
-            calls = (tmp_path / "calls").read_text().splitlines()
+            said = calls.read_text().splitlines()
+    has_ended = guard.poll() is not None
     guard.kill()
     guard.wait()
 
-    assert calls.count("look") >= 3
-    assert ("requeue 7" in calls) == is_requeued
+    said = set(calls.read_text().splitlines()) - {"look"}
+    assert has_ended == (is_done is None)
+    assert said == ({is_done} if is_done else set())
+
+
+def test_nodes_are_asked_without_waiting_and_each_once(tmp_path, monkeypatch):
+    """One that does not answer would keep signals from the others: SLURM gives up after 10 s."""
+    put_programs(
+        tmp_path,
+        monkeypatch,
+        srun=f"""echo "$@" >> {tmp_path}/calls
+case "$*" in *nodelist=n1*) while [ ! -e {tmp_path}/up ]; do sleep 0.02; done ;;
+*nodelist=n2*) exec sleep 60 ;; *) exit 1 ;; esac""",
+    )
+    nodes = Nodes(job_id="7", names=("n1", "n2", "n3"), tasks_per_node=2)
+    places = Places(Elastic(least=1, most=6, rejoin_seconds=0.0), 6, bool)
+    places.answers = nodes.answers
+    places.lose(range(6))
+
+    begun = time.monotonic()
+    assert places.chosen() == ()
+    assert places.seconds_to_wait() == 0
+    assert time.monotonic() - begun < 2
+    (tmp_path / "up").touch()
+    while not (chosen := places.chosen()):
+        assert time.monotonic() - begun < 10
+        time.sleep(0.02)
+    assert chosen == (0, 1)
+    asked = (tmp_path / "calls").read_text()
+    assert [asked.count(f"nodelist=n{each}") for each in (1, 2)] == [1, 1]
+    monkeypatch.setattr("scalejax.launch.nodes._SECONDS_TO_ANSWER", -1.0)
+    nodes.signal_steps(signal.SIGKILL)  # forgets who is asked
+    assert nodes.answers((2, 3)) == {2: False, 3: False}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_processes_that_slurm_has_not_ended_are_waited_for(tmp_path, monkeypatch, ends):
+    """The next ones would write to the same files: where SLURM takes long they start later, and
+    where it does not end them at all none does. A task outlives its srun."""
+    task = tmp_path / "task.sh"
+    task.write_text(
+        f"""echo "start $SCALEJAX_PROCESS" >> {tmp_path}/calls
+[ $(grep -c start {tmp_path}/calls) -gt 2 ] && exit 0
+[ $SCALEJAX_PROCESS = 0 ] && exec sleep 60
+sleep 0.3; kill -9 $$
+"""
+    )
+    put_programs(
+        tmp_path,
+        monkeypatch,
+        srun=f"""while [ "$1" != sh ]; do shift; done
+setsid "$@" > /dev/null 2>&1 & echo $! >> {tmp_path}/tasks; wait $!; code=$?
+echo "end $SCALEJAX_PROCESS" >> {tmp_path}/calls; exit $code""",
+        squeue="echo 7.0; echo 7.1",
+        scancel=f"""{"sleep 1; kill -9 $(cat " + str(tmp_path) + "/tasks)" if ends else ":"}""",
+        scontrol=":",
+    )
+    monkeypatch.setattr("scalejax.launch.local._SECONDS_TO_FOLLOW", 0.5)
+    monkeypatch.setattr("scalejax.launch.local._SECONDS_TO_CANCEL", 10.0 if ends else 1.0)
+    job = Launch(
+        command=("sh", str(task)),
+        processes=2,
+        elastic=Elastic(least=1, most=2, rejoin_seconds=0.0, copy_seconds=0.0),
+        nodes=Nodes(job_id="7", names=("localhost", "127.0.0.1"), tasks_per_node=1),
+        folder=tmp_path / "logs",
+        most_restarts=1,
+    )
+    said = io.StringIO()
+
+    code = launch(job, said)
+
+    calls = (tmp_path / "calls").read_text().splitlines()
+    if ends:
+        assert code == 0
+        assert max(calls.index(f"end {each}") for each in (0, 1)) < calls.index("start 0", 2)
+    else:
+        assert code == ExitCode.LOST
+        assert "SLURM has not ended process 0: no other is started" in said.getvalue()
+        assert len([each for each in calls if "start" in each]) == 2
+        # Those that are left, and what watches the first node.
+        kill(map(int, (tmp_path / "tasks").read_text().split()))
 
 
 ON_NODES = """

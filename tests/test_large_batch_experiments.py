@@ -143,3 +143,37 @@ def test_kept_results_of_the_rules_are_of_the_runs_that_are_trained():
         for of_rule in of_rate.values():
             assert set(of_rule) == set(map(str, names["BATCHES"]))
             assert all(len(reached) == 3 for reached in of_rule.values())
+
+
+@pytest.mark.parametrize(
+    ("is_at_edge", "found", "said"),
+    [
+        (True, {"test_accuracy_difference_low": 0.1}, "cannot be said: the rate is at an edge"),
+        (False, {"test_accuracy_difference_low": 0.1}, "better"),
+        (False, {"test_accuracy_difference_high": -0.1}, "worse"),
+        (False, {}, "no difference shown"),
+        (False, {"trained_only": 3, "test_accuracy_difference_low": None}, "only with warmup 3"),
+        (False, {"diverged_only": 1}, "only with warmup 0 of 3 seeds train, only without 1"),
+        (False, {"test_accuracy_difference_low": None}, "cannot be said: less than two pairs"),
+    ],
+)
+def test_a_verdict_on_warmup_counts_what_diverged_and_needs_rates_on_both_sides(
+    is_at_edge, found, said
+):
+    """A paired difference says nothing of seeds that only one of the two trains with."""
+    usual = {"runs": 3, "trained_only": 0, "diverged_only": 0}
+    usual |= {"test_accuracy_difference_low": -0.2, "test_accuracy_difference_high": 0.2}
+
+    assert script("warmup_today")["verdict"](usual | found, is_at_edge).startswith(said)
+
+
+def test_verdicts_on_warmup_follow_from_the_committed_figures():
+    """Of each warmup of each optimizer, at a rate that is at no edge unless the verdict says so."""
+    found = json.loads((EXPERIMENTS / "warmup_today" / "results.json").read_text())
+    at_edge = {line["optimizer"] for line in found["rates"] if line["at_edge"]}
+    judged = [cell for cell in found["cells"] if cell["warmup"] != "none"]
+
+    assert {cell["optimizer"] for cell in judged} == {"muon", "schedule_free", "lamb", "sgd"}
+    verdict = script("warmup_today")["verdict"]
+    for cell in judged:
+        assert cell["verdict"] == verdict(cell, cell["optimizer"] in at_edge)

@@ -320,7 +320,7 @@ def test_the_page_reads_counts_as_the_commands_do():
     """One grammar in two languages."""
     words = (
         "300B 300b 1.5e12 .5t 300_000 1_0 1_000.5k 1g 7 0 -3 1e 1. . 1,5B 3e11x 1e400 1e5k nan inf",
-        "0x10 5_ 1E3M",
+        "0x10 5_ 1E3M _ _5 1__0k 1_.5",
     )
     texts = ["", " ", " 7 B ", "7 B x", "3e11 bananas", *" ".join(words).split()]
 

@@ -174,12 +174,12 @@ def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
     folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
 
-    def killed(self):
+    def killed(*_: object, **__: object):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         if is_recorded:
-            patched.setattr(loop.TrainingLoop, "_pause", lambda *ignored: killed(None))
+            patched.setattr(loop.TrainingLoop, "_pause", killed)
         else:
             patched.setattr(MappedPrograms, "initial_state", killed)
         with pytest.raises(KeyboardInterrupt):

@@ -429,13 +429,15 @@ def plan(
         run: a config or a run file; a `layout.data` in it is replaced.
         clusters: clusters to choose from, their names in the catalogue, or paths of their files.
         devices: numbers of devices to choose from.
-        prices_per_device_hour: a price for each cluster, in any currency; None for none.
+        prices_per_device_hour: a price for each cluster, in any currency; None for their list
+            prices, in dollars, where all have one.
         global_batches: batches to choose from; if none, the batch per device is kept.
         convergence: steps to target by batch: a file, the folder of a run or sweep, or published
             points; if None, those of the network, or else the epochs of the run.
         target: test metric to reach; if None, that of the convergence points.
         deadline_seconds: time within which the target must be reached.
-        budget: maximum cost: in the currency of the prices, or in device-hours.
+        budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
+            device-hours where a cluster has no price.
         site: conditions and input of each cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
         layouts: "search" takes the fastest of the common layouts in each row, where the closed form

@@ -69,10 +69,11 @@ class PlanRun(CostCommand):
     deadline: Annotated[str | None, flag("TIME")] = None
     """Time within which the target must be reached, such as 30min, 2h or 3d."""
     budget: Annotated[float | None, flag("COST")] = None
-    """Largest cost: a number in the currency of --price, such as 500, or in device-hours without
-    --price."""
+    """Largest cost: a number in the currency of --price, such as 500; without --price in dollars of
+    list prices, or in device-hours where a cluster has no price."""
     price: Annotated[str | None, flag("PRICE")] = None
-    """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each."""
+    """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each. By
+    default the list prices in the clusters' files, in dollars, where all have one."""
     watts: Annotated[str | None, flag("W")] = None
     """Power of a device with its share of host, network and cooling, for the energy to a loss; one
     for all clusters, or W,W,... for each."""

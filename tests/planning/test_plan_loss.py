@@ -120,7 +120,7 @@ def test_the_command_prints_a_plan_of_80_columns_in_seconds(
     assert "tokens at peak rate" in words
     assert "kWh" in words
     assert "by the anchor" in words
-    assert "no price: --price" in words
+    assert "dollars a device-hour: dgx-h100 2.95 (list price of 20" in words
     points = json.loads(file.read_text())["points"]
     assert [point["device_count"] for point in points] == [64, 128]
     assert points[0]["run_seconds"] > points[1]["run_seconds"]

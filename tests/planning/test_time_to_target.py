@@ -620,6 +620,26 @@ def test_clusters_of_one_name_are_refused(run_file: Path):
         plan_run(load_config(run_file), [option, option], [8])
 
 
+def test_list_prices_are_taken_where_none_is_given(run_file: Path):
+    """And said; where a cluster has none, costs are device-hours, and that is said."""
+    cluster = load_cluster("dgx-h100")
+    listed = ClusterOption(cluster=cluster)
+    unlisted = ClusterOption(cluster=replace(cluster, name="mine", price=None))
+    config = load_config(run_file)
+
+    in_dollars = plan_run(config, [listed], [8], budget=1e9)
+    in_hours = plan_run(config, [listed, unlisted], [8])
+
+    (point,) = in_dollars.points
+    assert in_dollars.is_priced
+    assert point.cost == pytest.approx(2.95 * point.device_hours)
+    assert any("dgx-h100 2.95 (list price of 20" in note for note in in_dollars.notes)
+    assert "Within 1,000,000,000 dollars:" in printed(in_dollars)
+    assert not in_hours.is_priced
+    assert all(each.cost == each.device_hours for each in in_hours.points)
+    assert any("no list price of mine" in note for note in in_hours.notes)
+
+
 def test_price_of_some_clusters_is_refused(run_file: Path):
     """Costs could not be compared; and without a cluster there is nothing to plan."""
     priced = ClusterOption(cluster=load_cluster("dgx-h100"), price_per_device_hour=1.0)

@@ -35,7 +35,7 @@ from scalejax.planning.search.costs import Candidate
 from scalejax.planning.search.parallel import SearchSpec, fastest_common
 from scalejax.planning.search.run import SEARCHED_FIELDS, in_words, prediction_of
 from scalejax.planning.time_to_target.plan import Plan, PlanPoint, answered, plan_point
-from scalejax.planning.time_to_target.run import ClusterOption
+from scalejax.planning.time_to_target.run import ClusterOption, at_list_prices
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.transformer import TransformerShape
 from scalejax.training.record import RunRecord, facts_of
@@ -143,13 +143,15 @@ def plan_loss(
     Args:
         config: the network, its tokens and precision; batch, layout, microbatches and remat are
             chosen.
-        options: clusters to choose from, all with a price or none.
+        options: clusters to choose from, all with a price or none; with none, at list prices where
+            all have one.
         device_counts: device counts to choose from.
         model: what losses follow from.
         loss: final loss, nats per token.
         name: what the network is called; by default as in `config`.
         deadline_seconds: time within which it must be reached.
-        budget: maximum cost: in the currency of the prices, or in device-hours.
+        budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
+            device-hours where a cluster has no price.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         notes: further notes.
@@ -164,6 +166,7 @@ def plan_loss(
     require_own_names([option.cluster for option in options])
     if len({option.price_per_device_hour is None for option in options}) != 1:
         raise ConfigError(refusal("price", "", "each cluster needs one, or none has one"))
+    options, currency, of_prices = at_list_prices(options)
     counts = sorted(set(device_counts))
     require_at_least("devices", min(counts, default=0), 1)
     shape = shape_of(config, options[0].cluster.chip, facts, compiler=installed_compiler())
@@ -268,13 +271,15 @@ def plan_loss(
         target=f"loss {loss:g}",
         steps_source=_source(model, run, best, shape),
         has_convergence=True,
-        is_priced=options[0].price_per_device_hour is not None,
+        is_priced=currency != "device-hours",
+        currency=currency,
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
         notes=(
             *_of_optimizer(config, model),
             *_notes(model, run, best, shape, options),
+            *of_prices,
             *notes,
             *predicted_notes,
         ),
@@ -361,8 +366,6 @@ def _notes(
         "~ marks batches beyond any run, and steps where parameters or tokens are; layouts are "
         "data, fsdp, expert, and tensor within a node: scalejax search tries all"
     )
-    if options[0].price_per_device_hour is None:
-        found.append("no price: --price P,P,... of a device-hour gives costs")
     if any(option.watts_per_device is None for option in options):
         found.append("no energy: --watts W,W,... of a device, host and cooling included, gives it")
     found.append("start-up, evaluations and checkpoints are not counted")

@@ -192,8 +192,10 @@ def in_words(plan: Plan) -> str:
 
 
 def _cost_in_words(plan: Plan, cost: float) -> str:
-    """A cost with its unit: device-hours, or "a cost of" where a price is given."""
+    """A cost with its unit: device-hours, dollars, or "a cost of" where a price is given."""
     found = format_cost(cost)
+    if plan.is_priced and plan.currency == "dollars":
+        return f"{found} dollars"
     return f"a cost of {found}" if plan.is_priced else f"{found} device-hours"
 
 

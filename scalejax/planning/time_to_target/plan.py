@@ -48,7 +48,7 @@ class PlanPoint:
     device_hours: float
     """Hours of one device that the run takes."""
     cost: float
-    """Device-hours times the price of one, or device-hours where no price is given."""
+    """Device-hours times the price of one, or device-hours where no price is known."""
     is_extrapolated: bool = False
     """Whether the batch is beyond any measured to reach the target."""
     are_steps_extrapolated: bool = False
@@ -82,7 +82,9 @@ class Plan(Tabular):
     """Whether steps to target are measured by batch; if not, those of the run's own epochs are
     used at every batch, and whether they reach a target is unknown."""
     is_priced: bool
-    """Whether `cost` is in the user's currency; if not, in device-hours."""
+    """Whether `cost` is in a currency; if not, in device-hours."""
+    currency: str = "cost"
+    """What a `cost` in a currency is in: "dollars" of list prices, or "cost" in one's own."""
     deadline_seconds: float | None = None
     """Time within which the target must be reached; None if there is none."""
     budget: float | None = None

@@ -70,7 +70,8 @@ class ClusterOption:
     site: Site = NO_SITE
     """Conditions and input of its hosts."""
     price_per_device_hour: float | None = None
-    """Price of a device-hour, in any currency; None if unknown."""
+    """Price of a device-hour, in any currency; None for the list price in the cluster's file, where
+    all clusters of a plan have one."""
     watts_per_device: float | None = None
     """Power of a device with its share of host, network and cooling; None if unknown."""
 
@@ -170,7 +171,8 @@ def plan_run(
 
     Args:
         config: the run; a `layout.data` in it is replaced.
-        options: clusters to choose from, all with a price or none.
+        options: clusters to choose from, all with a price or none; with none, at list prices where
+            all have one.
         device_counts: device counts to choose from.
         global_batches: batches to choose from; if none, the per-device batch of `config` on the
             fewest devices is kept.
@@ -179,7 +181,8 @@ def plan_run(
             nearest to it.
         target: named in the plan where `convergence` does not state it.
         deadline_seconds: time within which the target must be reached.
-        budget: maximum cost: in the currency of the prices, or in device-hours.
+        budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
+            device-hours where a cluster has no price.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         layouts: "search" takes the fastest of the common layouts for each cluster, device count and
@@ -193,6 +196,7 @@ def plan_run(
         ProfileError: if the compiler refuses a step.
     """
     _require_choice(options, deadline_seconds, budget)
+    options, currency, of_prices = at_list_prices(options)
     _require_recipe(recipe, convergence)
     left_out: Counter[str] = Counter()
     curve = convergence and fit(
@@ -244,17 +248,43 @@ def plan_run(
         target=target_in_words(convergence, target),
         steps_source=source_in_words(config, convergence, curve),
         has_convergence=convergence is not None,
-        is_priced=options[0].price_per_device_hour is not None,
+        is_priced=currency != "device-hours",
+        currency=currency,
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
         notes=(
             *notes_of(config, predictions, convergence, recipe, points),
             *([] if searched is None else [_OF_LAYOUTS]),
+            *of_prices,
         ),
         points_optimizer=other_optimizer(config, convergence),
     )
     return answered(plan)
+
+
+def at_list_prices(
+    options: Sequence[ClusterOption],
+) -> tuple[list[ClusterOption], str, list[str]]:
+    """Options with their clusters' list prices where none is given, the unit of costs, and notes on
+    whose prices these are: "dollars", "cost" in a currency of one's own, or "device-hours" where a
+    cluster has no price."""
+    if all(option.price_per_device_hour is not None for option in options):
+        return [*options], "cost", []
+    priced, parts, without = [], [], []
+    for option in options:
+        name, price = option.cluster.name, option.cluster.price
+        if price is None:
+            without.append(name)
+            continue
+        dollars = price.dollars_per_device_hour
+        priced.append(replace(option, price_per_device_hour=dollars))
+        parts.append(f"{name} {dollars:g} ({price.in_words})")
+    if without:
+        note = f"no list price of {', '.join(without)}, so that costs are device-hours"
+        return [*options], "device-hours", [f"{note}: --price P,P,... gives costs"]
+    note = f"dollars a device-hour: {', '.join(parts)}; --price P,P,... says others"
+    return priced, "dollars", [note]
 
 
 def _require_choice(

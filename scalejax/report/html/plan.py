@@ -168,7 +168,7 @@ def _time_chart(plan: Plan) -> alt.LayerChart | alt.FacetChart:
 def _cost_chart(plan: Plan) -> alt.LayerChart | alt.FacetChart:
     """Chart of cost over time to target: all points, and the Pareto front."""
     rows = _rows(plan)
-    title = "cost" if plan.is_priced else "cost (device-hours)"
+    title = plan.currency if plan.is_priced else "cost (device-hours)"
     cost = alt.Y(
         "cost:Q", title=title, scale=_LOGARITHMIC if plan.is_wide else alt.Scale(zero=True)
     )

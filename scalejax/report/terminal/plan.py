@@ -51,7 +51,7 @@ def table(plan: Plan, *, is_wide: bool = False) -> Table:
                 "time": seconds(point.run_seconds),
                 "p10": seconds(point.p10_run_seconds),
                 "p90": seconds(point.p90_run_seconds),
-                "cost" if plan.is_priced else "device-h": notes.format_cost(point.cost),
+                plan.currency if plan.is_priced else "device-h": notes.format_cost(point.cost),
                 "best": marks.get(position, ""),
             }
         )

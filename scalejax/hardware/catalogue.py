@@ -344,7 +344,7 @@ def _based(
             for name, source in sources.items()
             if name not in gone and not (is_other_chip and name.startswith(("price.", "power.")))
         }
-    name = own.get("name", stem)
+    name = own.get("name", re.sub(r"[^A-Za-z0-9._-]+", "-", stem))
     return {"name": name, **_merged(kept, {"title": f"{name}, based on {base.get('name')}", **own})}
 
 

@@ -293,7 +293,7 @@ def test_the_next_step_names_the_file_that_is_written_and_the_framework(
 ):
     """As a shell reads it; with --output it is the file itself."""
     cluster = tmp_path / "my cluster.toml"
-    cluster.write_text('based_on = "dgx-h100"\nname = "mine"\n')
+    cluster.write_text('based_on = "dgx-h100"\n')
     command = [
         "cost", "llama-like:N=1b", "--tokens", "1B", "--cluster", str(cluster), "--devices", "8",
         "--confirm", "0", "--framework", "megatron-core-2026", "--power.pue", "1.1",
@@ -305,6 +305,7 @@ def test_the_next_step_names_the_file_that_is_written_and_the_framework(
         shown.append(shlex.split(line.removeprefix("To see why: ")))
 
     (written,) = (tmp_path / "my runs").iterdir()
+    assert written.name == "llama-like-N-1b-my-cluster-8.toml"
     rest = ["--cluster", str(cluster), "--devices", "8", "--framework", "megatron-core-2026"]
     rest += ["--power.pue", "1.1"]
     assert shown[0] == ["scalejax", "explain", f"DIR/{written.name}", *rest]

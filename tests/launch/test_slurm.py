@@ -661,23 +661,30 @@ def kill(processes):
             os.kill(each, signal.SIGKILL)
 
 
-@pytest.mark.slow  # a node is given 5 s to be missed, and one more start
+def allocate(slurm_conf, nodes, monkeypatch):
+    """Give this process a job on so many nodes, as its batch script has: the id of the job."""
+    monkeypatch.setenv("SLURM_CONF", slurm_conf)
+    asked = ["salloc", "--no-shell", f"--nodes={nodes}", "--no-kill"]
+    given = subprocess.run(asked, capture_output=True, text=True)
+    (job_id,) = re.findall(r"Granted job allocation (\d+)", given.stderr)
+    for name, value in (("ID", job_id), ("NODELIST", f"n[1-{nodes}]")):
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    monkeypatch.setenv("SCALEJAX_TASKS_PER_NODE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # Who has failed is known at once here.
+    monkeypatch.setattr("scalejax.launch.local._SECONDS_TO_FOLLOW", 1.0)
+    return job_id
+
+
+@pytest.mark.slow  # SLURM is given its time to miss a node, and to start three times
 @pytest.mark.alone
 def test_a_node_that_is_gone_is_done_without_until_it_is_back(
     tmp_path, slurm_of_three, monkeypatch
 ):
     """All of it is killed at once, and it says no last word: two go on, and when SLURM starts it
     again all three. No step is left when the launcher ends."""
-    monkeypatch.setenv("SLURM_CONF", slurm_of_three)
     folder = Path(slurm_of_three).parent
-    given = subprocess.run(
-        ["salloc", "--no-shell", "--nodes=3", "--no-kill"], capture_output=True, text=True
-    )
-    (job_id,) = re.findall(r"Granted job allocation (\d+)", given.stderr)
-    for name, value in (("ID", job_id), ("NODELIST", "n[1-3]")):
-        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
-    monkeypatch.setenv("SCALEJAX_TASKS_PER_NODE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job_id = allocate(slurm_of_three, 3, monkeypatch)
     job = Launch(
         command=(sys.executable, "-c", ON_NODES),
         processes=3,
@@ -717,46 +724,39 @@ def test_a_node_that_is_gone_is_done_without_until_it_is_back(
     subprocess.run(["scancel", job_id], check=True)
 
 
-@needs_submitit
 @pytest.mark.slow  # three processes that each import JAX, one after the others
 @pytest.mark.alone
 def test_an_elastic_job_goes_on_without_a_process(tmp_path, slurm_of_three, monkeypatch):
     """One of two, on a node each, is killed: the other goes on from the newest checkpoint, with
     the same batches. Each step is in the record once, and its loss is that of a run of one process
-    but for rounding: 1e-5 after 200 updates of AdamW."""
-    monkeypatch.setenv("SLURM_CONF", slurm_of_three)
+    but for rounding: 1e-5 after 100 updates of AdamW. The launcher is that of the batch script, in
+    this process."""
+    job_id = allocate(slurm_of_three, 2, monkeypatch)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     run_file, folder = tmp_path / "run.toml", tmp_path / "run"
-    text = RUN.replace("epochs = 1", "epochs = 8\nlog_every_steps = 1\ncheckpoint_every_steps = 20")
+    text = RUN.replace("epochs = 1", "epochs = 4\nlog_every_steps = 1\ncheckpoint_every_steps = 20")
     run_file.write_text(text)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    flags = ["--np", "2", "--nodes", "2", "--elastic", "1:2", "--rejoin-seconds", "600"]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", CODE, "launch", str(run_file), *flags, "--folder", str(folder)],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    while not list((folder / "checkpoints").glob("[0-9]*/manifest.json")):
-        assert launcher.poll() is None
-        time.sleep(0.02)
-    kill(each for each in processes_of("n2") if is_trainer(each))
-    said = launcher.communicate(timeout=200)[0]
+
+    def hit():
+        while not list((folder / "checkpoints").glob("[0-9]*/manifest.json")):
+            time.sleep(0.02)
+        kill(each for each in processes_of("n2") if is_trainer(each))
+
+    threading.Thread(target=hit, daemon=True).start()
+    flags = ["--np=-2", "--elastic", "1:2", "--rejoin-seconds", "600", "--folder", str(folder)]
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", str(run_file), *flags])
+    subprocess.run(["scancel", job_id], check=True)
     train(load_config(run_file), tmp_path / "alone", device_count=1, predicts=False)
 
-    assert launcher.returncode == 0, said
-    assert "process 1 was killed by SIGKILL" in said
-    assert "(on n2); the others were stopped" in said
+    assert ended.value.code == 0
     ours, expected = figures(folder), figures(tmp_path / "alone")
     assert [row[0] for row in ours] == [row[0] for row in expected]
     losses = (np.array([row[1] for row in rows], float) for rows in (ours, expected))
     np.testing.assert_allclose(*losses, rtol=1e-5)
     (change,) = RunRecord.load(folder).processes
     assert (change.before, change.after) == (2, 1)
+    assert change.reason.startswith("process 1 was killed by SIGKILL")
     assert change.seconds > 0
 
 

@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from scalejax.cli.command import Overrides, OverridingCommand, flag
 from scalejax.cli.plan import for_each, parse_range
 from scalejax.cli.predict import cluster_list, take_clusters
-from scalejax.config.model import LlamaConfig
+from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import RunConfig, given_name, load_config, with_fields
 from scalejax.core import progress, serialization
@@ -147,6 +147,9 @@ class Explore(OverridingCommand):
     def _batches(self, config: RunConfig) -> tuple[int, ...]:
         if self.batches is not None:
             return tuple(parse_range("batches", self.batches))
+        if not isinstance(config.model, DecoderConfig):
+            accepted = "a page is of gpt and llama, in closed form; use scalejax predict"
+            raise ConfigError(refusal("model.name", config.model.name, accepted))
         batch = config.batch.global_batch
         if batch is None:
             accepted = "samples per update are needed, as the run gives none of all devices"

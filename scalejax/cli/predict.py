@@ -594,8 +594,11 @@ def parse_counts(text: str, field: str = "devices") -> list[int]:
     Raises:
         ConfigError: if there is anything else in it.
     """
+    accepted = f"it must be numbers of {field} with commas between, such as 8,64,256"
+    parts = text.split(",")
+    if any(len(part) > 1 and part.startswith("0") for part in parts[1:]):
+        raise ConfigError(refusal(field, text, f"{accepted}; a thousand is 1000"))
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in parts]
     except ValueError as error:
-        accepted = f"it must be numbers of {field} with commas between, such as 8,64,256"
         raise ConfigError(refusal(field, text, accepted)) from error

@@ -193,6 +193,9 @@ class Work:
             if (size := tokens_of(facts)) is None:
                 accepted = "a sample has no tokens here: give --epochs or --steps"
                 raise ConfigError(refusal("tokens", f"{self.tokens:g}", accepted))
+            if self.tokens < batch * size:
+                least = f"one update has {batch * size:,}; 300B are 300,000,000,000"
+                raise ConfigError(refusal("tokens", f"{self.tokens:g}", least))
             return updates_for(self.tokens, batch, size)
         if self.epochs is not None:
             return updates_for(self.epochs * facts.train_examples, batch)

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import groupby
@@ -375,7 +376,7 @@ def _software(cores: int | None) -> str:
     where = f"{counted(gpus, 'NVIDIA GPU')}, {chip}" if gpus else chip
     each = "" if cores is None else f" Each process trained with {counted(cores, 'core')}."
     return (
-        f"{versions}; Python {platform.python_version()}, {platform.system()}. Written on a "
+        f"{versions}; Python {platform.python_version()}, {sys.platform}. Written on a "
         f"machine with {where} ({counted(os.cpu_count() or 1, 'core')}). Runs that differ in seed "
         f"and schedule alone were trained in one program, up to twelve of them.{each}"
     )

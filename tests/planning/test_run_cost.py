@@ -147,6 +147,8 @@ def test_a_row_where_nothing_fits_says_so(tmp_path: Path, capsys: pytest.Capture
         ("llama-like:N=1b --devices 8 --tokens 1B --epochs 2", "no data of its own to pass over"),
         ("gpt3-1.3b --devices 8 --tokens _5", "it must be a number above 0, with K, M, B or T"),
         ("gpt3-1.3b --devices 8 --tokens 1__0", "it must be a number above 0, with K, M, B or T"),
+        ("gpt3-1.3b --devices 8 --tokens 300", "tokens='300' is refused: one update has 1,048,576"),
+        ("gpt3-1.3b --devices 1,024", "devices='1,024' is refused: it must be numbers of devices"),
         ("gpt3-1.3b --devices 8 --price 1,2", "one for each of 1 clusters"),
         ("gpt3-1.3b --devices 8 --pue 0.5", "pue=0.5 is refused"),
         ("gpt3-1.3b --devices 8 --layout.tensor 2", "cost tries every value"),

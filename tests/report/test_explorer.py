@@ -492,6 +492,7 @@ def test_own_figures_of_a_cluster_are_not_called_list_prices():
         ("scalejax/config/examples/fashion_small_batch.toml --cluster dgx-h100", "gpt and llama"),
         ("gpt2-124m --cluster dgx-h10 --batches 64", "dgx-h100"),
         ("gpt2-124m --clusters dgx-h100, --batches 64", "names with commas"),
+        ("scalejax/config/examples/resnet50_modern.toml --cluster dgx-h100", "gpt and llama"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --networks 0", "above 0"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --precisions float9", "float9"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --frameworks megatron-cor", "megatron-core"),

@@ -273,8 +273,9 @@ def _method(grid: SettingsGrid) -> str:
     count = sum(len(each) for each in grid.entries.values())
     return (
         f"The numbers are the simulator's: a table of {count:,} predictions of steps in closed "
-        f"form, one for each layout of {counted(len(grid.entries), 'setting')}, exact at every "
-        "position of the controls; days, dollars, energy and CO2 are computed from them in the "
+        f"form, one for each layout of {counted(len(grid.entries), 'setting')}, at every "
+        "position of the controls; scalejax cost compiles the step, and says how far its closed "
+        "form is off. Days, dollars, energy and CO2 are computed from them in the "
         f"page. The layouts are the best of {grid.considered:,} that were costed in "
         f"{grid.axes.compute_dtypes[0]}, at the network's own rate, as XLA runs them; scalejax "
         "search goes through all, and compiles the best."

@@ -253,6 +253,13 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
     yield table
 
 
+_MAKES_FLAT = {
+    "hidden": '\nOver widths model.parametrization.name = "mup" is meant to be, or "completep".',
+    "layers": '\nOver depths model.parametrization.name = "completep" is meant to be; muP is not.',
+}
+"""What a network that is not flat may lack, by what grows."""
+
+
 def coordinates(found: CoordinateCheck) -> Iterator[RenderableType]:
     """Table of how each layer of a decoder grows with its size, and the verdict by
     parametrization."""
@@ -273,5 +280,7 @@ def coordinates(found: CoordinateCheck) -> Iterator[RenderableType]:
         f"{name}: {'flat' if is_flat else 'not flat'}." for name, is_flat in found.are_flat.items()
     ]
     yield Text(
-        "\n".join(verdicts) + f"\nFlat: all three within {FLAT:g} of 0, of {LOGITS} the change."
+        "\n".join(verdicts)
+        + f"\nFlat: all three within {FLAT:g} of 0, of {LOGITS} the change."
+        + ("" if all(found.are_flat.values()) else _MAKES_FLAT[found.along])
     )

@@ -344,7 +344,7 @@
     const every = series.flatMap((each) => each.points);
     if (!every.length) { fill(id, make("p", { class: "soft" }, "Nothing to draw at this setting.")); return; }
     const ys = every.flatMap((each) => [value(each.chosen), low(each.chosen) ?? value(each.chosen), high(each.chosen) ?? value(each.chosen)]);
-    const at = frame(id, data.devices, ys, short, yWords, "devices", data.devices);
+    const at = frame(id, data.devices, ys, whole, yWords, "devices", data.devices);
     for (const { name, points } of series) {
       const band = points.filter((each) => low(each.chosen) !== null);
       if (band.length > 1) at.svg.append(make("path", { fill: colors(name), opacity: 0.14, d: path([...band.map((each) => [at.x(each.devices), at.y(high(each.chosen))]), ...band.toReversed().map((each) => [at.x(each.devices), at.y(low(each.chosen))])]) + "Z" }));

@@ -157,6 +157,6 @@ def _cost(best: Prediction, run_seconds: float | None) -> tuple[str, str]:
     found = bill(run_seconds, best.device_count, rates)
     hours = f"{format_count(found.device_hours)} device-hours"
     if price is None or found.price is None:
-        return hours, f"no price of {best.cluster} is in the file of the prediction"
+        return hours, f"no list price of {best.cluster} is known"
     dollars = f"{found.price:,.0f}" if found.price >= 100 else f"{found.price:.3g}"
     return f"${dollars}", f"{hours} at ${price.dollars_per_device_hour:g}, {price.in_words}"

@@ -188,6 +188,10 @@ class DataConfig(Family):
         return None
 
 
+_BYTES = 256
+"""Values of a byte."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FashionMnistConfig(DataConfig):
     """Photographs of clothes, 28 x 28 grey, 10 classes (Xiao et al. 2017, arXiv 1708.07747)."""
@@ -573,9 +577,14 @@ class TokensConfig(DataConfig):
 
     @property
     def note(self) -> str | None:
-        """That each file is taken for one document."""
+        """That each file is taken for one document, or that bytes fill no such vocabulary."""
         if not self.has_documents or self.end_of_document is not None:
-            return None
+            if not self.train.endswith(".txt") or self.vocabulary <= _BYTES:
+                return None
+            return (
+                f"text in .txt is read by bytes, {_BYTES} of which are tokens, and data.vocabulary "
+                f"is {self.vocabulary:,}: {_BYTES} would do, with smaller embeddings"
+            )
         asked = 'packing = "documents"' if self.packing == "documents" else "document_mask"
         return f"data.{asked} without data.end_of_document takes each file for one document"
 

@@ -282,3 +282,14 @@ def test_a_run_learns_from_tokens(tmp_path):
 
     assert record.evaluations[-1].test_accuracy is not None
     assert record.evaluations[-1].test_accuracy > 0.95
+
+
+@pytest.mark.parametrize(
+    ("train", "vocabulary", "is_told"),
+    [("a.txt", 50_304, True), ("a.txt", 256, False), ("a.bin", 50_304, False)],
+)
+def test_bytes_that_fill_no_vocabulary_are_told(train, vocabulary, is_told):
+    """The default is GPT-2's, whose embeddings are most of a small network's work."""
+    note = TokensConfig(train=train, vocabulary=vocabulary).note
+
+    assert (note is not None and "256 would do" in note) == is_told

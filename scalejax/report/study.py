@@ -354,13 +354,20 @@ def _statistics(study: Study, results: Sequence[CellResult]) -> str:
     arms = {id(each.arm): each.arm for each in results}.values()
     distinct = {row.planned.name: row for arm in arms for row in arm.rows}.values()
     lost = sum(row.has_diverged for row in distinct)
+    seeds = f"0 to {study.seeds - 1}" if study.seeds > 1 else "0"
+    intervals = differences = ""
+    if study.seeds > 1:
+        intervals = "Means have 95 % intervals by Student's t over seeds. "
+    if len(study.warmups) > 1:
+        differences = (
+            f"Differences {_to(study)} are paired over the seeds of which neither run diverged, "
+            "and beside them is counted with how many seeds only one of the two trains. "
+        )
     return (
-        f"Each setting was trained with {counted(study.seeds, 'seed')} (0 to {study.seeds - 1}), "
+        f"Each setting was trained with {counted(study.seeds, 'seed')} ({seeds}), "
         f"{counted(len(distinct), 'run')} in all. Whatever was chosen, learning rates and the best "
         f"warmup, was by validation {study.measure} at the end of runs; test data chose nothing. "
-        f"Means have 95 % intervals by Student's t over seeds; differences {_to(study)} are paired "
-        "over the seeds of which neither run diverged, and beside them is counted with how many "
-        "seeds only one of the two trains. A run diverged if its loss was not finite, "
+        f"{intervals}{differences}A run diverged if its loss was not finite, "
         "if all examples of an evaluation got equal outputs, or if at its end its losses, of "
         "training and of its last evaluation, were far above that of a guess (`divergence_at_end` "
         f"of scalejax); {lost} did. Such a run is in no mean, and is counted beside it."

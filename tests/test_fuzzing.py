@@ -25,6 +25,7 @@ from scalejax.data.facts import resolve
 from scalejax.data.formats.parquet import find_files
 from scalejax.launch.slurm import SlurmRun
 from scalejax.planning.convergence import read_data
+from scalejax.planning.time_to_target.notes import format_steps
 from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
 from scalejax.validation.kinds import read_any
 
@@ -253,6 +254,21 @@ def test_a_ledger_of_losses_names_the_column_that_is_wrong(tmp_path):
 
     with pytest.raises(ConfigError, match=r"line 2: bs=0 is refused"):
         read_any(path)
+
+
+def test_counts_of_machines_in_a_ledger_are_at_least_one(tmp_path):
+    """No nodes were a traceback."""
+    path = tmp_path / "nodes.csv"
+    path.write_text(
+        "operation,nodes_of_8_h100,bus_bandwidth_gbytes_per_s,source\nReduceScatter,0,54.5,a\n"
+    )
+    with pytest.raises(ConfigError, match=r"nodes_of_8_h100='0' is refused: .* 1 or more"):
+        read_any(path)
+
+
+def test_a_plan_without_an_end_is_told():
+    """Of a file whose number of updates is infinite."""
+    assert format_steps(float("inf")) == "n/a"
 
 
 def test_results_of_integers_wider_than_any_end_in_no_traceback(tmp_path):

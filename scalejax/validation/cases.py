@@ -602,8 +602,19 @@ def _context_strategy(row: LedgerRow) -> ContextStrategy:
     return "all_to_all" if (spread.pipeline or 1) > 1 else "ring"
 
 
+_MOST_SAMPLES = 1_000_000
+"""Samples per device and update of any row that makes sense: all their divisors are tried."""
+
+
 def _per_device_batch(row: LedgerRow) -> int:
     """Samples per device per update, stated or implied."""
+    found = _stated_or_implied(row)
+    if found > _MOST_SAMPLES:
+        raise ConfigError(f"{found:,} samples per device, and {_MOST_SAMPLES:,} are the most")
+    return found
+
+
+def _stated_or_implied(row: LedgerRow) -> int:
     work, spread = row.work, row.spread
     if work.per_device_batch and work.per_device_batch == int(work.per_device_batch):
         return int(work.per_device_batch)

@@ -32,6 +32,8 @@ _UNPACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz":
 _LEAST, _MOST = 1e-18, 1e30
 """Bounds of numbers: an attosecond, and a million times the FLOP of the largest training so far."""
 
+_COUNTED = ("device_count", "devices", "devices_per_node", "nodes", "nodes_of_8_h100")
+"""Columns of machines, of which there is at least one."""
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a field whose column may hold 0, where others must be above it."""
 
@@ -212,7 +214,7 @@ class _Cells:
             return None
         if str in kinds:
             return text
-        least = 1 if column == "device_count" else 0
+        least = 1 if column in _COUNTED else 0
         accepted = f"a whole number, {least} or more"
         if float in kinds:
             accepted = "a number, 0 or more" if may_be_zero else "a number above 0"

@@ -34,6 +34,14 @@ def test_text_row_becomes_its_run(row):
     assert run.dataset.classes == 512
 
 
+def test_a_batch_of_more_samples_than_any_is_left_out(row):
+    """All divisors of what one row stated, 9e15, were tried, for ever."""
+    found = case_of(row(GPT | {"per_device_batch": 2**53 + 1, "global_batch": None}))
+
+    assert isinstance(found, Skipped)
+    assert "1,000,000 are the most" in found.reason
+
+
 @pytest.mark.parametrize(
     ("framework", "source", "expected"),
     [

@@ -3,6 +3,7 @@
 Knows runs, points and predictions; costs and compares nothing.
 """
 
+import math
 from collections.abc import Sequence
 
 from scalejax.config.run import RunConfig
@@ -200,7 +201,9 @@ def _cost_in_words(plan: Plan, cost: float) -> str:
 
 
 def format_steps(steps: float) -> str:
-    """A number of updates, rounded to at least one."""
+    """A number of updates, rounded to at least one; unknown if it is not finite."""
+    if not math.isfinite(steps):
+        return UNKNOWN
     return format_count(max(1, round(steps)))
 
 

@@ -5,10 +5,12 @@ what once went wrong.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from scalejax.data.formats.parquet import find_files
 from scalejax.launch.slurm import SlurmRun
 from scalejax.planning.convergence import read_data
 from scalejax.planning.time_to_target.notes import format_steps
+from scalejax.planning.time_to_target.plan import PlanPoint
 from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
 from scalejax.validation.kinds import read_any
 
@@ -257,13 +260,32 @@ def test_a_ledger_of_losses_names_the_column_that_is_wrong(tmp_path):
 
 
 def test_counts_of_machines_in_a_ledger_are_at_least_one(tmp_path):
-    """No nodes were a traceback."""
+    """No nodes were a traceback; and they are no more than anybody has."""
     path = tmp_path / "nodes.csv"
-    path.write_text(
-        "operation,nodes_of_8_h100,bus_bandwidth_gbytes_per_s,source\nReduceScatter,0,54.5,a\n"
-    )
-    with pytest.raises(ConfigError, match=r"nodes_of_8_h100='0' is refused: .* 1 or more"):
-        read_any(path)
+    for count, accepted in ((0, "1 or more"), (2**70, "from 1 to 1e.08")):
+        path.write_text(
+            "operation,nodes_of_8_h100,bus_bandwidth_gbytes_per_s,source\n"
+            f"ReduceScatter,{count},54.5,a\n"
+        )
+        with pytest.raises(
+            ConfigError, match=f"nodes_of_8_h100='{count}' is refused: .*{accepted}"
+        ):
+            read_any(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("device_count", 0), ("run_seconds", math.inf), ("steps", -1.0)]
+)
+def test_points_of_a_plan_on_file_make_sense(field, value):
+    """The report of others was a traceback: no devices divided, and of no time was a logarithm."""
+    point = PlanPoint(
+        cluster="a", device_count=8, global_batch=8, per_device_batch=1, steps=1.0,
+        step_seconds=1.0, goodput=None, run_seconds=1.0, p10_run_seconds=None,
+        p90_run_seconds=None, device_hours=1.0, cost=1.0,
+    )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=f"points.{field}=.* is refused"):
+        replace(point, **{field: value})
 
 
 def test_a_plan_without_an_end_is_told():

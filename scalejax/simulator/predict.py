@@ -131,6 +131,9 @@ class Prediction(Tabular):
     """Price of a device of the cluster as it was predicted; None if none is known, and in files of
     versions that did not keep it."""
 
+    def __post_init__(self) -> None:
+        require_at_least("device_count", self.device_count, 1)
+
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """One row of the main figures."""
         return [{name: getattr(self, name) for name in _COLUMNS}]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from scalejax.core.errors import require_above
+from scalejax.core.errors import require_above, require_at_least
 from scalejax.planning.convergence import Hyperbola, Point, fit
 from scalejax.planning.convergence.loss_surface import (
     DIVERGED,
@@ -217,6 +217,12 @@ class ExpertLossRow(LossRow):
     """Width of an expert."""
     sed: int
     """Width of the shared expert."""
+
+    def __post_init__(self) -> None:
+        LossRow.__post_init__(self)
+        for column in ("topk", "moeh"):
+            require_at_least(column, getattr(self, column), 1)
+        require_at_least("nume", self.nume, self.topk)
 
     @property
     def sparsity(self) -> float:

@@ -34,6 +34,8 @@ _LEAST, _MOST = 1e-18, 1e30
 
 _COUNTED = ("device_count", "devices", "devices_per_node", "nodes", "nodes_of_8_h100")
 """Columns of machines, of which there is at least one."""
+_MOST_MACHINES = 1e8
+"""More than in any cluster."""
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a field whose column may hold 0, where others must be above it."""
 
@@ -225,8 +227,9 @@ class _Cells:
         is_good = 0 < number < math.inf if float in kinds else number >= least
         if not is_good and not (may_be_zero and number == 0):
             raise self.refuse(column, f"it must be {accepted}")
-        if number > _MOST or 0 < number < _LEAST:
-            raise self.refuse(column, f"it must be from {_LEAST:g} to {_MOST:g}")
+        most = _MOST_MACHINES if column in _COUNTED else _MOST
+        if number > most or 0 < number < _LEAST:
+            raise self.refuse(column, f"it must be from {max(least, _LEAST):g} to {most:g}")
         return number
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.planning.bill import NO_RATES, Rates, bill
@@ -63,7 +63,11 @@ class PlanPoint:
     """Energy of the run at the given power of a device; None without it."""
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "run_seconds", "p10_run_seconds", "p90_run_seconds", "cost"):
+        for name in ("device_count", "global_batch"):
+            require_at_least(f"points.{name}", getattr(self, name), 1)
+        for name in ("steps", "step_seconds", "run_seconds"):
+            require_above(f"points.{name}", getattr(self, name), 0)
+        for name in ("p10_run_seconds", "p90_run_seconds", "cost"):
             require_at_least(f"points.{name}", getattr(self, name), 0)
 
 
@@ -112,6 +116,8 @@ class Plan(Tabular):
     """Optimizer of the convergence points, where it differs from the run's."""
 
     def __post_init__(self) -> None:
+        require_above("deadline_seconds", self.deadline_seconds, 0)
+        require_above("budget", self.budget, 0)
         answers = (self.soonest, self.cheapest, self.knee, self.nearest)
         for position in (*self.front, *(each for each in answers if each is not None)):
             if not 0 <= position < len(self.points):

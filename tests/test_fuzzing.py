@@ -4,6 +4,7 @@
 what once went wrong.
 """
 
+import csv
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +249,21 @@ def test_numbers_of_a_ledger_lie_within_what_is_ever_measured(tmp_path, number):
     path.write_text(f"system,dtype,m,n,k,microseconds,tflops,file\nh100,half,1,1,1,{number},1,a\n")
 
     with pytest.raises(ConfigError, match=r"line 2, column 6: microseconds='.*must be from 1e-18"):
+        read_any(path)
+
+
+def test_a_network_of_a_ledger_has_no_more_layers_than_any(tmp_path):
+    """Of 9e18 a step was predicted, of a hundred million years."""
+    path = tmp_path / "ledger.csv"
+    table = files("scalejax") / "validation/example.csv"
+    heading, *rows = table.read_text().splitlines()
+    at = heading.split(",").index("layers")
+    row = next(row for row in csv.reader(rows) if row[at])
+    row[at] = str(2**63 - 1)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([heading.split(","), row])
+
+    with pytest.raises(ConfigError, match=r"layers='9223372036854775807' is refused: .* to 100000"):
         read_any(path)
 
 

@@ -46,6 +46,7 @@ _BOUNDS = {
     "seconds": (0, 1e6 * _YEAR_SECONDS),
     "added_seconds": (-1e6 * _YEAR_SECONDS, 1e6 * _YEAR_SECONDS),  # less, where one is taken away
     "hours": (0, 1e6 * _YEAR_SECONDS / 3600),
+    "device_hours": (0, 2**20 * 1e6 * _YEAR_SECONDS / 3600),  # as long, on a million devices
     "days": (0, 1e6 * 366),
     "bytes": (0, 2**63),
     "count": (0, 2**63),

@@ -34,8 +34,11 @@ _LEAST, _MOST = 1e-18, 1e30
 
 _COUNTED = ("device_count", "devices", "devices_per_node", "nodes", "nodes_of_8_h100")
 """Columns of machines, of which there is at least one."""
-_MOST_MACHINES = 1e8
-"""More than in any cluster."""
+_LARGEST = dict.fromkeys(_COUNTED, 1e8) | {
+    "layers": 1e5, "heads": 1e6, "kv_heads": 1e6, "hidden": 1e7, "ffn_hidden": 1e8, "vocab": 1e8,
+    "seq_len": 1e9, "experts": 1e6, "expert_hidden": 1e8,
+}  # fmt: skip
+"""Larger than in any cluster or network, by column."""
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a field whose column may hold 0, where others must be above it."""
 
@@ -227,7 +230,7 @@ class _Cells:
         is_good = 0 < number < math.inf if float in kinds else number >= least
         if not is_good and not (may_be_zero and number == 0):
             raise self.refuse(column, f"it must be {accepted}")
-        most = _MOST_MACHINES if column in _COUNTED else _MOST
+        most = _LARGEST.get(column, _MOST)
         if number > most or 0 < number < _LEAST:
             raise self.refuse(column, f"it must be from {max(least, _LEAST):g} to {most:g}")
         return number

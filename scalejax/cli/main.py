@@ -139,10 +139,10 @@ def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[li
     for argument in remaining:
         flag, has_value, value = argument.partition("=")
         if flag.startswith("---"):
+            before = rest[-1] if rest and rest[-1].startswith("--") else "--FLAG"
             raise ConfigError(
-                f"{argument} is no flag, which begins with two hyphens: give a file or folder of "
-                f"that name as ./{argument}, and another value behind its flag, as in "
-                f"--FLAG={argument}."
+                f"{argument!r} is no flag, which begins with two hyphens: give a file or folder of "
+                f"that name as ./NAME, and as a value of {before} as {before}=VALUE."
             )
         field = flag.removeprefix("--")
         if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:

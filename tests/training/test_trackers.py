@@ -1,5 +1,6 @@
 """Trackers show what is in the record: by the same names, each step once, also after a resume."""
 
+import importlib
 import importlib.util
 import socket
 import struct
@@ -83,7 +84,7 @@ def read_wandb(folder: Path) -> Values:
 
 def _parsed(data: bytes) -> tuple[Values, bool]:
     """The values in a file of W&B, and whether it has its last record."""
-    from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
+    records: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     at, whole, has_ended = 7, b"", False
     found: Values = defaultdict(lambda: defaultdict(list))
@@ -94,7 +95,7 @@ def _parsed(data: bytes) -> tuple[Values, bool]:
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or its last part
-            record, whole = wandb_internal_pb2.Record.FromString(whole), b""
+            record, whole = records.Record.FromString(whole), b""
             items = {"/".join(each.nested_key) or each.key: each for each in record.history.item}
             for name, item in items.items():
                 if not name.startswith("_"):

@@ -120,43 +120,48 @@ def compiling_programs() -> AbstractContextManager[OnProgress]:
     )
 
 
-def searching() -> AbstractContextManager[OnProgress]:
-    """A display of the strategies that a search has costed, and how many there are."""
+def _now_and_then(
+    begins: Callable[[Progress], str], goes_on: Callable[[Progress], str], *, tells_end: bool
+) -> Callable[[Progress], str | None]:
+    """Lines for where there is no terminal: one as work begins, then one every few seconds, and, if
+    wanted, one at its end."""
     last = -math.inf
 
     def say(progress: Progress) -> str | None:
         nonlocal last
         now = time.monotonic()
-        if not progress.done:
-            last = now
-            return f"searching {progress.total:,.0f} strategies ..."
-        if progress.done < progress.total and now < last + _SECONDS_BETWEEN_LINES:
-            return None
+        if progress.done:
+            is_end = progress.done >= progress.total
+            is_told = tells_end if is_end else now >= last + _SECONDS_BETWEEN_LINES
+            if not is_told:
+                return None
         last = now
-        return f"searched {progress.done:,.0f} of {progress.total:,.0f} strategies"
+        return goes_on(progress) if progress.done else begins(progress)
 
+    return say
+
+
+def searching() -> AbstractContextManager[OnProgress]:
+    """A display of the strategies that a search has costed, and how many there are."""
     return _display(
         "searching",
         (MofNCompleteColumn(), TimeElapsedColumn()),
-        say,
+        _now_and_then(
+            lambda each: f"searching {each.total:,.0f} strategies ...",
+            lambda each: f"searched {each.done:,.0f} of {each.total:,.0f} strategies",
+            tells_end=True,
+        ),
         lambda each: {"completed": each.done, "total": each.total},
     )
 
 
 def costing() -> AbstractContextManager[OnProgress]:
     """A display of the rows whose layouts are searched, each a part, and how far each is."""
-    last = -math.inf
-
-    def say(progress: Progress) -> str | None:
-        nonlocal last
-        now = time.monotonic()
-        if not progress.done:
-            last = now
-            return f"searching {progress.total:,.0f} layouts of {progress.part} ..."
-        if progress.done >= progress.total or now < last + _SECONDS_BETWEEN_LINES:
-            return None
-        last = now
-        return f"searched {progress.done:,.0f} of {progress.total:,.0f}"
+    say = _now_and_then(
+        lambda each: f"searching {each.total:,.0f} layouts of {each.part} ...",
+        lambda each: f"searched {each.done:,.0f} of {each.total:,.0f}",
+        tells_end=False,
+    )
 
     def show(progress: Progress) -> dict[str, Any]:
         words = f"searching layouts of {progress.part}"

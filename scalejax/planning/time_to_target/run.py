@@ -5,8 +5,9 @@ them.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -325,16 +326,26 @@ def _planned_runs(
                 if count > option.cluster.most_devices:
                     left_out[_TOO_MANY] += 1
                     continue
-                try:
-                    run = resolve(wanted, count, facts)
-                except ConfigError as error:
-                    left_out[_reason(error)] += 1
-                    continue
-                if convergence is not None and not _is_plausible(run, convergence):
-                    left_out[_TOO_LARGE] += 1
-                    continue
-                planned_runs.append((option, run))
+                made = partial(resolve, wanted, count, facts)
+                if (run := _plausible_run(made, convergence, left_out)) is not None:
+                    planned_runs.append((option, run))
     return planned_runs
+
+
+def _plausible_run(
+    made: Callable[[], ResolvedRun], convergence: ConvergenceData | None, left_out: Counter[str]
+) -> ResolvedRun | None:
+    """What `made` gives, or None if it is refused or its batch is not plausible, which is counted
+    in `left_out`."""
+    try:
+        run = made()
+    except ConfigError as error:
+        left_out[_reason(error)] += 1
+        return None
+    if convergence is not None and not _is_plausible(run, convergence):
+        left_out[_TOO_LARGE] += 1
+        return None
+    return run
 
 
 def _searched_runs(
@@ -382,15 +393,9 @@ def _searched_runs(
                 elif (fastest := fastest_common(spec, count, samples)) is None:
                     left_out[_NO_LAYOUT] += 1
                 else:
-                    try:
-                        run = run_of(config, fastest.strategy, facts)
-                    except ConfigError as error:
-                        left_out[_reason(error)] += 1
-                        continue
-                    if convergence is not None and not _is_plausible(run, convergence):
-                        left_out[_TOO_LARGE] += 1
-                        continue
-                    planned.append((option, run))
+                    made = partial(run_of, config, fastest.strategy, facts)
+                    if (run := _plausible_run(made, convergence, left_out)) is not None:
+                        planned.append((option, run))
     return planned
 
 

@@ -317,7 +317,9 @@ def test_a_sweep_that_was_interrupted_and_killed_ends_with_the_same_tables(run_f
     assert "the same command with --resume goes on" in said
     assert "Traceback" not in said
     assert_nothing_runs(cut)
-    assert "interrupted" in {RunRecord.load(path).status for path in (cut / "runs").iterdir()}
+    # Of four workers one may have been stopped before its run began: it has no record yet.
+    begun = (path.parent for path in cut.glob("runs/*/measurements.jsonl"))
+    assert "interrupted" in {RunRecord.load(path).status for path in begun}
 
     process = start(run_file, cut, *flags, "--resume")
     wait_for_lines(process, cut, random.randrange(lines // 12, lines // 2))

@@ -5,15 +5,19 @@ what once went wrong.
 """
 
 import csv
+import dataclasses
+import importlib.util
 import json
 import math
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -212,6 +216,42 @@ def test_what_was_accepted_and_made_no_sense_is_refused(tmp_path, monkeypatch, c
     ):
         assert main(words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture(scope="module")
+def beyond() -> Callable[[str, float], str | None]:
+    """How the fuzzer's judge says that a number is beyond what makes sense."""
+    spec = importlib.util.spec_from_file_location("sense", FUZZ.parent / "sense.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.beyond
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx1-v100", "gb200-nvl72", "tpu-v5p"])
+def test_no_number_of_hardware_is_accepted_that_makes_no_sense(name, beyond):
+    """What the loader accepts lies within the bounds that the fuzzer's judge states for itself."""
+    accepted = 0
+    for table, field in numeric_fields(hardware.load_cluster(name)):
+        for value in (-1, -1e-9, 1, 1 + 1e-6, 3, 1e3, 1e6, 1e9, 1e12, 1e15, 1e19, 1e21, 1e30):
+            try:
+                replace(table, **{field: value})
+            except ConfigError:
+                continue
+            accepted += 1
+            assert beyond(field, value) is None, (type(table).__name__, field, value)
+    assert accepted > 100
+
+
+def numeric_fields(table: Any) -> Iterator[tuple[Any, str]]:
+    """Fields of a dataclass and of those in it that are one number."""
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from numeric_fields(value)
+        elif field.type in (float, float | None):
+            yield table, field.name
 
 
 def test_a_batch_of_more_samples_than_there_are_is_refused(tmp_path):

@@ -58,6 +58,8 @@ _BOUNDS = {
     "mfu": (0, 1),
     "efficiency": (0, 1),
     "share": (0, 1),
+    "latency_fraction": (0, 1e3),  # over the library's: of slow clocks more than 1
+    "winograd_share": (0, 2.4),  # of tiles of 2 x 2: those of 4 x 4 save more than all of it
     "fraction": (0, 1),
     "accuracy": (0, 1),
     "probability": (0, 1),
@@ -85,7 +87,7 @@ def nonsense(argv: list[str], folder: Path) -> str | None:
     """
     for where, tree in _accepted(argv, folder):
         for name, value in _numbers(tree):
-            if (wrong := _beyond(name, value)) is not None:
+            if (wrong := beyond(name, value)) is not None:
                 return f"{where}: {name}={value!r}, {wrong}"
         if wrong := _out_of_order(tree):
             return f"{where}: {wrong}"
@@ -191,7 +193,7 @@ def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, tree
 
 
-def _beyond(name: str, value: float) -> str | None:
+def beyond(name: str, value: float) -> str | None:
     """How a number is beyond its bounds; None if it is within."""
     if isinstance(value, float) and not math.isfinite(value):
         return "not finite"

@@ -66,9 +66,9 @@ class Link:
     """Number of links between each two devices of an nvlink_mesh, a symmetric matrix; None if
     unknown. A node of fewer devices uses the first rows."""
     own_share: float = 0.0
-    """Time in which a device copies bytes in its own memory over the time to send them on the link:
-    the cost of the n-th part of a payload, which a ring does not send, so that small groups are
-    slower."""
+    """Time in which a device copies bytes in its own memory over the time to send them on the link,
+    at most 1: the cost of the n-th part of a payload, which a ring does not send, so that small
+    groups are slower."""
     ramp_seconds: float = 0.0
     """Time constant of the pipeline through the link: medium payloads take 2 sqrt(ramp x transfer
     time) longer."""
@@ -88,8 +88,8 @@ class Link:
         require_physical("link.", self)
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         require_attained("link.attainable_fraction", self.attainable_fraction)
-        for name in ("own_share", "latency_fraction"):
-            require_at_most(f"link.{name}", getattr(self, name), _LARGEST_MULTIPLE)
+        require_at_most("link.own_share", self.own_share, 1)  # no memory is slower than its link
+        require_at_most("link.latency_fraction", self.latency_fraction, _LARGEST_MULTIPLE)
         require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         require_above("link.latency_fraction", self.latency_fraction, 0)
         require_at_least("link.ring_multiple", self.ring_multiple, 1)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,9 +54,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# Modules that tests write are not kept compiled: two of one second and size are taken for one.
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
 def pytest_collection_finish() -> None:
     """Keeps modules and collected tests out of garbage collection, which took a seventh of the
     time of tests that train."""
+    sys.dont_write_bytecode = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -107,7 +107,10 @@ def require_compatible_augmentation(
             accepted = "the images are grey, of which brightness and contrast alone change"
             raise ConfigError(refusal(f"input.augmentation.{name}", value, accepted))
     if augmentation.evaluation_crop != 1 and not data.decodes_images:
-        accepted = f"data.name={data.name!r} has no encoded images, which are cropped as they come"
+        accepted = (
+            "it must be 1, or left out: images are cropped where they are decoded, and those of "
+            f"data.name={data.name!r} are not encoded"
+        )
         name = "input.augmentation.evaluation_crop"
         raise ConfigError(refusal(name, augmentation.evaluation_crop, accepted))
     side = min(dataset.input_shape[:2])

@@ -1,4 +1,4 @@
-"""Commands of the README, the guide and AGENTS.md exist; figures are those that commands print."""
+"""Commands of README, docs and AGENTS.md exist; figures are those that commands print."""
 
 import json
 import os
@@ -24,7 +24,8 @@ from scalejax.training.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+PAGES = ROOT / "docs" / "pages"
+GUIDE = "".join(path.read_text(encoding="utf-8") for path in sorted(PAGES.rglob("*.md")))
 AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
 CHEAP = ("config show", "config fields", "schedule plot", "hardware")
 """Commands that are run as they stand; the others are only parsed here."""
@@ -36,8 +37,10 @@ def blocks(language: str) -> list[str]:
 
 
 def command_lines() -> list[str]:
-    """Every line that one of them asks to be typed."""
-    return [line for block in blocks("bash") for line in block.splitlines()]
+    """Every line that one of them asks to be typed. Those of blocks "console" are run when the
+    site is built, which shows what they print."""
+    typed = "".join(blocks("bash") + blocks("console"))
+    return [line.removeprefix("$ ") for line in typed.splitlines()]
 
 
 SCALEJAX_LINES = [line for line in command_lines() if line.startswith("scalejax ")]
@@ -60,7 +63,7 @@ def test_set_up_asks_for_extras_and_commands_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name for group in re.findall(r"\.\[(.*?)\]", README) for name in group.split(",")}
 
-    assert extras == {"gpu-target", "test"}
+    assert extras == {"gpu-target", "test", "docs"}
     assert extras <= set(project["optional-dependencies"])
     assert project["scripts"] == {"scalejax": "scalejax.cli.main:main"}
     assert "quickstart" in COMMANDS
@@ -201,7 +204,7 @@ def test_readme_can_be_read_in_one_sitting():
     assert max(map(len, README.splitlines())) <= 400
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
 def test_files_that_a_document_links_to_are_there(document: str):
     """Links and pictures lead to files of the repository."""
     text = (ROOT / document).read_text(encoding="utf-8")

@@ -47,8 +47,8 @@ class Cost(OverridingCommand):
     RunConfig or a function that returns one (my_runs:large)."""
     cluster: Annotated[str, flag("A,B,...")]
     """Names in the catalogue (see scalejax hardware), or TOML files of your own."""
-    devices: Annotated[str, flag("N,N,...")]
-    """Numbers of devices, such as 64,256,1024."""
+    devices: Annotated[str, flag("N..M")]
+    """Numbers of devices: 64,256,1024, or 64..1024 for every doubling."""
     tokens: Annotated[str | None, flag("T")] = None
     """Tokens to train on, such as 300B or 15T. By default as published, or the run's epochs."""
     epochs: Annotated[float | None, flag("E")] = None
@@ -65,7 +65,7 @@ class Cost(OverridingCommand):
     By default that in the cluster's file."""
     pue: Annotated[float | None, flag("F")] = None
     """Power of the data centre over that of its machines, such as 1.2."""
-    grid_intensity: Annotated[float | None, flag("GRAMS")] = None
+    grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
     """Grams of CO2 for a kWh of electricity, such as 400: adds the CO2."""
     confirm: Annotated[int, flag("K")] = 1
     """Number of the best layouts of each row that are compiled, 10 to 30 s each, of which the
@@ -89,7 +89,7 @@ class Cost(OverridingCommand):
             serialization.require_writable(name, getattr(self, name))
         serialization.require_writable_folder("output", self.output)
         framework = framework_named(self.framework)
-        counts = list(dict.fromkeys(parse_counts(self.devices)))
+        counts = parse_counts(self.devices)
         tokens = None if self.tokens is None else parse_count("tokens", self.tokens)
         options, rest, left_out = self._options(overrides)
         config, name, path, notes = self._run(rest)

@@ -37,6 +37,7 @@ try:
         unknown_name,
     )
     from scalejax.core.serialization import parse_value
+    from scalejax.hardware import HARDWARE_TABLES
 except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
     print("interrupted", file=sys.stderr)
     sys.exit(_INTERRUPTED)
@@ -115,9 +116,26 @@ def parse(arguments: list[str]) -> tuple[Command, Overrides]:
     kind = COMMANDS[name]
     own = {field.name for field in dataclasses.fields(kind)}
     rest, overrides = split_overrides(arguments[len(name.split()) :], own)
+    if "cluster" in own:
+        _require_no_mistyped_hardware(overrides)
     if overrides and not issubclass(kind, OverridingCommand):
         raise ConfigError(f"scalejax {name} reads no run.toml, so it takes no --{min(overrides)}.")
     return _read_flags(kind, name, rest), overrides
+
+
+def _require_no_mistyped_hardware(overrides: Overrides) -> None:
+    """Refuse fields of a table that is like one of the hardware, and none of a run.toml.
+
+    Raises:
+        ConfigError: naming the table that is meant.
+    """
+    of_cluster = {*HARDWARE_TABLES, "conditions"}
+    known = {*_FIELDS_WITHOUT_DOT, *(name.partition(".")[0] for name in RENAMED_FIELDS)}
+    for field in overrides:
+        table, dot, last = field.partition(".")
+        closest = nearest_name(table, known | of_cluster)
+        if table not in known and table != closest and closest in of_cluster:
+            raise ConfigError(f"--{field} is no flag (did you mean --{closest}{dot}{last}?).")
 
 
 def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[list[str], Overrides]:

@@ -13,8 +13,8 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from scalejax.cli.command import Overrides, OverridingCommand, flag
-from scalejax.cli.plan import for_each, parse_range
-from scalejax.cli.predict import cluster_list, take_clusters
+from scalejax.cli.plan import for_each
+from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
 from scalejax.config.model import DecoderConfig, LlamaConfig
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import RunConfig, given_name, load_config, with_fields
@@ -68,7 +68,7 @@ class Explore(OverridingCommand):
     """Most layouts of a setting."""
     price: Annotated[str | None, flag("P,P,...")] = None
     """Own prices of a device-hour, one for each cluster. By default the list prices."""
-    grid_intensity: Annotated[float | None, flag("GRAMS")] = None
+    grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
     """Grams of CO2 for a kWh of electricity."""
 
     def execute(self, overrides: Overrides) -> None:
@@ -94,7 +94,7 @@ class Explore(OverridingCommand):
         tokens, source = self._tokens(config, name)
         axes = Axes(
             places=tuple(places),
-            device_counts=tuple(parse_range("devices", self.devices)),
+            device_counts=tuple(parse_counts(self.devices)),
             global_batches=self._batches(config),
             compute_dtypes=self._precisions(config, clusters),
             network_multiples=tuple(sorted(_numbers("networks", self.networks))),
@@ -137,7 +137,7 @@ class Explore(OverridingCommand):
             return config, given_name(path, overrides) or config.model.name
         fields = {**SEARCHED_FIELDS, **overrides}
         if self.batches is not None and "batch.global_batch" not in fields:
-            given = parse_range("batches", self.batches)
+            given = parse_counts(self.batches, "batches")
             fields["batch.global_batch"] = given[len(given) // 2]
         config, notes = published_decoder(self.run, fields)
         for note in notes:
@@ -146,7 +146,7 @@ class Explore(OverridingCommand):
 
     def _batches(self, config: RunConfig) -> tuple[int, ...]:
         if self.batches is not None:
-            return tuple(parse_range("batches", self.batches))
+            return tuple(parse_counts(self.batches, "batches"))
         if not isinstance(config.model, DecoderConfig):
             accepted = "a page is of gpt and llama, in closed form; use scalejax predict"
             raise ConfigError(refusal("model.name", config.model.name, accepted))

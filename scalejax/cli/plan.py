@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional
 
 from scalejax.cli.command import CostCommand, Overrides, flag
-from scalejax.cli.predict import cluster_list, take_clusters
+from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
 from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from scalejax.planning.time_to_target.run import ClusterOption
 
 _LOSS = "loss="
-_MOST = 10_000_000
-"""Devices, or samples of a batch, up to which plans go: a hundred times the largest of today."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +125,8 @@ class PlanRun(CostCommand):
         for name in ("watts", "anchor", "from_sweep"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(refusal(name, value, "it is for --target loss=L"))
-        counts = parse_range("devices", self.devices)
-        batches = parse_range("global_batch", self.global_batch) if self.global_batch else []
+        counts = parse_counts(self.devices)
+        batches = parse_counts(self.global_batch, "global_batch") if self.global_batch else []
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
         target = None if self.target is None else parse_target(self.target)
         framework = framework_named(self.framework)
@@ -169,7 +167,7 @@ class PlanRun(CostCommand):
         if self.layouts != "search":
             raise ConfigError(refusal("layouts", self.layouts, "a plan to a loss searches them"))
         loss = _number("target", (self.target or "").strip().removeprefix(_LOSS))
-        counts = parse_range("devices", self.devices)
+        counts = parse_counts(self.devices)
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
         framework = framework_named(self.framework)
         options, rest = self._options(overrides)
@@ -245,30 +243,6 @@ def for_each(field: str, text: str | None, count: int) -> list[float | None]:
         accepted = f"it must be one number, or one for each of {count} clusters"
         raise ConfigError(refusal(field, text, accepted))
     return [*found] * (count if len(found) == 1 else 1)
-
-
-def parse_range(field: str, text: str) -> list[int]:
-    """The numbers in "8,64,256", and in "8..4096" 8 and all its doublings up to 4096.
-
-    Raises:
-        ConfigError: if there is anything else in it, or a range that falls.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        accepted = (
-            f"it must be numbers from 1 to {_MOST:,} such as 8,64,256, or doublings such as 8..4096"
-        )
-        try:
-            low, high = int(first), int(last if dots else first)
-        except ValueError as error:
-            raise ConfigError(refusal(field, text, accepted)) from error
-        if low < 1 or high < low or high > _MOST:
-            raise ConfigError(refusal(field, text, accepted))
-        while low <= high:
-            found.append(low)
-            low *= 2
-    return sorted(set(found))
 
 
 def _number(field: str, text: str) -> float:

@@ -62,8 +62,9 @@ class Predict(CostCommand):
 
     cluster: Annotated[str, flag("A,B,...")]
     """Names in the catalogue (see scalejax hardware), or TOML files of your own."""
-    devices: Annotated[str, flag("N,N,...")]
-    """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
+    devices: Annotated[str, flag("N..M")]
+    """Numbers of devices: 8,64,256, or 8..256 for every doubling. Efficiency is relative to the
+    smallest."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
@@ -584,21 +585,37 @@ def with_input(site: Site, path: Path | None, config: RunConfig) -> Site:
     return replace(site, input=host_input(path, config))
 
 
+_MOST = 10_000_000
+"""Devices, or samples of a batch, of which there are more nowhere: a hundred times today's most."""
+
+
 def parse_counts(text: str, field: str = "devices") -> list[int]:
-    """The numbers in "8,64,256".
+    """The numbers in "8,64,256", and in "8..4096" 8 and all its doublings up to 4096; ascending.
 
     Args:
         text: as typed.
         field: the flag, for refusals.
 
     Raises:
-        ConfigError: if there is anything else in it.
+        ConfigError: if there is anything else in it, or a range that falls.
     """
-    accepted = f"it must be numbers of {field} with commas between, such as 8,64,256"
+    accepted = (
+        f"it must be numbers of {field} from 1 to {_MOST:,} with commas between, such as 8,64,256, "
+        "or doublings such as 8..4096"
+    )
     parts = text.split(",")
     if any(len(part) > 1 and part.startswith("0") for part in parts[1:]):
         raise ConfigError(refusal(field, text, f"{accepted}; a thousand is 1000"))
-    try:
-        return [int(part) for part in parts]
-    except ValueError as error:
-        raise ConfigError(refusal(field, text, accepted)) from error
+    found: set[int] = set()
+    for part in parts:
+        first, dots, last = part.partition("..")
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError as error:
+            raise ConfigError(refusal(field, text, accepted)) from error
+        if low < 1 or high < low or high > _MOST:
+            raise ConfigError(refusal(field, text, accepted))
+        while low <= high:
+            found.add(low)
+            low *= 2
+    return sorted(found)

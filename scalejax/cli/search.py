@@ -50,8 +50,8 @@ class Search(CostCommand):
     cluster: Annotated[str, flag("A,B,...")]
     """Names in the catalogue (see scalejax hardware), or TOML files of your own; each is searched
     by itself."""
-    devices: Annotated[str, flag("N,N,...")]
-    """Number of devices, or several to choose from, such as 64 or 64,128,256."""
+    devices: Annotated[str, flag("N..M")]
+    """Number of devices, or several to choose from: 64, 64,128,256, or 64..256 for doublings."""
     global_batch: Annotated[int | None, flag("B")] = None
     """Samples per update; by default that of the file."""
     objective: Literal["time", "cost", "memory"] = "time"
@@ -59,9 +59,10 @@ class Search(CostCommand):
     price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
     """Price of one device-hour, in any currency: adds the price of a million samples."""
     top: Annotated[int, flag("K")] = 10
-    """Number of strategies in the table."""
+    """Number of strategies in the table; of several numbers of devices as many of each."""
     confirm: Annotated[int, flag("K")] = 3
-    """Number of the best strategies that are compiled to confirm them."""
+    """Number of the best strategies that are compiled to confirm them: of several numbers of
+    devices the first of each, then the second of each."""
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write the strategies here as JSON."""
     output: Annotated[Path | None, flag("DIR")] = None
@@ -108,7 +109,7 @@ class Search(CostCommand):
             tried = "knows the default alone" if name in NOT_VARIED else "tries every value"
             accepted = f"search {tried}; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
-        counts = tuple(dict.fromkeys(parse_counts(self.devices)))
+        counts = tuple(parse_counts(self.devices))
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
         if (self.run_file is None) == (self.model is None):
             raise ConfigError("search needs either RUN.toml or --model NAME, and not both.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.cli.plan import parse_range
+from scalejax.cli.predict import parse_counts
 from scalejax.cli.sweep import TrainMany, raise_if_any
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
@@ -253,7 +253,7 @@ class StudyCoordinates(RunFileCommand):
             raise ConfigError(refusal("depths", self.depths, accepted))
         along = "hidden" if self.depths is None else "layers"
         text = self.depths or self.widths or "64,128,256,512"
-        sizes = parse_range("widths" if along == "hidden" else "depths", text)
+        sizes = parse_counts(text, "widths" if along == "hidden" else "depths")
         config = load_config(self.run_file, overrides)
         choose_platform(self.cpu_devices)
         from scalejax.sweep.activations import check_coordinates

@@ -7,7 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.core.errors import (
+    ConfigError,
+    nearest_multiples,
+    refusal,
+    require_at_least,
+    require_multiple,
+)
 
 PIPELINE = "pipeline"
 """Mesh axis over which the layers are split into pipeline stages."""
@@ -153,12 +159,23 @@ class BatchSplit:
         require_at_least("batch.microbatches", self.microbatches, 1)
         axes = self.layout.batch_axes
         divisor_name = axes if self.microbatches == 1 else f"{axes}*microbatches"
-        require_multiple(
-            "batch.global_batch",
-            self.global_batch,
-            self.layout.batch_shards * self.microbatches,
-            divisor_name,
-        )
+        divisor = self.layout.batch_shards * self.microbatches
+        if self.global_batch % divisor:
+            found = f"nearest: {nearest_multiples(self.global_batch, divisor)}"
+            if self.microbatches == 1 and (others := self._fitting_devices()):
+                found = f"{found}; or {' or '.join(map(str, others))} devices"
+            accepted = f"it must be a multiple of {divisor_name}={divisor} ({found})"
+            raise ConfigError(refusal("batch.global_batch", self.global_batch, accepted))
+
+    def _fitting_devices(self) -> list[int]:
+        """The nearest fewer and more devices with the same other axes that the batch divides over,
+        up to twice as many."""
+        shards, devices = self.layout.batch_shards, self.layout.device_count
+        others = devices // shards
+        fewer = next((n for n in range(shards - 1, 0, -1) if self.global_batch % n == 0), None)
+        most = 2 * shards
+        more = next((n for n in range(shards + 1, most + 1) if self.global_batch % n == 0), None)
+        return [each * others for each in (fewer, more) if each is not None]
 
     @property
     def per_device_batch(self) -> int:

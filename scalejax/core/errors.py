@@ -270,6 +270,30 @@ or of memory, a hundred exaFLOP/s, a day or so, a terahertz, a gigabyte in a mul
 million of anything."""
 
 
+_SLOWEST_RATE = 1e6
+
+
+def require_byte_rates(where: str, machine: object) -> None:
+    """Refuse rates of a machine, a dataclass, below a megabyte per second, which no link or memory
+    has: they are of another unit. None is accepted.
+
+    Args:
+        where: prefix of the field names in messages: "network."; may be empty.
+        machine: what has the fields.
+
+    Raises:
+        ConfigError: naming the field and its unit, and what the number may have meant.
+    """
+    for each in dataclasses.fields(machine):  # type: ignore[arg-type]  any dataclass
+        value = getattr(machine, each.name)
+        if each.name.endswith("bytes_per_second") and value is not None and value < _SLOWEST_RATE:
+            meant = ""
+            if value > 0:
+                meant = f"; {value:g} Gb/s is {value / 8:g}e9, and {value:g} GB/s is {value:g}e9"
+            accepted = f"it is in bytes per second, and must be at least 1e6{meant}"
+            raise ConfigError(refusal(f"{where}{each.name}", value, accepted))
+
+
 def require_physical(where: str, machine: object) -> None:
     """Refuse numbers of a machine, a dataclass, that are negative, not finite, or larger than those
     of any machine, by the unit that ends the name of a field; None is accepted.

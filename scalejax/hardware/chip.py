@@ -14,6 +14,7 @@ from scalejax.core.errors import (
     require_at_least,
     require_at_most,
     require_attained,
+    require_byte_rates,
     require_physical,
 )
 from scalejax.hardware.measured import MeasuredRates, nearby
@@ -298,7 +299,7 @@ class Chip:
             require_at_most(f"peak_flop_per_second.{dtype}", rate, 1e20)
         require_physical("", self)
         require_above("memory_bytes", self.memory_bytes, 0)
-        require_above("memory_bytes_per_second", self.memory_bytes_per_second, 0)
+        require_byte_rates("", self)
         require_at_least("runtime_reserve_bytes", self.runtime_reserve_bytes, 0)
 
     def rate_type(self, dtype: str) -> RateType:

@@ -19,6 +19,7 @@ from scalejax.core.errors import (
     require_at_least,
     require_at_most,
     require_attained,
+    require_byte_rates,
     require_physical,
 )
 from scalejax.hardware.chip import Chip, require_residual
@@ -86,11 +87,10 @@ class Link:
 
     def __post_init__(self) -> None:
         require_physical("link.", self)
-        require_above("link.bytes_per_second", self.bytes_per_second, 0)
+        require_byte_rates("link.", self)
         require_attained("link.attainable_fraction", self.attainable_fraction)
         require_at_most("link.own_share", self.own_share, 1)  # no memory is slower than its link
         require_at_most("link.latency_fraction", self.latency_fraction, _LARGEST_MULTIPLE)
-        require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         require_above("link.latency_fraction", self.latency_fraction, 0)
         require_at_least("link.ring_multiple", self.ring_multiple, 1)
         for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
@@ -135,11 +135,8 @@ class Network:
 
     def __post_init__(self) -> None:
         require_physical("network.", self)
-        require_above("network.bytes_per_second", self.bytes_per_second, 0)
+        require_byte_rates("network.", self)
         require_attained("network.attainable_fraction", self.attainable_fraction)
-        require_above(
-            "network.partial_group_bytes_per_second", self.partial_group_bytes_per_second, 0
-        )
         require_at_least("network.message_seconds", self.message_seconds, 0)
         require_at_least("network.ramp_seconds", self.ramp_seconds, 0)
         require_at_least("network.oversubscription", self.oversubscription, 1)
@@ -159,7 +156,7 @@ class HostMemory:
 
     def __post_init__(self) -> None:
         require_physical("host.", self)
-        require_above("host.bytes_per_second", self.bytes_per_second, 0)
+        require_byte_rates("host.", self)
         if self.memory_bytes is not None:
             require_above("host.memory_bytes", self.memory_bytes, 0)
 

@@ -4,9 +4,16 @@ Arithmetic on numbers, shared by plans, costs and pages; knows no prediction and
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalejax.core.errors import require_above, require_at_least, require_at_most
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_at_most,
+)
 from scalejax.hardware import Cluster
 
 HOUR_SECONDS = 3600.0
@@ -35,6 +42,12 @@ class Rates:
         require_at_most("pue", self.pue, 10)
         require_at_least("grid_intensity", self.grid_grams_per_kwh, 0)
         require_at_most("grid_intensity", self.grid_grams_per_kwh, 1e4)
+        if self.grid_grams_per_kwh is not None and 0 < self.grid_grams_per_kwh < 1:
+            accepted = (
+                f"it is grams of CO2 for a kWh, and no grid emits so few: "
+                f"{self.grid_grams_per_kwh:g} kg is {1000 * self.grid_grams_per_kwh:g}"
+            )
+            raise ConfigError(refusal("grid_intensity", self.grid_grams_per_kwh, accepted))
 
 
 NO_RATES = Rates()
@@ -85,6 +98,18 @@ def rates_of(
         pue=pue,
         grid_grams_per_kwh=grid_grams_per_kwh,
     )
+
+
+def of_other_dates(clusters: Sequence[Cluster]) -> list[str]:
+    """A warning if the list prices of these clusters, all of them asked, are of other dates."""
+    dated = {each.name: each.price.date for each in clusters if each.price and each.price.date}
+    if len(set(dated.values())) < 2:
+        return []
+    of_dates = ", ".join(f"{name} {date}" for name, date in dated.items())
+    return [
+        f"LIST PRICES ARE OF OTHER DATES ({of_dates}), so that the cheaper may be only the later: "
+        "--price P,P,... gives prices of one day"
+    ]
 
 
 def device_hours(seconds: float, device_count: int) -> float:

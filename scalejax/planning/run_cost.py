@@ -32,7 +32,7 @@ from scalejax.hardware import (
     load_cluster,
     require_own_names,
 )
-from scalejax.planning.bill import MWH_JOULES, Rates, bill, updates_for
+from scalejax.planning.bill import MWH_JOULES, Rates, bill, of_other_dates, updates_for
 from scalejax.planning.search import deduplicated, pareto
 from scalejax.planning.search.run import (
     found_as_xla,
@@ -42,6 +42,7 @@ from scalejax.planning.search.run import (
     run_of,
     search_run,
     searchable,
+    uneven_notes,
 )
 from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
 from scalejax.simulator.frameworks import XLA, Framework
@@ -438,6 +439,7 @@ def cost_run(
             *notes,
             *([] if why is None else [f"layouts are not searched, the run's is kept: {why}"]),
             *(found_as_xla(framework) if searched is not None else ()),
+            *(uneven_notes(batch, counts) if searched is not None else ()),
             *_of_rates(options),
             *dict.fromkeys(
                 note
@@ -456,8 +458,13 @@ def cost_run(
 
 def _is_at_list_price(option: CostOption) -> bool:
     """Whether its price is that of its file, or unknown."""
+    return option.rates.price_per_device_hour is None or _has_list_price(option)
+
+
+def _has_list_price(option: CostOption) -> bool:
+    """Whether its price is known, and that of its file."""
     listed, price = option.cluster.price, option.rates.price_per_device_hour
-    return price is None or (listed is not None and price == listed.dollars_per_device_hour)
+    return listed is not None and price == listed.dollars_per_device_hour
 
 
 def _in_one_line(error: Exception) -> str:
@@ -679,9 +686,12 @@ def _of_rates(options: Sequence[CostOption]) -> Iterator[str]:
         )
         if rates.pue is None:
             yield f"no PUE of {cluster.name}: energy is of the machines alone; --pue F adds it"
+    yield from of_other_dates([each.cluster for each in options if _has_list_price(each)])
     known = [option for option in options if option.rates.watts_per_device is not None]
     if known and all(option.rates.grid_grams_per_kwh is None for option in known):
-        yield "no CO2: give --grid-intensity, grams for a kWh"
+        yield "no CO2: give --grid-intensity, grams of CO2 for a kWh, such as 400"
+    for grams in {each.rates.grid_grams_per_kwh for each in known} - {None}:
+        yield f"CO2 at {grams:g} g for a kWh, as --grid-intensity says"
 
 
 def _source(cluster: Cluster, field: str) -> str:

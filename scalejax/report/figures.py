@@ -456,8 +456,25 @@ def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth)
             words = f"{len(each.arm.diverged)}/{len(each.arm.rows)}"
             rows.append({**point, "kind": "lost", "words": words})
     has_crosses = any(each["kind"] == "lost" for each in rows)
-    near = _within_shares(singles, has_crosses=has_crosses) if is_accuracy else _NEAR
+    near = _NEAR
+    if is_accuracy:
+        near = _within_shares([*singles, *_bounded(rows, singles)], has_crosses=has_crosses)
     return _panels(study, results, rows, near, width)
+
+
+def _bounded(rows: Sequence[Row], singles: Sequence[Row]) -> list[Row]:
+    """The ends of the intervals, those of two or three seeds that go far beyond all single runs cut
+    to thrice the range of these, so that they do not hide it; the rows say which are."""
+    values = [float(each["y"]) for each in singles]  # type: ignore[arg-type]
+    room = max(values, default=0) - min(values, default=0) or 0.02
+    least, most = min(values, default=0) - room, max(values, default=0) + room
+    found: list[Row] = []
+    for each in rows:
+        for name in ("low", "high"):
+            if isinstance(end := each.get(name), float):
+                found.append(Row(y=min(max(end, least), most)))
+                each[f"is_{name}_cut"] = not least <= end <= most
+    return found
 
 
 _RULES = {
@@ -487,8 +504,8 @@ def _panels(
     near: alt.Scale,
     width: PrintWidth,
 ) -> Spec:
-    """The figure of points, on an axis of single runs, which cuts wider intervals off: on a page a
-    column for each of several optimizers, else one for each rule."""
+    """The figure of points and intervals: on a page a column for each of several optimizers, else
+    one for each rule."""
     optimizers = list(dict.fromkeys(each.cell.optimizer.name for each in results))
     rules = list(dict.fromkeys(_RULES[each.cell.scaling] for each in results))
     sides = [("optimizer", optimizers), ("rule", rules)]
@@ -553,6 +570,8 @@ def _panels(
     lost = sum(len(arm.diverged) for arm in {id(r.arm): r.arm for r in results}.values())
     bars = "95 % t intervals over seeds" if any(each["low"] is not None for each in means) else ""
     said = [f"means{', ' if bars else ''}{bars}"]
+    if any(each.get("is_low_cut") or each.get("is_high_cut") for each in means):
+        said.append("bars that end at an edge go on beyond it")
     if lost:
         said.append(f"crosses: diverged, in no mean ({counted(lost, 'run')})")
     header = {"title": None, "labelFontSize": _USUAL, "labelColor": "black", "labelPadding": 3}

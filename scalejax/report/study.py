@@ -318,8 +318,11 @@ def _grid(study: Study, results: Sequence[CellResult]) -> str:
     schedule = study.schedule
     decay = _smooth(schedule)
     if schedule.decay == "step":
-        at = ", ".join(f"{epoch:g}" for epoch in schedule.decay_epochs)
+        reached = [e for e in schedule.decay_epochs if e < study.config.train.epochs]
+        at = ", ".join(f"{epoch:g}" for epoch in reached)
         decay = f"multiplied by {schedule.decay_factor:g} after epochs {at}"
+        if not reached:
+            decay = "held after the warmup: the run ends before the epochs at which it would decay"
     elif schedule.decay == "constant":
         decay = "held after the warmup"
     rules = {

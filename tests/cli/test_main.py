@@ -186,7 +186,7 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("config", "needs one more word: scalejax config show"),
         ("config shw", "did you mean 'config show'?"),
         ("train", "missing: RUN.toml"),
-        ("predict x.toml", "missing: --cluster A,B,..., --devices N,N,..."),
+        ("predict x.toml", "missing: --cluster A,B,..., --devices N..M"),
         ("train x.toml --epochs 3", "--epochs is no flag of scalejax train (did you mean --train"),
         ("train x.toml --epoch=3", "(did you mean --train.epochs?)"),
         ("train x.toml --global-batch 8", "(did you mean --batch.global_batch?)"),
@@ -242,8 +242,7 @@ def test_refusal_is_the_same_with_and_without_utf8(
 
     assert without.stderr == capsys.readouterr().err
     assert without.stderr == (
-        "error: missing: --cluster A,B,..., --devices N,N,... (see scalejax predict\n"
-        "       --help)\n"
+        "error: missing: --cluster A,B,..., --devices N..M (see scalejax predict\n       --help)\n"
     )
 
 
@@ -264,13 +263,21 @@ def test_refusal_is_the_same_with_and_without_utf8(
             "cluster='b200' is refused: it is a chip; of clusters, those with it are dgx-b200.",
         ),
         (
-            f"predict {PER_DEVICE} --cluster dgx-h100 --devices 1000000000",
-            "devices=1000000000 is refused: 32 samples x data*fsdp=1000000000 are 32000000000 a "
+            f"predict {PER_DEVICE} --cluster dgx-h100 --devices 10000000",
+            "devices=10000000 is refused: 32 samples x data*fsdp=10000000 are 320000000 a "
             "step, more than the 1281167 training examples (at most data*fsdp=40036).",
+        ),
+        (
+            f"predict {WARMUP} --cluster dgx-h100 --devices 8 --netwrk.bytes_per_second 2x",
+            "--netwrk.bytes_per_second is no flag (did you mean --network.bytes_per_second?)",
+        ),
+        (
+            f"predict {WARMUP} --cluster dgx-h100 --devices 8 --network.bytes_per_second 400",
+            "it is in bytes per second, and must be at least 1e6; 400 Gb/s is 50e9, and 400 GB/s",
         ),
         ("calibrate --cpu-devices 0", "cpu_devices=0 is refused"),
         (f"predict {WARMUP} --cluster dgx-h100 --devices 8,x", "devices='8,x' is refused"),
-        (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices=0 is refused"),
+        (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices='0' is refused"),
         (
             f"predict {WARMUP} --cluster dgx-h100 --devices 8 --conditions.step_vc 0.1",
             "conditions.step_vc is no field (did you mean 'step_cv'?)",

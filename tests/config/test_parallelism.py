@@ -49,14 +49,14 @@ def test_batch_that_does_not_divide_is_refused_with_the_nearest_that_do():
     with pytest.raises(
         ConfigError,
         match=r"global_batch=1000 is refused: it must be a multiple of data\*fsdp=24 "
-        r"\(nearest: 984 or 1008\)\.",
+        r"\(nearest: 984 or 1008; or 20 or 25 devices\)\.",
     ):
         BatchSplit(global_batch=1000, layout=Layout(data=12, fsdp=2))
 
 
 def test_a_batch_smaller_than_its_divisor_is_told_the_smallest_that_works():
     """Zero is no batch: only the multiple above is named."""
-    with pytest.raises(ConfigError, match=r"nearest: 24\)"):
+    with pytest.raises(ConfigError, match=r"nearest: 24; or 5 devices\)"):
         BatchSplit(global_batch=5, layout=Layout(data=24))
 
 

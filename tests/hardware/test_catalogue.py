@@ -389,7 +389,7 @@ def test_parts_of_a_cluster_are_replaced_by_values_or_multiples():
     [
         ("network.bytes_per_secon", 1, "did you mean 'bytes_per_second'"),
         ("network.bytes_per_second", "fast", "it must be a number"),
-        ("network.bytes_per_second", "0x", "it must be above 0"),
+        ("network.bytes_per_second", "0x", "bytes per second, and must be at least 1e6"),
         ("link.kind", "2x", "it is 'nvswitch' there, which has no multiple"),
         ("cluster.max_device_count", "2x", "there is none, which has no multiple"),
         ("network.x.y", 1, r"network\.x"),

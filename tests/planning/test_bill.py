@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from scalejax.core.errors import ConfigError
-from scalejax.hardware import load_cluster
-from scalejax.planning.bill import Bill, Rates, bill, rates_of, updates_for
+from scalejax.hardware import load_cluster, with_hardware
+from scalejax.planning.bill import Bill, Rates, bill, of_other_dates, rates_of, updates_for
 
 
 def test_a_bill_is_arithmetic_that_can_be_done_by_hand():
@@ -60,3 +60,14 @@ def test_rates_that_nothing_has_are_refused(fields: dict[str, float], message: s
     """By the names of their flags."""
     with pytest.raises(ConfigError, match=message):
         Rates(**fields)
+
+
+def test_list_prices_of_other_dates_are_told_apart():
+    """The cheaper may be only the later; of one date, or of one's own price, nothing is said."""
+    dated = [load_cluster(name) for name in ("dgx-h100", "dgx-h200", "dgx1-v100")]
+    own = with_hardware(dated[1], {"price.dollars_per_device_hour": 3.0})
+
+    (warning,) = of_other_dates(dated)
+
+    assert "(dgx-h100 2026-05-18, dgx-h200 2025-10-22)" in warning
+    assert of_other_dates([dated[0], dated[0], dated[2]]) == of_other_dates([dated[0], own]) == []

@@ -40,7 +40,7 @@ from scalejax.planning.search import (
 )
 from scalejax.planning.search import run as searched_run
 from scalejax.planning.search.parallel import collecting_seldom
-from scalejax.planning.search.run import left_out_notes, run_of
+from scalejax.planning.search.run import left_out_notes, run_of, uneven_notes
 from scalejax.simulator.predict import predict
 from scalejax.simulator.transformer import (
     Strategy,
@@ -579,9 +579,18 @@ def test_command_has_a_column_of_devices_where_there_are_several(
     rows = lines[lines.index(heading) + 1 :][:3]
     assert heading.split()[0] == "dev"
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]
-    assert {row.split()[1] for row in rows} <= {"8", "16"}
+    assert {row.split()[1] for row in rows} == {"8", "16"}
     assert max(map(len, lines)) <= 80
     assert "tensor 2, 4, 8 left out: the vocabulary of 1,025" in " ".join(lines)
+
+
+def test_devices_that_the_batch_does_not_divide_over_are_told():
+    """Of 60 devices a batch of 512 divides over 4; a factor of two left over is usual."""
+    (note,) = uneven_notes(512, (60, 64, 1024))
+
+    assert note.startswith("60 devices: the batch of 512 divides over 4 of them at most")
+    assert "15 are left to tensor, context and pipeline" in note
+    assert note.endswith("--global-batch 480 or 540 divides over all")
 
 
 def test_winner_is_a_run_that_can_be_trained(tmp_path: Path):

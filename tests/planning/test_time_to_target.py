@@ -11,7 +11,7 @@ from program_cases import kept_jobs
 from rich.console import Console
 
 from scalejax.cli.main import main
-from scalejax.cli.plan import parse_range
+from scalejax.cli.predict import parse_counts
 from scalejax.config.run import load_config, published_run, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
@@ -330,14 +330,14 @@ def test_marks_of_one_point_are_all_seen():
 )
 def test_ranges_double(text: str, numbers: list[int]):
     """As far as the end."""
-    assert parse_range("devices", text) == numbers
+    assert parse_counts(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "8..", "..8", "64..8", "0..8", "8;9", "-1"])
 def test_what_is_no_range_is_refused(text: str):
     """With examples of what is."""
     with pytest.raises(ConfigError, match=r"doublings such as 8\.\.4096"):
-        parse_range("devices", text)
+        parse_counts(text)
 
 
 @pytest.mark.parametrize(
@@ -660,7 +660,11 @@ def test_price_of_some_clusters_is_refused(run_file: Path):
         (["--deadline", "soon"], "deadline='soon' is refused"),
         (["--budget", "-3"], "budget=-3.0 is refused"),
         (["--target", "good"], "target='good' is refused"),
-        (["--global-batch", "7"], "nothing can be planned with: 1 the batch does not divide"),
+        (
+            ["--global-batch", "7"],
+            "nothing can be planned with: 1 the batch does not divide over the devices, or exceeds "
+            "the data set (batch.global_batch=7 is refused: it must be a multiple of data*fsdp=8",
+        ),
         (
             ["--schedule.decay", "step", "--schedule.decay_epochs", "[1, 1e300]"],
             "1 schedule.decay_epochs=(1.0, 1e+300) is",
@@ -676,7 +680,7 @@ def test_what_cannot_be_planned_is_refused(
     command = ["plan", str(run_file), "--clusters", "dgx-h100", "--devices", "8", *flags]
 
     assert main(command) == 2
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("flag", ["--layout.tensor 4", "--layout.data 2", "--batch.microbatches 2"])

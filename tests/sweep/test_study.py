@@ -469,6 +469,17 @@ def test_the_protocol_names_whatever_is_not_as_by_default(run_file):
         assert said in text, said
 
 
+def test_the_protocol_names_no_decay_beyond_the_end(run_file):
+    """The run has 2 epochs: a decay at 1 is in it, those at 30 and 60 are not."""
+    fields = {"schedule.decay": "step", "schedule.decay_epochs": [1, 30, 60]}
+    study = plan_study(run_file, fields, batches="8", warmups="none", scalings="none", seeds=1)
+    rows = [row(planned, 0.5) for planned in study.grid({"sgd": 0.01}).runs]
+
+    text = protocol(study, found_rates(study, ()), cell_results(study, {"sgd": 0.01}, rows), 1)
+
+    assert "multiplied by 0.1 after epochs 1." in text
+
+
 # Trained.
 
 FLAGS = (

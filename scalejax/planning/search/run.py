@@ -5,6 +5,7 @@ steps.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
 from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
-from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, ScalejaxError, nearest_multiples, refusal
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
@@ -251,14 +252,15 @@ def report_search(
         framework: the framework that trains it; the best by the closed form are ranked anew by its
             steps.
         price_per_device_hour: price of a device-hour, in any currency.
-        top: number of strategies in the table.
+        top: number of strategies in the table; of several device counts as many of each, one at
+            least.
         notes: further notes.
         facts: counts and shapes of its data; if None, they are read.
         preset: the preset that the network is, by which it is called and whose published layout is
             placed; None if it is none.
     """
     training = None if preset is None else PRESETS[preset].training
-    best = deduplicated(found.ranked)[:top]
+    best = _best_of_each_count(deduplicated(found.ranked), top)
     shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     ranked = list(_ranked(config, facts, cluster, site, best, framework, price_per_device_hour))
     if framework != XLA:
@@ -282,10 +284,28 @@ def report_search(
             *notes,
             *found_as_xla(framework),
             *left_out_notes(shape, counts),
+            *(uneven_notes(best[0].strategy.split.global_batch, counts) if best else ()),
         ),
         published=_published(shape, cluster, site, found, training) if training else None,
         tokens_per_sample=shape.tokens,
     )
+
+
+def _best_of_each_count(ranked: Sequence[Candidate], top: int) -> list[Candidate]:
+    """The first `top` of the ranked, as many of each device count, in their order."""
+    counts = [each.strategy.layout.device_count for each in ranked]
+    places = _in_turns(counts)[: max(top, len(set(counts)))]
+    return [ranked[place] for place in sorted(places)]
+
+
+def _in_turns(device_counts: Sequence[int]) -> list[int]:
+    """Positions of the first of each device count, then of the second of each, and so on."""
+    before: Counter[int] = Counter()
+    turns: list[int] = []
+    for count in device_counts:
+        turns.append(before[count])
+        before[count] += 1
+    return sorted(range(len(turns)), key=turns.__getitem__)
 
 
 def _published(
@@ -343,16 +363,18 @@ def confirm_search(
         report: result of `report_search`.
         config: the searched run.
         cluster: where it would run.
-        confirm: number of strategies that are compiled.
+        confirm: number of strategies that are compiled: of several device counts the first of each,
+            then the second, and so on.
         site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         on_progress: called for each compilation.
     """
     ranked = list(report.ranked)
-    first = ranked[:confirm]
+    places = _in_turns([each.prediction.device_count for each in ranked])[:confirm]
+    first = [ranked[place] for place in places]
     answers = _confirmed(config, facts, cluster, site, framework, first, on_progress)
-    for index, answer in enumerate(answers):
+    for index, answer in zip(places, answers, strict=True):
         each = ranked[index]
         if isinstance(answer, str):
             ranked[index] = replace(each, confirmed=None, note=answer)
@@ -381,6 +403,23 @@ _FRAMEWORK_NOTE = (
 def found_as_xla(framework: Framework) -> list[str]:
     """Note on how the layouts of a framework other than XLA are found."""
     return [] if framework == XLA else [_FRAMEWORK_NOTE.format(framework.title)]
+
+
+def uneven_notes(global_batch: int, device_counts: Sequence[int]) -> tuple[str, ...]:
+    """Notes on numbers of devices over which the batch does not divide, and which have a factor
+    that few networks divide by: why such a number may be slower than a smaller one."""
+    notes = []
+    for count in device_counts:
+        shards = math.gcd(count, global_batch)
+        rest = count // shards
+        if rest & (rest - 1):
+            notes.append(
+                f"{count} devices: the batch of {global_batch:,} divides over {shards} of them at "
+                f"most (data x fsdp), so that {rest} are left to tensor, context and pipeline, "
+                "which is often slower; --global-batch "
+                f"{nearest_multiples(global_batch, count)} divides over all"
+            )
+    return tuple(notes)
 
 
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:

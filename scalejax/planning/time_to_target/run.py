@@ -14,11 +14,18 @@ from typing import Literal
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
+from scalejax.core.errors import (
+    ConfigError,
+    nearest_multiples,
+    refusal,
+    require_above,
+    require_at_least,
+    unknown_name,
+)
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import NO_SITE, Cluster, Site, require_own_names
-from scalejax.planning.bill import Rates
+from scalejax.planning.bill import Rates, of_other_dates
 from scalejax.planning.convergence import (
     ConvergenceData,
     fit,
@@ -29,6 +36,7 @@ from scalejax.planning.convergence import (
 )
 from scalejax.planning.search.parallel import SearchSpec, fastest_common
 from scalejax.planning.search.run import in_words, run_of, searchable
+from scalejax.planning.search.space import common_groups
 from scalejax.planning.time_to_target.notes import (
     notes_of,
     other_optimizer,
@@ -50,7 +58,12 @@ figure 1 (8192 and 16384), so that no larger factor is safe."""
 _TOO_MANY = "more devices than the cluster has"
 _NOT_DIVISIBLE = "the batch does not divide over the devices, or exceeds the data set"
 _TOO_LARGE = "a batch that failed, or more than twice the largest that reached the target"
-_NO_LAYOUT = "no common layout divides the samples and fits"
+_INDIVISIBLE = "no common layout divides the samples: --global-batch"
+_NO_ROOM = (
+    "no common layout fits the memory; more --devices, a smaller model.compute_dtype, or scalejax "
+    "search, which tries pipelines too"
+)
+_MOST_PLACES = 3
 _OF_LAYOUTS = (
     "layouts are the fastest of data, fsdp, expert, and tensor within a node for each row; "
     "scalejax cost tries all, --layouts file keeps the run's"
@@ -285,7 +298,7 @@ def at_list_prices(
         note = f"no list price of {', '.join(without)}, so that costs are device-hours"
         return [*options], "device-hours", [f"{note}: --price P,P,... gives costs"]
     note = f"dollars a device-hour: {', '.join(parts)}; --price P,P,... says others"
-    return priced, "dollars", [note]
+    return priced, "dollars", [note, *of_other_dates([each.cluster for each in options])]
 
 
 def _require_choice(
@@ -340,7 +353,7 @@ def _plausible_run(
     try:
         run = made()
     except ConfigError as error:
-        left_out[_reason(error)] += 1
+        left_out[_reason(error, left_out)] += 1
         return None
     if convergence is not None and not _is_plausible(run, convergence):
         left_out[_TOO_LARGE] += 1
@@ -376,6 +389,7 @@ def _searched_runs(
         first = counts[0] if given.layout.data is None else None
         batch = resolve(given, first, facts).split.global_batch
     planned = []
+    without: dict[str, list[str]] = {}
     for option in options:
         spec = SearchSpec(
             shape=shape_of(config, option.cluster.chip, facts, compiler=installed_compiler()),
@@ -391,11 +405,24 @@ def _searched_runs(
                 elif samples > facts.train_examples:
                     left_out[_NOT_DIVISIBLE] += 1
                 elif (fastest := fastest_common(spec, count, samples)) is None:
-                    left_out[_NO_LAYOUT] += 1
+                    nodes = option.cluster.devices_per_node
+                    divides = any(
+                        found for _, found in common_groups(spec.shape, count, samples, nodes)
+                    )
+                    nearest = nearest_multiples(samples, count)
+                    at = f"{samples:,} over {count:,} devices"
+                    without.setdefault(_NO_ROOM if divides else _INDIVISIBLE, []).append(
+                        at if divides else f"{at} (nearest that does: {nearest})"
+                    )
                 else:
                     made = partial(run_of, config, fastest.strategy, facts)
                     if (run := _plausible_run(made, convergence, left_out)) is not None:
                         planned.append((option, run))
+    for reason, places in without.items():
+        some = places[:_MOST_PLACES]
+        more = f" and {len(places) - len(some)} more" if len(places) > len(some) else ""
+        batch_of = "" if reason == _INDIVISIBLE else "batches of "
+        left_out[f"{reason}: {batch_of}{', '.join(some)}{more}"] += len(places)
     return planned
 
 
@@ -404,10 +431,14 @@ def _layout_of(run: ResolvedRun) -> str:
     return in_words(strategy_of(run))
 
 
-def _reason(error: ConfigError) -> str:
-    """Reason why a run cannot be resolved: one phrase for batch and layout, else the error."""
+def _reason(error: ConfigError, left_out: Counter[str]) -> str:
+    """Reason why a run cannot be resolved: of batch and layout one phrase, with what the first of
+    them was refused for, else the error."""
     text = " ".join(str(error).split()).rstrip(".")
-    return _NOT_DIVISIBLE if text.startswith(("batch.", "layout.", "devices=")) else text
+    if not text.startswith(("batch.", "layout.", "devices=")):
+        return text
+    known = (reason for reason in left_out if reason.startswith(_NOT_DIVISIBLE))
+    return next(known, f"{_NOT_DIVISIBLE} ({text})")
 
 
 def _batches(

@@ -106,6 +106,13 @@ def require_compatible_augmentation(
         if dataset.input_shape[2] != 3 and (value := getattr(augmentation, name)):
             accepted = "the images are grey, of which brightness and contrast alone change"
             raise ConfigError(refusal(f"input.augmentation.{name}", value, accepted))
+    if augmentation.operations and dataset.input_shape[2] not in (1, 3):
+        name = "trivial_augment" if augmentation.trivial_augment else "rand_augment"
+        accepted = (
+            f"its operations are of grey images and of red, green and blue, and these have "
+            f"{dataset.input_shape[2]} channels; leave it out"
+        )
+        raise ConfigError(f"input.augmentation.{name} is refused: {accepted}.")
     if augmentation.evaluation_crop != 1 and not data.decodes_images:
         accepted = (
             "it must be 1, or left out: images are cropped where they are decoded, and those of "

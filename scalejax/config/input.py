@@ -7,15 +7,44 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 MOST_HUE = 0.5
 """Largest rotation of hues: half a circle to either side reaches all of them."""
+MOST_MAGNITUDE = 30
+"""Largest magnitude of RandAugment's operations."""
+MOST_OPERATIONS = 14
+"""As many as RandAugment has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandAugmentConfig:
+    """RandAugment (Cubuk et al. 2019, arXiv 1909.13719): operations drawn anew for each image of 14
+    that are alike probable, one after the other: identity, shear and translation along x and y,
+    rotation, brightness, colour, contrast, sharpness, posterize, solarize, autocontrast, equalize.
+    """
+
+    operations: int = 2
+    """Operations for each image (N of the paper)."""
+    magnitude: int = 9
+    """Their strength (M), 0 to 30, at which they are those of AutoAugment at 10: shears of 0.3,
+    rotations of 30 degrees. In steps, and with defaults, of torchvision's RandAugment."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("operations", 1, MOST_OPERATIONS),
+            ("magnitude", 0, MOST_MAGNITUDE),
+        ):
+            if not least <= (value := getattr(self, name)) <= most:
+                accepted = f"it must be from {least} to {most}"
+                raise ConfigError(
+                    refusal(f"input.augmentation.rand_augment.{name}", value, accepted)
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentationConfig:
     """Random augmentation of training images; every kind is off by default.
 
-    Applied in this order: crop or shift, flip, colour jitter, erasing, mixup or CutMix. Test
-    examples are never augmented. The augmentation of an example depends on the seed of the run, the
-    epoch and the index of the example alone.
+    Applied in this order: crop or shift, flip, RandAugment or TrivialAugment, colour jitter,
+    erasing, mixup or CutMix. Test examples are never augmented. The augmentation of an example
+    depends on the seed of the run, the epoch and the index of the example alone.
     """
 
     crop_area: tuple[float, float] | None = None
@@ -29,6 +58,12 @@ class AugmentationConfig:
     al. 2015, arXiv 1512.03385, section 4.2)."""
     flip: bool = False
     """Whether images are mirrored left to right with probability 1/2."""
+    rand_augment: RandAugmentConfig | None = None
+    """RandAugment; if absent, none. `{}` has its defaults."""
+    trivial_augment: bool = False
+    """TrivialAugment (Müller & Hutter 2021, arXiv 2103.10158): one of RandAugment's operations for
+    each image, of a strength that is drawn too, from its wide ranges: to 32 pixels, whatever the
+    size. Not with `rand_augment`."""
     brightness: float = 0.0
     """x: pixels are multiplied by a factor in [1 - x, 1 + x]. Brightness, contrast, saturation and
     hue are applied in random order, as in torchvision's ColorJitter."""
@@ -88,6 +123,9 @@ class AugmentationConfig:
             raise ConfigError(
                 refusal("input.augmentation.cutmix_alpha", self.cutmix_alpha, accepted)
             )
+        if self.rand_augment is not None and self.trivial_augment:
+            accepted = "input.augmentation.rand_augment draws operations already; leave one out"
+            raise ConfigError(refusal("input.augmentation.trivial_augment", True, accepted))
         if area is not None and self.shift_pixels:
             accepted = "input.augmentation.crop_area moves images already; leave one of them out"
             raise ConfigError(
@@ -114,14 +152,25 @@ class AugmentationConfig:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether pixels of an image are changed: crop, shift, flip, colours or erasing."""
+        """Whether pixels of an image are changed: by anything but mixup and CutMix."""
         return self.crop_area is not None or self.finishes
+
+    @property
+    def operations(self) -> int:
+        """Operations of RandAugment or TrivialAugment for each image."""
+        if self.rand_augment is not None:
+            return self.rand_augment.operations
+        return int(self.trivial_augment)
 
     @property
     def finishes(self) -> bool:
         """Whether pixels are changed after a crop."""
         return bool(
-            self.shift_pixels or self.flip or self.changes_colours or self.erase_probability
+            self.shift_pixels
+            or self.flip
+            or self.operations
+            or self.changes_colours
+            or self.erase_probability
         )
 
 

@@ -2,14 +2,15 @@
 
 import io
 
+import matplotlib.cbook
 import numpy as np
 import pytest
 from parquet_cases import encoded, random_images, write_images
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
 from scalejax.config.data import FashionMnistConfig, ParquetConfig, SyntheticImagesConfig
-from scalejax.config.input import AugmentationConfig
+from scalejax.config.input import AugmentationConfig, RandAugmentConfig
 from scalejax.config.parallelism import Layout
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
@@ -20,6 +21,12 @@ from scalejax.data.loader.loader import training_batches
 from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.images import Box, decoded
 from scalejax.data.transforms.pixels import enlarged, flipped, recoloured, shifted
+from scalejax.data.transforms.rand_augment import (
+    OPERATIONS,
+    RAND_AUGMENT,
+    TRIVIAL_AUGMENT,
+    augmented,
+)
 from scalejax.data.transforms.random import uniforms
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import batch_shapes
@@ -30,11 +37,18 @@ ALL = AugmentationConfig(
     flip=True,
     brightness=0.4,
     contrast=0.4,
+    rand_augment=RandAugmentConfig(operations=2, magnitude=9),
     erase_probability=0.5,
     mixup_alpha=0.3,
 )
 IN_COLOUR = AugmentationConfig(
-    crop_area=(0.08, 1.0), flip=True, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
+    crop_area=(0.08, 1.0),
+    flip=True,
+    trivial_augment=True,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.4,
+    hue=0.1,
 )
 IMAGE = AugmentationConfig(crop_area=(0.08, 1.0))
 
@@ -136,6 +150,135 @@ def test_images_that_come_decoded_have_no_crop_of_evaluation():
     }
     with pytest.raises(ConfigError, match=r"evaluation_crop=0\.9 is refused: it must be 1, .*'fash"):
         build(RunConfig, tables)
+
+
+# --- RandAugment and TrivialAugment ---
+
+
+def portrait():
+    """A photograph in colour, which comes with matplotlib, 75 x 65 of its pixels."""
+    path = matplotlib.cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)
+    with Image.open(str(path)) as image:
+        return np.asarray(image.convert("RGB").resize((150, 170)))[20:95, 40:105]
+
+
+def operated_by_pillow(image, name, magnitude, is_negative, *, is_wide):
+    """`_apply_op` of torchvision 0.26 on Pillow's images, with the magnitudes of `RandAugment` or
+    `TrivialAugmentWide`."""
+    picture = Image.fromarray(image.squeeze())
+    width, height = picture.size
+    largest = {
+        **dict.fromkeys(("shear_x", "shear_y"), 0.99 if is_wide else 0.3),
+        "translate_x": 32 if is_wide else 150 / 331 * width,
+        "translate_y": 32 if is_wide else 150 / 331 * height,
+        "rotate": 135 if is_wide else 30,
+    }.get(name, 0.99 if is_wide else 0.9)
+    signed = np.linspace(0, largest, 31)[magnitude] * (-1 if is_negative else 1)
+    affine = Image.Transform.AFFINE
+    match name:
+        case "shear_x":
+            picture = picture.transform(picture.size, affine, (1, -signed, 0, 0, 1, 0))
+        case "shear_y":
+            picture = picture.transform(picture.size, affine, (1, 0, 0, -signed, 1, 0))
+        case "translate_x":
+            picture = picture.transform(picture.size, affine, (1, 0, -int(signed), 0, 1, 0))
+        case "translate_y":
+            picture = picture.transform(picture.size, affine, (1, 0, 0, 0, 1, -int(signed)))
+        case "rotate":
+            picture = picture.rotate(signed)
+        case "posterize":
+            lost = (np.arange(31) / (30 / (6 if is_wide else 4))).round().astype(int)
+            picture = ImageOps.posterize(picture, 8 - lost[magnitude].item())
+        case "solarize":
+            threshold = np.linspace(255, 0, 31)[magnitude]
+            picture = picture.point(
+                [i if i < threshold else 255 - i for i in range(256)] * len(picture.getbands())
+            )
+        case "autocontrast":
+            picture = ImageOps.autocontrast(picture)
+        case "equalize":
+            picture = ImageOps.equalize(picture)
+        case "brightness" | "color" | "contrast" | "sharpness":
+            picture = getattr(ImageEnhance, name.capitalize())(picture).enhance(1 + signed)
+    return np.asarray(picture).reshape(image.shape)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_operations_are_those_of_pillow_in_steps_of_torchvision(is_wide):
+    """The same pixels of a photograph and of grey garments, to either side, at any strength."""
+    grey = open_source(EMBEDDED, "train", seed=0).take(np.arange(1))["inputs"][0]
+    ranges = TRIVIAL_AUGMENT if is_wide else RAND_AUGMENT
+    cases = [
+        (number, magnitude, is_negative)
+        for number in range(len(OPERATIONS))
+        for magnitude in (0, 9, 17, 30)
+        for is_negative in (False, True)
+    ]
+    which, magnitudes, signs = (np.array(column)[:, None] for column in zip(*cases, strict=True))
+
+    for image in (portrait(), grey):
+        same = np.tile(image, (len(cases), 1, 1, 1))
+        found = augmented(same, which, magnitudes, signs, ranges)
+
+        for (number, magnitude, is_negative), ours in zip(cases, found, strict=True):
+            name = OPERATIONS[number]
+            theirs = operated_by_pillow(image, name, magnitude, is_negative, is_wide=is_wide)
+            assert np.array_equal(ours, theirs), (name, magnitude, is_negative)
+            is_changed = (ours != image).any()
+            assert is_changed or magnitude == 0 or name in ("identity", "color", "autocontrast")
+
+
+def test_operations_by_hand():
+    """Four pixels: moved two to the right, inverted from 128 on, with the upper four bits."""
+    image = np.array([10, 100, 200, 255], np.uint8).reshape(1, 1, 4, 1)
+
+    def after(*names, magnitude):
+        numbers = np.array([[OPERATIONS.index(name) for name in names]])
+        full, right = np.full(numbers.shape, magnitude), np.zeros(numbers.shape, bool)
+        return augmented(image, numbers, full, right, RAND_AUGMENT).ravel().tolist()
+
+    assert after("identity", magnitude=30) == [10, 100, 200, 255]
+    assert after("translate_x", magnitude=30) == [0, 10, 100, 200]  # 150 / 331 of 4 pixels: 1.8
+    assert after("solarize", magnitude=15) == [10, 100, 55, 0]  # from 127.5 on
+    assert after("posterize", magnitude=30) == [0, 96, 192, 240]
+    assert after("solarize", "posterize", magnitude=15) == [8, 100, 52, 0]  # in this order
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AugmentationConfig(rand_augment=RandAugmentConfig(operations=3, magnitude=7)),
+        AugmentationConfig(trivial_augment=True),
+    ],
+)
+def test_operations_are_drawn_alike(config, monkeypatch):
+    """Every operation, side and, of TrivialAugment, strength is as likely (chi-squared), and other
+    draws are what they were without them."""
+    import scalejax.data.transforms.augmentation as module
+
+    drawn = []
+    monkeypatch.setattr(module, "augmented", lambda images, *rest: drawn.append(rest) or images)
+    for epoch in (0, 1):
+        changes = Augmentation(config=config, seed=0).of(np.arange(6000), epoch)
+        changes.finished(np.zeros((6000, 1, 1, 1), np.uint8), np.arange(6000))
+    (operations, magnitudes, signs, ranges), (later, *_) = drawn
+
+    assert operations.shape == (6000, 1 if config.trivial_augment else 3)
+    for column in operations.T:
+        assert stats.chisquare(np.bincount(column, minlength=14)).pvalue > 1e-3
+    assert abs(signs.mean() - 0.5) < 5 * 0.5 / np.sqrt(signs.size)
+    if config.trivial_augment:
+        assert ranges is TRIVIAL_AUGMENT
+        assert stats.chisquare(np.bincount(magnitudes.ravel(), minlength=31)).pvalue > 1e-3
+    else:
+        assert ranges is RAND_AUGMENT
+        assert (magnitudes == 7).all()
+    related = np.corrcoef(
+        [*operations.T, *magnitudes.T[: 1 if config.trivial_augment else 0], *signs.T, later[:, 0]]
+    )
+    assert np.abs(related - np.eye(len(related))).max() < 5 / np.sqrt(6000)
+    both = AugmentationConfig(crop_area=(0.08, 1.0), trivial_augment=True)
+    assert (boxes_of(both, 30, 40, 50) == boxes_of(IMAGE, 30, 40, 50)).all()
 
 
 # --- random numbers ---
@@ -252,7 +395,8 @@ def test_an_example_does_not_depend_on_what_is_taken_with_it(kind, tmp_path):
     if kind == "in files":
         source = parquet_of(tmp_path)
     else:
-        synthetic = SyntheticImagesConfig(image_size=16, classes=4, train_examples=40)
+        # of 32 pixels or less TrivialAugment moves some out of sight, in both epochs
+        synthetic = SyntheticImagesConfig(image_size=40, classes=4, train_examples=40)
         config, changes = (EMBEDDED, ALL) if kind == "in memory" else (synthetic, IN_COLOUR)
         source = open_source(config, "train", seed=5, augmentation=changes)
     indices = np.random.default_rng(0).permutation(40)
@@ -460,6 +604,10 @@ def test_every_order_of_colours_is_as_likely():
             r"cutmix_alpha=1\.0 is refused: .*mixup_alpha mixes pairs already",
         ),
         ({"cutmix_probability": 1.1}, r"cutmix_probability=1\.1 is refused"),
+        (
+            {"rand_augment": RandAugmentConfig(), "trivial_augment": True},
+            "trivial_augment=True is refused: .*rand_augment draws operations already",
+        ),
         ({"mixup_alpha": float("nan")}, "mixup_alpha=nan is refused"),
         (
             {"shift_pixels": 4, "crop_area": (0.5, 1.0)},
@@ -481,6 +629,30 @@ def test_what_cannot_be_is_refused(changes, refusal):
             {"name": "python_docs"},
             {"mixup_alpha": 0.2},
             "input.augmentation is refused: it changes images, .*'python_docs' holds text",
+        ),
+        (
+            {"name": "gpt"},
+            {"name": "python_docs"},
+            {"rand_augment": {}},
+            "input.augmentation is refused: it changes images, .*'python_docs' holds text",
+        ),
+        (
+            None,
+            None,
+            {"rand_augment": {"operations": 0}},
+            r"rand_augment\.operations=0 is refused: it must be from 1 to 14",
+        ),
+        (
+            None,
+            None,
+            {"rand_augment": {"magnitude": 31}},
+            r"rand_augment\.magnitude=31 is refused: it must be from 0 to 30",
+        ),
+        (
+            None,
+            {"name": "synthetic_images", "image_size": 28, "channels": 2},
+            {"trivial_augment": True},
+            r"trivial_augment is refused: .* and these have 2 channels; leave it out",
         ),
         (None, None, {"hue": 0.1}, "hue=0.1 is refused: the images are grey"),
         (None, None, {"saturation": 0.1}, "saturation=0.1 is refused: the images are grey"),

@@ -1,5 +1,5 @@
-"""Image augmentation of `[input.augmentation]`: random crops, shifts, flips, colours, erasing and
-mixup, and the crop of evaluation.
+"""Image augmentation of `[input.augmentation]`: random crops, shifts, flips, operations, colours,
+erasing and mixup, and the crop of evaluation.
 
 Works on encoded or decoded images of any source; opens no file.
 """
@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalejax.config.input import AugmentationConfig
+from scalejax.config.input import MOST_MAGNITUDE, AugmentationConfig
 from scalejax.data.transforms.images import Box, in_threads
 from scalejax.data.transforms.pixels import COLOUR_CHANGES, enlarged, flipped, recoloured, shifted
+from scalejax.data.transforms.rand_augment import (
+    OPERATIONS,
+    RAND_AUGMENT,
+    TRIVIAL_AUGMENT,
+    augmented,
+)
 from scalejax.data.transforms.random import noise_bytes, uniforms
 
 TRIES = 10
@@ -31,7 +37,9 @@ _ERASE_PLACE = slice(_ERASE_ASPECTS.stop, _ERASE_ASPECTS.stop + 2)
 _CUT = slice(_ERASE_PLACE.stop, _ERASE_PLACE.stop + 3)
 _ALL_DRAWS = _CUT.stop
 """Columns of the per-example random numbers, one set for each transform, so that enabling one
-transform does not change another."""
+transform does not change another. Those of operations come after them."""
+_OPERATION_DRAWS = 3
+"""Which operation, whether it goes to the other side, and how strong it is."""
 _VALUES_AT_ONCE = 2**15
 """Channels of pixels that are changed together: as float32 less than 128 KiB, for memory of larger
 arrays is asked of the system each time, which can take five times as long as what is done."""
@@ -55,6 +63,8 @@ class Augmentation:
         if config == AugmentationConfig():
             return _NOTHING
         draws = _ALL_DRAWS if config.erase_probability or config.cutmix_alpha else _DRAWS
+        if config.operations:
+            draws = _ALL_DRAWS + _OPERATION_DRAWS * config.operations
         return Changes(config, uniforms(self.seed, epoch, indices, draws))
 
 
@@ -134,7 +144,7 @@ class Changes:
         return examples | beside | {"inputs": changed}
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The cropped images of `rows` after shift, flip, colour changes and erasing.
+        """The cropped images of `rows` after shift, flip, operations, colour changes and erasing.
 
         Args:
             images: uint8 [rows, height, width, channels].
@@ -152,6 +162,8 @@ class Changes:
             images = shifted(images, right, down)
         if config.flip:
             images = flipped(images, numbers[:, _FLIP] < 0.5)
+        if config.operations:
+            images = self._operated(images, numbers)
         if config.changes_colours:
             widths = np.array([getattr(config, name) for name in COLOUR_CHANGES])
             factors = np.array([1, 1, 1, 0]) + widths * (2 * numbers[:, _FACTORS] - 1)
@@ -163,6 +175,19 @@ class Changes:
             for image, own in zip(images, numbers, strict=True):
                 self._erase(image, own)
         return images
+
+    def _operated(self, images: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """The images after their operations of RandAugment or TrivialAugment."""
+        which, signs, strengths = np.moveaxis(
+            numbers[:, _ALL_DRAWS:].reshape(len(numbers), -1, _OPERATION_DRAWS), 2, 0
+        )
+        operations = np.floor(len(OPERATIONS) * which).astype(int)
+        if (config := self._config.rand_augment) is not None:
+            magnitudes, ranges = np.full(operations.shape, config.magnitude), RAND_AUGMENT
+        else:
+            magnitudes = np.floor((MOST_MAGNITUDE + 1) * strengths).astype(int)
+            ranges = TRIVIAL_AUGMENT
+        return augmented(images, operations, magnitudes, signs < 0.5, ranges)
 
     def _erase(self, image: np.ndarray, numbers: np.ndarray) -> None:
         """Fill a rectangle of `image` with random pixels, with the probability asked for: the first

@@ -64,7 +64,9 @@ def _input(given: InputConfig) -> str:
     """Input and augmentation fields that differ from their defaults, in words."""
     changed = _changed(given, InputConfig(), but="augmentation")
     if given.augmentation is not None:
-        changed += _changed(given.augmentation, AugmentationConfig())
+        changed += _changed(given.augmentation, AugmentationConfig(), but="rand_augment")
+        if (policy := given.augmentation.rand_augment) is not None:
+            changed.append(f"rand_augment {policy.operations} of magnitude {policy.magnitude}")
     return ", ".join(changed)
 
 

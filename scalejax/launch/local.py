@@ -513,6 +513,8 @@ class _Attempt:
         """Kill all processes and those that they have started; returns those that SLURM has not
         ended in so many seconds, but for those whose node is gone."""
         left = [] if self._job.nodes is None else self._kill_steps(self._job.nodes, seconds)
+        if self._job.nodes is not None:
+            self._job.nodes.ask_no_more()
         if self._guard is not None:
             self._guard.kill()
             self._guard.wait()

@@ -146,6 +146,11 @@ class Nodes:
                 self._ask_no_more(name)
         return {place: found[name] for place in places if (name := self.name(place)) in found}
 
+    def ask_no_more(self) -> None:
+        """Forget which nodes are asked; what asks them is not left behind."""
+        for name in tuple(self._asked):
+            self._ask_no_more(name)
+
     def _ask_no_more(self, name: str) -> None:
         """Forget that a node is asked."""
         srun = self._asked.pop(name).srun
@@ -175,8 +180,7 @@ class Nodes:
         itself kills them at SIGTERM, and leaves them at SIGKILL. Nothing is waited for: SLURM may
         take minutes to answer, or to give up a node that is gone."""
         if number == signal.SIGKILL:  # they would be killed, as if they did not answer
-            for name in tuple(self._asked):
-                self._ask_no_more(name)
+            self.ask_no_more()
         threading.Thread(target=self._signal_steps, args=(number,), daemon=True).start()
 
     def _signal_steps(self, number: int) -> None:

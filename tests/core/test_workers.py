@@ -151,6 +151,6 @@ def test_a_worker_ends_with_its_caller_though_another_process_holds_the_connecti
         assert caller.stdout is not None
         worker, holder = map(int, caller.stdout.readline().split())
         try:
-            assert wait_until(lambda: not is_running(worker), 5)
+            assert wait_until(lambda: not is_running(worker), 60)
         finally:
             os.kill(holder, signal.SIGKILL)

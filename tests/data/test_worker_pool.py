@@ -265,7 +265,7 @@ def test_no_process_outlives_the_run(tmp_path, number):
         for worker in workers:
             os.kill(worker, number)
 
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert wait_until(lambda: not any(map(is_running, workers)))
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number

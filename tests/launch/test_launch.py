@@ -118,7 +118,7 @@ def wait_for_step(launcher, folder, step):
 def ended(launcher, workers):
     """Exit code, and what was said; every process must be gone."""
     said, _ = launcher.communicate(timeout=240)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(is_alive(worker) for worker in workers) and time.monotonic() < end:
         time.sleep(0.05)
     assert not [worker for worker in workers if is_alive(worker)], said
@@ -190,7 +190,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tm
     assert (ledger.wasted_seconds > 0) >= (ledger.repeated_steps > 0)
     assert min(ledger.startup_seconds, ledger.compile_seconds) > 0
     ended_at = files.time.stat().st_mtime
-    assert ended_at - begin - 2 < ledger.seconds < ended_at - begin + 0.1
+    assert ended_at - begin - 4 < ledger.seconds < ended_at - begin + 0.1
     assert f"goodput {ledger.goodput:.1%}".replace("%", " %") in said
     assert re.search(r"process 0 was killed by SIGKILL .* at step \d+", said)
     assert "restart 1, 1 process" in said
@@ -226,7 +226,7 @@ def test_a_stopped_process_counts_as_lost_and_without_restarts_the_run_ends(star
     code, said = ended(launcher, workers)
 
     assert code == ExitCode.LOST, said
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
     assert "process 1 has been stopped for 2 s" in said
     assert Launch(command=(), processes=1, folder=folder).stopped_seconds == 15
 

@@ -87,7 +87,7 @@ def watched(shelf):
 
 def until(codes, count):
     """Wait for so many codes."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while len(codes) < count and time.monotonic() < end:
         time.sleep(0.02)
 
@@ -126,7 +126,7 @@ def test_a_first_process_that_does_not_answer_is_left(watched, heart, shelf, cap
     start, codes = watched
     start(0)
     start(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while shelf.reads < 2 and time.monotonic() < end:
         time.sleep(0.01)
     shelf.answers.clear()
@@ -202,7 +202,7 @@ def test_a_process_at_a_breakpoint_does_not_hang():
     with process:
         line = process.stdout.readline()
         time.sleep(1.0)
-        said, _ = process.communicate("c\n", timeout=60)
+        said, _ = process.communicate("c\n", timeout=240)
 
     assert process.returncode == 0, line + said
     assert "went on" in said
@@ -284,12 +284,12 @@ def test_a_frozen_process_of_mpirun_ends_the_run_in_the_stated_time(tmp_path):
             time.sleep(0.05)
         os.kill(first_of(launcher.pid), signal.SIGSTOP)
         begin = time.monotonic()
-        said, _ = launcher.communicate(timeout=60)
+        said, _ = launcher.communicate(timeout=240)
     finally:
         launcher.kill()
 
     assert launcher.returncode == ExitCode.LOST, said
-    assert time.monotonic() - begin < 3 + 10 + 10  # the limit, as `--help` says, and a busy machine
+    assert time.monotonic() - begin < 3 + 10 + 60  # the limit, as `--help` says, and a busy machine
     assert "error: process 0 has not answered for " in said
     assert "process 1 of 2 exits." in said
     assert "stacks of all threads of process 1 of 2:" in said

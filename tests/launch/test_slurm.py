@@ -456,7 +456,7 @@ def test_an_elastic_script_passes_signals_on_and_codes_back(tmp_path, code):
         time.sleep(0.02)
     job.terminate()
 
-    assert job.wait(10) == code
+    assert job.wait(60) == code
     calls = (tmp_path / "calls").read_text().split()
     assert calls == ["saved", *(["scontrol"] if code else [])]
 
@@ -526,7 +526,7 @@ def test_a_job_without_its_first_node_goes_back_into_the_queue(
     assert nodes.guard((0, 1), most_restarts) is None
     guard = nodes.guard((0, 1, 2), most_restarts)
     assert guard is not None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     said = []
     while time.monotonic() < end and said.count("look") < 3 and guard.poll() is None:
         time.sleep(0.05)
@@ -558,10 +558,10 @@ case "$*" in *nodelist=n1*) while [ ! -e {tmp_path}/up ]; do sleep 0.02; done ;;
     begun = time.monotonic()
     assert places.chosen() == ()
     assert places.seconds_to_wait() == 0
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 30
     (tmp_path / "up").touch()
     while not (chosen := places.chosen()):
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
         time.sleep(0.02)
     assert chosen == (0, 1)
     asked = (tmp_path / "calls").read_text()

@@ -245,7 +245,7 @@ def test_processes_are_watched_also_after_a_signal(tmp_path):
         folder=tmp_path,
         stopped_seconds=0.5,
     )
-    impatient = threading.Timer(20, os.kill, (os.getpid(), signal.SIGTERM))
+    impatient = threading.Timer(120, os.kill, (os.getpid(), signal.SIGTERM))
     impatient.start()
     try:
         code = launch(job, said)
@@ -274,9 +274,13 @@ def test_the_end_of_a_terminal_is_a_wish_to_stop(tmp_path):
 
 
 LOSES_TWO = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
+folder, process = pathlib.Path(sys.argv[1]), os.environ["SCALEJAX_PROCESS"]
 if os.environ["SCALEJAX_PROCESSES"] == "6":
-    if os.environ["SCALEJAX_PROCESS"] in "25":
+    (folder / f"up-{process}").touch()
+    while len(list(folder.glob("up-*"))) < 6:
+        time.sleep(0.01)
+    if process in "25":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
     sys.exit(5)
@@ -289,7 +293,7 @@ def test_as_many_go_on_as_are_left_and_can(tmp_path, divisors, processes):
     time; where no number from two on does, all once they are back."""
     said = io.StringIO()
     job = Launch(
-        command=(sys.executable, "-c", LOSES_TWO),
+        command=(sys.executable, "-c", LOSES_TWO, str(tmp_path)),
         processes=6,
         elastic=Elastic(least=2, most=6, rejoin_seconds=1.0),
         can_train=lambda count: count in divisors,
@@ -318,7 +322,8 @@ heart.at("training", 10 * start)
 """A process without a run, in its first start, second, ...; `LOST` and others say how it ends."""
 LOST = """
 if start == 1:
-    time.sleep(0.3)
+    while len(list(shared.path.glob("starts-*"))) < 4:
+        time.sleep(0.01)
     if rank in (0, 3):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)

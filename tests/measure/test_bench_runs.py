@@ -78,7 +78,7 @@ def test_an_end_from_outside_keeps_what_is_finished_and_leaves_no_process(run_fi
         try:
             _wait_until(lambda: _is_training(folder))
             bench.send_signal(number)
-            _, said = bench.communicate(timeout=60)
+            _, said = bench.communicate(timeout=240)
         finally:
             bench.kill()
         (result,) = folder.path.glob("runs/*/result-0.json")

@@ -128,7 +128,7 @@ def test_an_interrupted_and_then_killed_run_ends_with_the_same_bits(
     process = start(run_file, folder)
     wait_for_step(process, folder, polite)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     record = RunRecord.load(folder)
     stopped_at = record.statuses[-1].step
     assert process.returncode == 128 + signal.SIGTERM

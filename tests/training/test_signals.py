@@ -73,9 +73,9 @@ def test_what_hangs_is_ended_within_the_stated_time(monkeypatch, capsys, is_trai
             signal.signal(signal.SIGTERM, lambda number, frame: None)
         begin = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended.wait(10)
+        assert ended.wait(60)
 
-    assert 0.2 <= time.monotonic() - begin < 5
+    assert 0.2 <= time.monotonic() - begin < HONOUR_SECONDS
     assert codes == [128 + signal.SIGTERM]
     said = capsys.readouterr().err
     assert "waiting for input did not end within 0 s" in said
@@ -106,7 +106,7 @@ def test_processes_agree_in_time_also_where_updates_slow_down(
 ):
     """From 1 ms to so long, where a signal comes; two clocks differ, and both exchange at the same
     calls, or neither would come back from it."""
-    clocks, meeting, notes = threading.local(), threading.Barrier(2, timeout=10), {}
+    clocks, meeting, notes = threading.local(), threading.Barrier(2, timeout=60), {}
     gradient_syncs, answered = [], []
 
     def gathered(note):

@@ -74,7 +74,7 @@ def read_wandb(folder: Path) -> Values:
     """By the records of W&B's own protocol, which `wandb sync` sends; they lie in blocks of 32 KiB
     as in a log of LevelDB, each part behind its checksum, length and kind."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    for _ in range(100):  # a process of its own writes it
+    for _ in range(600):  # a process of its own writes it
         found, has_ended = _parsed(path.read_bytes())
         if has_ended:
             return found
@@ -218,10 +218,11 @@ def test_opening_a_tracker_is_no_time_of_the_run(tmp_path, monkeypatch):
     """Else the time to an accuracy would be longer with one."""
     monkeypatch.setattr("scalejax.training.logger.open_trackers", lambda *_: time.sleep(0.5) or [])
     files = RunFolder(path=tmp_path)
+    begin = time.perf_counter()
     logger = MetricsLogger(
         files, Silent(), Heartbeat(None), RunClock(), after_step=0, config=config_of("wandb")
     )
-    assert logger.elapsed_seconds < 0.5
+    assert logger.elapsed_seconds < time.perf_counter() - begin - 0.4
     logger.close()
 
 

@@ -604,7 +604,7 @@ def test_the_end_of_a_caller_is_that_of_its_workers(tmp_path, how):
         worker = int(pid_file.read_text())
         caller.send_signal(how)
 
-        assert caller.wait(timeout=30) != 0
+        assert caller.wait(timeout=120) != 0
         _wait_for(lambda: not Path(f"/proc/{worker}").exists())
     finally:
         caller.kill()

@@ -148,7 +148,7 @@ def test_images_that_come_decoded_have_no_crop_of_evaluation():
         "schedule": {"base_learning_rate": 0.01},
         "input": {"augmentation": {"evaluation_crop": 0.9}},
     }
-    with pytest.raises(ConfigError, match=r"evaluation_crop=0\.9 is refused: it must be 1, .*'fash"):
+    with pytest.raises(ConfigError, match=r"evaluation_crop=0\.9 is refused: it must be 1"):
         build(RunConfig, tables)
 
 

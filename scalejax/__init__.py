@@ -1,15 +1,17 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
-The verbs (`predict`, `train`, `search`, `cost`, `plan`, `explain`, `compare`, `calibrate` and
-`validate`) do what the commands of these names do. Everything here is imported when it is first
-used, so that `import scalejax` starts no JAX.
+The verbs (`predict`, `train`, `search`, `cost`, `plan`, `explain`, `timeline`, `compare`,
+`calibrate` and `validate`) do what the commands of these names do. Everything here is imported
+when it is first used, so that `import scalejax` starts no JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from scalejax.core.environment import quiet_absent_plugin
+
 if TYPE_CHECKING:
-    from scalejax.api import compare, cost, explain, plan, predict, search, train
+    from scalejax.api import compare, cost, explain, plan, predict, search, timeline, train
     from scalejax.config.parallelism import Layout
     from scalejax.config.run import ResolvedRun, RunConfig, load_config
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
@@ -75,13 +77,14 @@ __all__ = [
     "resolve",
     "search",
     "study",
+    "timeline",
     "train",
     "validate",
     "write_report",
 ]
 
 _HOMES = {
-    "api": ("compare", "cost", "explain", "plan", "predict", "search", "train"),
+    "api": ("compare", "cost", "explain", "plan", "predict", "search", "timeline", "train"),
     "config.run": ("ResolvedRun", "RunConfig", "load_config"),
     "data.facts": ("resolve",),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
@@ -103,6 +106,9 @@ _HOMES = {
     "training.step": ("Step", "build_step", "init_state"),
 }
 """Module of each public name."""
+
+
+quiet_absent_plugin()
 
 
 def __getattr__(name: str) -> object:

@@ -5,22 +5,25 @@ command accepts a flag. JAX starts only where something is compiled in this proc
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, with_fields
-from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.core.progress import compiling, compiling_programs, costing, in_cell, searching
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import NO_SITE, Cluster, Site, load_cluster_and_site
 from scalejax.planning.bill import rates_of
-from scalejax.planning.explain_run import explain_run
+from scalejax.planning.explain_run import CASES, explain_run
 from scalejax.planning.run_cost import (
     CostOption,
     RunCost,
     Work,
+    cost_programs,
     cost_run,
     named_decoder,
     published_tokens,
@@ -46,11 +49,18 @@ from scalejax.simulator.comparison import compare as compare_programs
 from scalejax.simulator.explain import Explanation
 from scalejax.simulator.explain import explain as explain_program
 from scalejax.simulator.frameworks import XLA, Framework, framework_named
-from scalejax.simulator.predict import Prediction, Scaling, ScalingPrediction
+from scalejax.simulator.predict import (
+    Prediction,
+    Scaling,
+    ScalingPrediction,
+    scaling_prediction,
+)
 from scalejax.simulator.predict import predict as predict_program
 from scalejax.simulator.program import Program
+from scalejax.simulator.timeline.trace import StepTrace, trace_step
 from scalejax.training.record import facts_of
-from scalejax.xla import ProfileJob, profile, profile_call, profile_many
+from scalejax.xla import ProfileJob, profile, profile_calls, profile_many
+from scalejax.xla.functions import scaled
 
 if TYPE_CHECKING:
     from scalejax.training.profiler import TraceSchedule
@@ -64,19 +74,21 @@ Run = RunConfig | Path | str
 
 @overload
 def predict(
-    subject: Run,
+    subject: "Run | Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]",
     cluster: Cluster | Path | str,
     devices: Sequence[int],
     *,
+    arguments: Sequence[Any] = (),
+    batch_argnums: int | Sequence[int] | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
-    scaling: Scaling = "weak",
+    scaling: Scaling | None = None,
 ) -> ScalingPrediction: ...
 
 
 @overload
 def predict(
-    subject: "Run | Program | Step | Callable[..., Any]",
+    subject: "Run | Program | Step | Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]",
     cluster: Cluster | Path | str,
     devices: int | None = None,
     *,
@@ -84,12 +96,12 @@ def predict(
     batch_argnums: int | Sequence[int] | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
-    scaling: Scaling = "weak",
+    scaling: Scaling | None = None,
 ) -> Prediction: ...
 
 
 def predict(
-    subject: "Run | Program | Step | Callable[..., Any]",
+    subject: "Run | Program | Step | Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]",
     cluster: Cluster | Path | str,
     devices: int | Sequence[int] | None = None,
     *,
@@ -97,7 +109,7 @@ def predict(
     batch_argnums: int | Sequence[int] | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
-    scaling: Scaling = "weak",
+    scaling: Scaling | None = None,
 ) -> Prediction | ScalingPrediction:
     """Predicted time, throughput, efficiency and memory of a step on a cluster that is not here.
 
@@ -111,16 +123,19 @@ def predict(
 
     Args:
         subject: a run (its config or run file), a compiled `Program`, a `Step` of `build_step`, or
-            any function of `arguments`, jitted or not, also one typed into a notebook.
+            any function, jitted or not, also one typed into a notebook, alone or as
+            (function, arguments).
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices, or several; a `Program` and a `Step` have their own.
-        arguments: of a function: arrays or `jax.ShapeDtypeStruct`s of the whole step over all
-            devices. Where none has a `NamedSharding`, the function is data parallel.
+        arguments: of a function that is not in a pair: arrays or `jax.ShapeDtypeStruct`s of the
+            whole step over all devices. Where none has a `NamedSharding`, the function is data
+            parallel.
         batch_argnums: positions of the arguments that hold samples; if None, the last.
         site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains it, or its name; of a run.
         scaling: what stays fixed as devices are added: the batch per device (weak), or the global
-            batch (strong); of a run.
+            batch (strong). By default a run's is weak, and a function's strong, since its arguments
+            hold the whole batch; with "weak" they hold that of the fewest devices.
 
     Returns: a `ScalingPrediction` for several numbers of devices, else a `Prediction`.
 
@@ -130,48 +145,57 @@ def predict(
         ProfileError: if the compiler refuses the step.
     """
     where, at = _placed(cluster, site)
-    is_run = isinstance(subject, RunConfig | Path | str)
-    is_step = isinstance(getattr(subject, "run", None), ResolvedRun)
-    if is_run or is_step or isinstance(subject, Program):
-        for name, value in (("arguments", arguments or None), ("batch_argnums", batch_argnums)):
-            if value is not None:
-                raise ConfigError(refusal(name, value, "it is of a function; leave it out"))
-    if not is_run and scaling != "weak":
-        accepted = "only a run is scaled to several numbers of devices; leave it out"
-        raise ConfigError(refusal("scaling", scaling, accepted))
-    if isinstance(subject, Program):
-        _refuse_devices(devices, "a program")
-        _refuse_framework(framework)
-        return predict_program(subject, where, site=at)
+    subject, arguments = _unpacked(subject, arguments)
     if isinstance(subject, RunConfig | Path | str):
+        _refuse_arguments(arguments, batch_argnums)
         config, facts = _read(subject)
         if config.batch.ramp_epochs:
             accepted = "its batch grows: scalejax.planning.scaling_study.ramp_study predicts that"
             raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
-        found = study(
-            config,
-            where,
-            _counts(devices),
-            scaling,
-            site=at,
-            facts=facts,
-            framework=_framework(framework),
-        )
+        counts = _counts(devices)
+        with in_cell(compiling(len(set(counts)))) as on_progress:
+            found = study(
+                config,
+                where,
+                counts,
+                scaling or "weak",
+                site=at,
+                facts=facts,
+                framework=_framework(framework),
+                on_progress=on_progress,
+            )
         return found if isinstance(devices, Sequence) else found.predictions[0]
+    if isinstance(subject, Program) or _run_of(subject) is not None:
+        if scaling is not None:
+            accepted = "a step that is compiled or built has one number of devices; leave it out"
+            raise ConfigError(refusal("scaling", scaling, accepted))
+        program = _program(subject, arguments, batch_argnums, where, devices, framework)
+        if (run := _run_of(subject)) is not None:
+            return predict_run(run, program, where, site=at, epochs=run.config.train.epochs)
+        return predict_program(program, where, site=at)
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        if scaling is not None:
+            accepted = "it is of several numbers of devices; leave it out"
+            raise ConfigError(refusal("scaling", scaling, accepted))
+        program = _program(subject, arguments, batch_argnums, where, devices, framework)
+        return predict_program(program, where, site=at)
     _refuse_framework(framework)
-    if isinstance(run := getattr(subject, "run", None), ResolvedRun):
-        _refuse_devices(devices, "a step")
-        epochs = run.config.train.epochs
-        return predict_run(run, profile(run, where), where, site=at, epochs=epochs)
-    if not callable(subject):
-        accepted = "it must be a config, a run file, a program, a step or a function"
-        raise ConfigError(refusal("subject", subject, accepted))
-    if devices is None or (isinstance(devices, Sequence) and not isinstance(devices, str)):
-        raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
-    program = profile_call(
-        subject, arguments, cluster=where, device_count=_count(devices), batch_argnums=batch_argnums
+    function = _function(subject)
+    counts = sorted(set(_counts(devices)))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    of_each = {count: arguments for count in counts}
+    if scaling == "weak":
+        for count in counts[1:]:
+            of_each[count] = scaled(arguments, Fraction(count, counts[0]), batch_argnums)
+    cases = [(of_each[count], where, count) for count in counts]
+    programs = _programs(function, cases, batch_argnums)
+    return scaling_prediction(
+        [predict_program(each, where, site=at) for each in programs],
+        scaling or "strong",
+        f"{programs[0].name} on {where.title}",
     )
-    return predict_program(program, where, site=at)
 
 
 def train(
@@ -239,10 +263,12 @@ def train(
 
 
 def explain(
-    subject: Run | Program,
+    subject: "Run | Program | Step | Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]",
     cluster: Cluster | Path | str,
     devices: int | None = None,
     *,
+    arguments: Sequence[Any] = (),
+    batch_argnums: int | Sequence[int] | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
 ) -> Explanation:
@@ -257,35 +283,79 @@ def explain(
         ['compute at peak', 'attainable rates']
 
     Args:
-        subject: a run (its config or run file), or a compiled `Program`.
+        subject: as of `predict`; what twice the batch would do is said of runs alone.
         cluster: a cluster, its name in the catalogue, or the path of its file.
-        devices: number of devices of a run.
+        devices: number of devices of a run or a function.
+        arguments: as of `predict`.
+        batch_argnums: as of `predict`.
         site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains it, or its name; of a run.
 
     Raises:
-        ConfigError: if the run or a name is refused.
+        ConfigError: if the run, the arguments or a name is refused.
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
     where, at = _placed(cluster, site)
-    if isinstance(subject, Program):
-        _refuse_devices(devices, "a program")
-        _refuse_framework(framework)
-        return explain_program(subject, where, site=at)
+    subject, arguments = _unpacked(subject, arguments)
+    if not isinstance(subject, RunConfig | Path | str):
+        program = _program(subject, arguments, batch_argnums, where, devices, framework)
+        return explain_program(program, where, site=at)
+    _refuse_arguments(arguments, batch_argnums)
     (count,) = _counts(devices)
     config, facts = _read(subject)
     by = _framework(framework)
-    found = explain_run(config, where, count, site=at, facts=facts, framework=by)
+    with in_cell(compiling(CASES)) as on_progress:
+        found = explain_run(
+            config, where, count, site=at, facts=facts, framework=by, on_progress=on_progress
+        )
     return found.explanation
 
 
-def compare(
-    a: Run | Program,
-    b: Run | Program,
+def timeline(
+    subject: "Run | Program | Step | Callable[..., Any] | tuple[Callable[..., Any], Sequence[Any]]",
     cluster: Cluster | Path | str,
     devices: int | None = None,
     *,
+    arguments: Sequence[Any] = (),
+    batch_argnums: int | Sequence[int] | None = None,
+    framework: Framework | str = "xla",
+) -> StepTrace:
+    """One predicted step on one device, operation by operation: what runs when, and what waits.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import timeline
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> step = timeline(path, "dgx-h100", 2)
+        >>> sorted({event.stream for event in step.events})
+        ['compute', 'links']
+
+    Args:
+        subject: as of `predict`.
+        cluster: a cluster, its name in the catalogue, or the path of its file.
+        devices: number of devices of a run or a function.
+        arguments: as of `predict`.
+        batch_argnums: as of `predict`.
+        framework: the framework that trains it, or its name; of a run.
+
+    Raises:
+        ConfigError: if the run, the arguments or a name is refused.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    where, _ = _placed(cluster, None)
+    subject, arguments = _unpacked(subject, arguments)
+    return trace_step(_program(subject, arguments, batch_argnums, where, devices, framework), where)
+
+
+def compare(
+    a: "Run | Program | Step | tuple[Callable[..., Any], Sequence[Any]]",
+    b: "Run | Program | Step | tuple[Callable[..., Any], Sequence[Any]]",
+    cluster: Cluster | Path | str,
+    devices: int | None = None,
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
     site: Site | None = None,
     framework: Framework | str = "xla",
     bounds: Bounds | None = None,
@@ -302,11 +372,13 @@ def compare(
         (True, True)
 
     Args:
-        a: the step before: a run (its config or run file), or a compiled `Program`. Steps at a
-            commit are compared by the command alone.
+        a: the step before: a run (its config or run file), a compiled `Program`, a `Step`, or
+            (function, arguments). Steps at a commit are compared by the command alone.
         b: the step after, likewise.
         cluster: a cluster, its name in the catalogue, or the path of its file.
-        devices: number of devices of a run; if None, those that its layout asks for.
+        devices: number of devices of a run or a function; if None, those that a run's layout asks
+            for.
+        batch_argnums: as of `predict`.
         site: its conditions and input; if None, those in the cluster's file.
         framework: the framework that trains them, or its name; of runs.
         bounds: how much worse `b` may be; if None, the usual bounds.
@@ -317,15 +389,26 @@ def compare(
         ProfileError: if the compiler refuses a step.
     """
     (where, at), by = _placed(cluster, site), _framework(framework)
-    jobs = []
-    for config, facts in (_read(each) for each in (a, b) if not isinstance(each, Program)):
-        run = resolve(config, devices, facts)
-        jobs.append(ProfileJob(run=run, cluster=where, framework=by))
-    if not jobs:
+    jobs, others, takes_devices = [], dict[int, Program](), False
+    for position, each in enumerate((a, b)):
+        subject, arguments = _unpacked(each, ())
+        if isinstance(subject, RunConfig | Path | str):
+            config, facts = _read(subject)
+            run = resolve(config, devices, facts)
+            jobs.append(ProfileJob(run=run, cluster=where, framework=by))
+            takes_devices = True
+        elif isinstance(subject, Program) or _run_of(subject) is not None:
+            others[position] = _program(subject, (), batch_argnums, where, None, "xla")
+        else:
+            others[position] = _program(subject, arguments, batch_argnums, where, devices, "xla")
+            takes_devices = True
+    if not takes_devices:
         _refuse_devices(devices, "a program")
+    if not jobs:
         _refuse_framework(framework)
-    compiled = iter(profile_many(jobs))
-    before, after = (each if isinstance(each, Program) else next(compiled) for each in (a, b))
+    with in_cell(compiling(len(jobs))) as on_progress:
+        compiled = iter(profile_many(jobs, on_progress))
+    before, after = (others.get(position) or next(compiled) for position in (0, 1))
     return compare_programs(before, after, where, bounds, site=at)
 
 
@@ -371,15 +454,17 @@ def search(
     """
     (where, at), by = _placed(cluster, site), _framework(framework)
     config, facts = _read(run, SEARCHED_FIELDS)
-    found = search_run(
-        config,
-        where,
-        tuple(_counts(devices)),
-        site=at,
-        facts=facts,
-        global_batch=global_batch,
-        objective=objective,
-    )
+    with in_cell(searching()) as on_progress:
+        found = search_run(
+            config,
+            where,
+            tuple(_counts(devices)),
+            site=at,
+            facts=facts,
+            global_batch=global_batch,
+            objective=objective,
+            on_progress=on_progress,
+        )
     if not found.ranked:
         raise DoesNotFit(f"no strategy fits on devices={devices} of {where.name}.")
     report = report_search(
@@ -395,9 +480,17 @@ def search(
     )
     if not confirm:
         return report
-    return confirm_search(
-        report, config, where, site=at, facts=facts, confirm=confirm, framework=by
-    )
+    with in_cell(compiling(min(confirm, len(report.ranked)))) as on_progress:
+        return confirm_search(
+            report,
+            config,
+            where,
+            site=at,
+            facts=facts,
+            confirm=confirm,
+            framework=by,
+            on_progress=on_progress,
+        )
 
 
 def plan(
@@ -457,29 +550,33 @@ def plan(
     for cluster, price in zip(clusters, prices, strict=True):
         where, at = _placed(cluster, site)
         options.append(ClusterOption(cluster=where, site=at, price_per_device_hour=price))
-    return plan_run(
-        config,
-        options,
-        devices,
-        global_batches=global_batches,
-        facts=facts,
-        convergence=find_convergence(config, convergence, target=target, facts=facts),
-        target=target,
-        deadline_seconds=deadline_seconds,
-        budget=budget,
-        framework=_framework(framework),
-        layouts=layouts,
-    )
+    convergence_points = find_convergence(config, convergence, target=target, facts=facts)
+    with in_cell(compiling_programs()) as on_progress:
+        return plan_run(
+            config,
+            options,
+            devices,
+            global_batches=global_batches,
+            facts=facts,
+            convergence=convergence_points,
+            target=target,
+            deadline_seconds=deadline_seconds,
+            budget=budget,
+            framework=_framework(framework),
+            layouts=layouts,
+            on_progress=on_progress,
+        )
 
 
 def cost(
-    run: Run,
+    run: "Run | tuple[Callable[..., Any], Sequence[Any]]",
     clusters: Sequence[Cluster | Path | str],
     devices: Sequence[int],
     *,
     tokens: float | None = None,
     epochs: float | None = None,
     steps: int | None = None,
+    tokens_per_step: float | None = None,
     prices_per_device_hour: Sequence[float] | None = None,
     watts_per_device: float | None = None,
     pue: float | None = None,
@@ -498,14 +595,17 @@ def cost(
         (1908, 2.95)
 
     Args:
-        run: a config, a run file (a path that ends in .toml), a published decoder by name, or
-            "llama-like:N=1b".
+        run: a config, a run file (a path that ends in .toml), a published decoder by name,
+            "llama-like:N=1b", or (function, arguments), which keeps its layout and its batch on any
+            number of devices.
         clusters: clusters, their names in the catalogue, or paths of their files.
         devices: numbers of devices.
         tokens: tokens to train on; with neither these nor epochs or steps those published of a
             decoder by name, and of others the epochs of the run.
         epochs: passes over the data of a config or a run file, in place of tokens.
         steps: updates, in place of tokens.
+        tokens_per_step: tokens that one call of a function trains on, with `tokens`; of others
+            scalejax knows them.
         prices_per_device_hour: a price for each cluster; None for their list prices, in dollars.
         watts_per_device: power of a device with host, network and cooling; None for that in the
             clusters' files.
@@ -518,16 +618,8 @@ def cost(
 
     Raises:
         ConfigError: if a name, a number or the run is refused.
+        ProfileError: if the compiler refuses a function.
     """
-    notes: list[str] = []
-    name: str | None = None
-    if isinstance(run, str) and not run.endswith(".toml"):
-        config, notes = named_decoder(run)
-        name, facts = run, fitting_facts(config)
-        if steps is None:
-            tokens = published_tokens(run, tokens=tokens, epochs=epochs)
-    else:
-        config, facts = _read(run)
     prices: Sequence[float | None] = prices_per_device_hour or [None] * len(clusters)
     if len(prices) != len(clusters):
         accepted = f"one is needed for each of {len(clusters)} clusters"
@@ -543,18 +635,112 @@ def cost(
             grid_grams_per_kwh=grid_grams_per_kwh,
         )
         options.append(CostOption(cluster=where, rates=rates, site=at))
-    found, _ = cost_run(
-        config,
-        options,
-        devices,
-        Work(tokens=tokens, epochs=epochs, steps=steps),
-        name=name,
-        framework=_framework(framework),
-        facts=facts,
-        confirm=confirm,
-        notes=notes,
-    )
+    work = Work(tokens=tokens, epochs=epochs, steps=steps)
+    if isinstance(run, tuple):
+        _refuse_framework(framework)
+        subject, arguments = _unpacked(run, ())
+        updates = work.updates_of_function(tokens_per_step)
+        counts = _counts(devices)
+        cases = [(arguments, option.cluster, count) for option in options for count in counts]
+        programs = _programs(_function(subject), cases, None)
+        return cost_programs(programs, [o for o in options for _ in counts], updates)
+    if tokens_per_step is not None:
+        accepted = "it is of (function, arguments); leave it out"
+        raise ConfigError(refusal("tokens_per_step", tokens_per_step, accepted))
+    notes: list[str] = []
+    name: str | None = None
+    if isinstance(run, str) and not run.endswith(".toml"):
+        config, notes = named_decoder(run)
+        name, facts = run, fitting_facts(config)
+        if steps is None:
+            work = Work(tokens=published_tokens(run, tokens=tokens, epochs=epochs))
+    else:
+        config, facts = _read(run)
+    rows = len(options) * len(devices)
+    with in_cell(costing()) as on_progress, in_cell(compiling(rows)) as on_compiled:
+        found, _ = cost_run(
+            config,
+            options,
+            devices,
+            work,
+            name=name,
+            framework=_framework(framework),
+            facts=facts,
+            confirm=confirm,
+            notes=notes,
+            on_progress=on_progress,
+            on_compiled=on_compiled,
+        )
     return found
+
+
+def _unpacked(subject: Any, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The subject and its arguments, of a pair (function, arguments) too."""
+    if not isinstance(subject, tuple):
+        return subject, arguments
+    if len(subject) != 2 or not isinstance(subject[1], tuple | list):
+        kinds = ", ".join(type(each).__name__ for each in subject)
+        accepted = "a pair is (function, arguments), the arguments a tuple: (step, (params, batch))"
+        raise ConfigError(refusal("subject", f"({kinds})", accepted))
+    if arguments:
+        accepted = "the pair (function, arguments) has them already; leave one out"
+        raise ConfigError(refusal("arguments", f"{len(arguments)} of them", accepted))
+    return subject
+
+
+def _run_of(subject: Any) -> ResolvedRun | None:
+    """The run of a `Step`; None of anything else."""
+    run = getattr(subject, "run", None)
+    return run if isinstance(run, ResolvedRun) else None
+
+
+def _function(subject: Any) -> Callable[..., Any]:
+    if not callable(subject):
+        accepted = (
+            "it must be a config, a run file, a program, a step, or a function, alone or with its "
+            "arguments"
+        )
+        raise ConfigError(refusal("subject", subject, accepted))
+    return subject
+
+
+def _program(
+    subject: Any,
+    arguments: Sequence[Any],
+    batch_argnums: int | Sequence[int] | None,
+    cluster: Cluster,
+    devices: int | Sequence[int] | None,
+    framework: Framework | str,
+) -> Program:
+    """The program of whatever is predicted, on one number of devices."""
+    if isinstance(subject, RunConfig | Path | str):
+        _refuse_arguments(arguments, batch_argnums)
+        (count,) = _counts(devices)
+        config, facts = _read(subject)
+        run = resolve(config, count, facts)
+        job = ProfileJob(run=run, cluster=cluster, framework=_framework(framework))
+        with in_cell(compiling(1)) as on_progress:
+            return profile_many([job], on_progress)[0]
+    _refuse_framework(framework)
+    run = _run_of(subject)
+    if isinstance(subject, Program) or run is not None:
+        _refuse_arguments(arguments, batch_argnums)
+        _refuse_devices(devices, "a program" if run is None else "a step")
+        return subject if run is None else profile(run, cluster)
+    function = _function(subject)
+    if devices is None or (isinstance(devices, Sequence) and not isinstance(devices, str)):
+        raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
+    return _programs(function, [(arguments, cluster, _count(devices))], batch_argnums)[0]
+
+
+def _programs(
+    function: Callable[..., Any],
+    cases: Sequence[tuple[Sequence[Any], Cluster, int]],
+    batch_argnums: int | Sequence[int] | None,
+) -> list[Program]:
+    """The programs of a function by arguments, cluster and number of devices."""
+    with in_cell(compiling(len(cases))) as on_progress:
+        return profile_calls(function, cases, batch_argnums=batch_argnums, on_progress=on_progress)
 
 
 def _config(run: Run) -> RunConfig:
@@ -607,6 +793,12 @@ def _refuse_framework(framework: Framework | str) -> None:
     if (asked := _framework(framework)) != XLA:
         accepted = "a framework is for a run; a step of your own is predicted as XLA compiles it"
         raise ConfigError(refusal("framework", asked.name, accepted))
+
+
+def _refuse_arguments(arguments: Sequence[Any], batch_argnums: int | Sequence[int] | None) -> None:
+    for name, value in (("arguments", arguments or None), ("batch_argnums", batch_argnums)):
+        if value is not None:
+            raise ConfigError(refusal(name, value, "it is of a function; leave it out"))
 
 
 def _refuse_devices(devices: int | Sequence[int] | None, subject: str) -> None:

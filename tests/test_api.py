@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from program_cases import matmul, program_of
 
 import scalejax
-from scalejax import predict
+from scalejax import predict, xla
 from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import Framework
@@ -161,8 +161,13 @@ def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tm
         ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm-2022' is refused"),
         ({"framework": "megatrom-lm"}, ConfigError, r"framework='megatrom-lm' is refused"),
         ({"subject": 7}, ConfigError, r"subject=7 is refused"),
+        ({"subject": (product, WEIGHTS)}, ConfigError, r"a pair is \(function, arguments\)"),
+        ({"subject": (product, (WEIGHTS, ROWS))}, ConfigError, r"has them already; leave one out"),
+        ({"devices": [2, 3]}, ConfigError, r"shape\[0\]=16 is refused.*devices=3"),
+        ({"devices": []}, ConfigError, r"devices=\[\] is refused: at least one"),
+        ({"devices": [3, 4], "scaling": "weak"}, ConfigError, r"16 samples on the fewest devices"),
         ({"devices": "8"}, ConfigError, r"devices='8' is refused: it must be a whole number"),
-        ({"scaling": "strong"}, ConfigError, r"scaling='strong' is refused: only a run"),
+        ({"scaling": "strong"}, ConfigError, r"scaling='strong' is refused: it is of several"),
         ({"subject": EXAMPLE}, ConfigError, r"arguments=.* is refused: it is of a function"),
         (
             {"arguments": (WEIGHTS, {"rows": ROWS, "table": TABLE})},
@@ -185,6 +190,51 @@ def test_what_cannot_be_predicted_is_refused_at_the_door(change, error, message)
 
     with pytest.raises(error, match=message):
         predict(given.pop("subject"), given.pop("cluster"), given.pop("devices"), **given)
+
+
+@pytest.mark.slow  # compiles for CUDA, thrice at once
+def test_a_function_and_its_arguments_are_a_subject_of_every_verb():
+    """In a pair, on one number of devices or several, compiled once for each; and a run of it is
+    costed by its updates, or its tokens."""
+    pair = product, (WEIGHTS, ROWS)
+    one = predict(pair, "dgx-h100", 8)
+    grown = predict(pair, "dgx-h100", [2, 8])
+    weak = predict(pair, "dgx-h100", [2, 8], scaling="weak")
+    compiled = len(xla._FUNCTIONS)
+
+    assert grown.scaling == "strong"
+    assert grown.predictions[1] == one == predict(product, "dgx-h100", 8, arguments=pair[1])
+    assert [each.global_batch for each in grown.predictions] == [16, 16]
+    assert [each.global_batch for each in weak.predictions] == [16, 64]
+    assert scalejax.explain(pair, "dgx-h100", 8).step_seconds == one.step_seconds
+    assert scalejax.timeline(pair, "dgx-h100", 8).step_seconds == pytest.approx(
+        sum(seconds or 0 for name, seconds in one.waterfall if name != "stragglers"), rel=0.05
+    )
+    assert scalejax.compare(pair, pair, "dgx-h100", 8).time_ratio == 1
+    (row,) = scalejax.cost(pair, ["dgx-h100"], [8], tokens=1e6, tokens_per_step=100).rows
+    assert row.run_seconds is not None
+    assert row.run_seconds == 10_000 * one.step_seconds
+    assert row.price == pytest.approx(row.run_seconds / 3600 * 8 * 2.95)
+    assert len(xla._FUNCTIONS) == compiled
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"give steps, or tokens and tokens_per_step"),
+        ({"tokens": 1e6}, r"give steps, or tokens and tokens_per_step"),
+        ({"epochs": 3}, r"give steps, or tokens and tokens_per_step"),
+        ({"tokens": 1e6, "tokens_per_step": 0}, r"tokens_per_step=0 is refused"),
+        ({"run": EXAMPLE, "tokens_per_step": 9}, r"tokens_per_step=9 is refused: it is of"),
+        ({"steps": 3, "framework": "megatron-lm"}, r"framework='megatron-lm-2022' is refused"),
+    ],
+)
+def test_cost_refuses_work_that_a_function_does_not_say(given, message):
+    """Before it compiles anything."""
+    run = given.pop("run", (product, (WEIGHTS, ROWS)))
+
+    with pytest.raises(ConfigError, match=message):
+        scalejax.cost(run, ["dgx-h100"], [8], **given)
 
 
 def test_a_function_without_shardings_is_data_parallel():
@@ -259,7 +309,7 @@ def test_a_notebook_predicts_a_step_of_flax_and_optax(tmp_path: Path, monkeypatc
         notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
     ).execute()
 
-    (shown,) = (cell.outputs[0] for cell in notebook.cells if "predict(step" in cell.source)
+    (shown,) = (cell.outputs[-1] for cell in notebook.cells if "predict(step" in cell.source)
     here: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook.cells[1:3]:
         exec(cell.source, here)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,33 @@ def avoid_absent_accelerator() -> None:
     """Have JAX, once it starts, use the CPU where no accelerator is: see `choose_platform`."""
     if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+class _WithoutAbsentGPU(logging.Filter):
+    """Drops the traceback that JAX logs of the plug-in for NVIDIA GPUs where there is none, and
+    nothing else: JAX goes on with what is there, as it would have."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record of JAX is shown."""
+        is_of_plugin = "jax_plugins.xla_cuda" in str(record.args)
+        return not (is_of_plugin and record.exc_info and not _has_nvidia_driver())
+
+
+def _has_nvidia_driver() -> bool:
+    return any(Path(name).exists() for name in (_NVIDIA_DRIVER, "/dev/dxg"))
+
+
+def quiet_absent_plugin() -> None:
+    """Have JAX say nothing of the compiler for NVIDIA GPUs where it is installed to compile alone.
+
+    The package jax-cuda13-pjrt registers itself with every JAX in its environment (entry point
+    `jax_plugins`), looks for cuDNN as JAX starts, and fails: twenty lines, in a session that asked
+    for no GPU. In processes of its own scalejax has JAX look for the CPU alone (`choose_platform`);
+    a user's own session keeps its platforms, and loses only these lines.
+    """
+    logger = logging.getLogger("jax._src.xla_bridge")
+    if not any(isinstance(each, _WithoutAbsentGPU) for each in logger.filters):
+        logger.addFilter(_WithoutAbsentGPU())
 
 
 def choose_platform(cpu_devices: int | None = None) -> None:

@@ -1,14 +1,16 @@
-"""Progress of a piece of work, and its displays on standard error: a bar on a terminal, plain
-lines elsewhere.
+"""Progress of a piece of work, and its displays: a bar on a terminal, one line that changes in a
+notebook's cell, plain lines on standard error elsewhere.
 
 Knows counts and names, and nothing of the work itself.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +41,7 @@ class Progress:
     """Amount when all is done, as far as it is known."""
 
 
+_SECONDS_BETWEEN_CHANGES = 0.2  # of a line in a notebook
 _SECONDS_BETWEEN_LINES = 5  # of a count that grows, where there is no terminal
 
 OnProgress = Callable[[Progress], None]
@@ -47,6 +50,49 @@ OnProgress = Callable[[Progress], None]
 
 def no_display(progress: Progress) -> None:
     """An `OnProgress` that shows nothing."""
+
+
+def is_in_cell() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class CellLine:
+    """A line below a notebook's cell that changes in place, and leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._last = -math.inf
+
+    def show(self, words: str, done: float = 0, total: float | None = None) -> None:
+        """Show `words` beside a bar, unless the last time was a moment ago; without a `total` the
+        bar says only that work goes on."""
+        now = time.monotonic()
+        if now < self._last + _SECONDS_BETWEEN_CHANGES:
+            return
+        self._last = now
+        length = "" if total is None else f' value="{done:g}" max="{total:g}"'
+        self._put(f"<progress{length}></progress> {escape(words)}")
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._handle is not None:
+            self._put("")
+
+    def _put(self, text: str) -> None:
+        from IPython.display import HTML, display
+
+        if self._handle is None:
+            self._handle = display(HTML(text), display_id=True)
+        else:
+            self._handle.update(HTML(text))
+
+
+def in_cell(display: AbstractContextManager[OnProgress]) -> AbstractContextManager[OnProgress]:
+    """A display in a notebook's cell; none elsewhere: what a script prints is its own."""
+    return display if is_in_cell() else nullcontext(no_display)
 
 
 @contextmanager
@@ -64,6 +110,22 @@ def _display(
 
     A bar that is not `visible` becomes so by the first progress.
     """
+    if is_in_cell():
+        line, at = CellLine(), {"description": description, "completed": done, "total": total}
+
+        def change(progress: Progress) -> None:
+            changed = show(progress)
+            at["completed"] += changed.pop("advance", 0)
+            at.update(changed)
+            ended = at["total"]
+            counts = "" if not ended or ended <= 1 else f", {at['completed']:,.0f} of {ended:,.0f}"
+            line.show(f"{at['description']}{counts}", at["completed"], ended)
+
+        try:
+            yield change
+        finally:
+            line.clear()
+        return
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
 

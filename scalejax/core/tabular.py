@@ -1,9 +1,10 @@
-"""Results as tables: in a notebook, and as data frames."""
+"""Results as tables: in a notebook, and as data frames of pandas, polars and Arrow."""
 
-from html import escape
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+from scalejax.core.drawing import table
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import JsonValue, plain
 
@@ -23,34 +24,38 @@ class Tabular:
         assert isinstance(found, dict)  # noqa: S101  a dataclass is a table
         return found
 
-    def to_frame(self) -> Any:
+    def to_pandas(self) -> Any:
         """The rows as a `pandas.DataFrame`.
 
         Raises:
             ConfigError: if pandas is not installed.
         """
-        try:
-            pandas = import_module("pandas")
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "to_frame needs pandas (pip install pandas); to_rows() gives the same without it."
-            ) from error
-        return pandas.DataFrame(self.to_rows())
+        return _library("pandas").DataFrame(self.to_rows())
+
+    def to_polars(self) -> Any:
+        """The rows as a `polars.DataFrame`.
+
+        Raises:
+            ConfigError: if polars is not installed.
+        """
+        return _library("polars").DataFrame(self.to_rows(), infer_schema_length=None)
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """The rows as Arrow's PyCapsule, which `polars.DataFrame(result)`, `pyarrow.table(result)`
+        and other libraries of data frames take as they are."""
+        import pyarrow
+
+        return pyarrow.Table.from_pylist(self.to_rows()).__arrow_c_stream__(requested_schema)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        rows = self.to_rows()
-        columns = list(rows[0]) if rows else []
-        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{escape(_text(row[name]))}</td>' for name in columns)}</tr>"
-            for row in rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return table(self.to_rows())
 
 
-def _text(value: JsonValue) -> str:
-    """A cell: four digits of a number, and a dash for what is unknown."""
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _library(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"to_{name} needs {name} (pip install {name}); to_rows() gives the same without it."
+        ) from error

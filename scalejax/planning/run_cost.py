@@ -3,12 +3,15 @@
 For each the best layout of a search for that number, its step compiled, with the global batch kept.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, published_run, with_fields
+from scalejax.core import drawing
 from scalejax.core.errors import (
     ConfigError,
     DoesNotFit,
@@ -161,6 +164,43 @@ class RunCost(Tabular):
             rows.append({**asdict(row), "days": row.days, "energy_mwh": energy})
         return rows
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the rows, the soonest and the cheapest bold, and time over
+        devices."""
+        rows, lines = [], dict[str, list[tuple[float, float]]]()
+        for row, full in zip(self.rows, self.to_rows(), strict=True):
+            low, high = row.p10_run_seconds, row.p90_run_seconds
+            rows.append(
+                {
+                    "cluster": row.cluster,
+                    "device_count": row.device_count,
+                    "layout": row.layout or row.misfit,
+                    "step_seconds": row.step_seconds,
+                    "days": row.days,
+                    "p10 to p90 days": None
+                    if low is None or high is None
+                    else f"{low / _DAY:.3g} to {high / _DAY:.3g}",
+                    "device-hours": None if row.device_hours is None else round(row.device_hours),
+                    self.currency: None if row.price is None else round(row.price),
+                    "MWh": full["energy_mwh"],
+                    "mfu": row.mfu,
+                    "memory_bytes": row.peak_memory_bytes,
+                }
+            )
+            if row.run_seconds is not None:
+                line = lines.setdefault(row.cluster, [])
+                line.append((row.device_count, row.run_seconds))
+        best = [each for each in (self.soonest, self.cheapest) if each is not None]
+        return "".join(
+            (
+                drawing.heading(self.title),
+                f"<p>{escape(self.work)}</p>",
+                drawing.table(rows, bold=best),
+                drawing.curves(lines, "devices", "run_seconds"),
+                drawing.notes(self.notes),
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -181,6 +221,22 @@ class Work:
         for name in given:
             require_above(name, getattr(self, name), 0)
             require_at_most(name, getattr(self, name), _MOST)
+
+    def updates_of_function(self, tokens_per_step: float | None) -> int:
+        """Updates in which a step of which only that is known trains so much.
+
+        Raises:
+            ConfigError: if it does not say how much.
+        """
+        require_above("tokens_per_step", tokens_per_step, 0)
+        if self.steps is not None and tokens_per_step is None:
+            return self.steps
+        if self.tokens is not None and tokens_per_step is not None:
+            return math.ceil(self.tokens / tokens_per_step)
+        raise ConfigError(
+            "a function does not say how long it is trained: give steps, or tokens and "
+            "tokens_per_step."
+        )
 
     def updates(self, config: RunConfig, facts: DatasetFacts, batch: int) -> int:
         """Updates in which a run with that batch trains so much.
@@ -423,23 +479,81 @@ def cost_run(
             most = max(_TRIED, confirm)
             _search(row, searched, facts, framework, processes, most, progressed)
     _compile(rows, framework, confirm if searched is not None else 1, on_compiled)
+    clusters = ", ".join(option.cluster.name for option in options)
+    where = clusters if len(options) > 1 else options[0].cluster.title
+    report = _report(
+        rows,
+        updates,
+        options,
+        title=framework.title_of(f"{name or config.model.name} on {where}"),
+        work=_in_words(kept, facts, batch, updates),
+        notes=(
+            *notes,
+            *([] if why is None else [f"layouts are not searched, the run's is kept: {why}"]),
+            *(found_as_xla(framework) if searched is not None else ()),
+            *(uneven_notes(batch, counts) if searched is not None else ()),
+        ),
+    )
+    return report, [_run_of(row, updates, batch) for row in rows]
+
+
+def cost_programs(
+    programs: Sequence[Program], options: Sequence[CostOption], updates: int
+) -> RunCost:
+    """What `updates` of a step that is compiled cost: the step of a function, whose layout and
+    batch are its own.
+
+    Args:
+        programs: the step on each cluster and number of devices.
+        options: the cluster of each, with its rates.
+        updates: updates in the run.
+    """
+    rows = []
+    for program, option in zip(programs, options, strict=True):
+        row = _Row(option, program.device_count, [])
+        prediction = predict(program, option.cluster, site=option.site)
+        layout = " x ".join(f"{axis}={size}" for axis, size in program.mesh_axes)
+        candidate = _Candidate(layout, None, None)
+        if prediction.fits:
+            row.choose(candidate, prediction)
+        else:
+            row.refuse(candidate, prediction)
+            row.misfit = _of_refusals(row.refusals)
+        rows.append(row)
+    each = list(dict.fromkeys(option.cluster.name for option in options))
+    batch = programs[0].global_batch
+    return _report(
+        rows,
+        updates,
+        [next(o for o in options if o.cluster.name == name) for name in each],
+        title=f"{programs[0].name} on {', '.join(each)}",
+        work=f"{updates:,} updates" + ("" if batch is None else f" of {batch:,} samples"),
+        notes=[],
+    )
+
+
+def _report(
+    rows: Sequence[_Row],
+    updates: int,
+    options: Sequence[CostOption],
+    *,
+    title: str,
+    work: str,
+    notes: Sequence[str],
+) -> RunCost:
+    """The rows with their figures, and the best of them."""
     done = [_costed(row, updates) for row in rows]
     priced = [place for place, row in enumerate(done) if row.price is not None]
     timed = [place for place, row in enumerate(done) if row.run_seconds is not None]
-    clusters = ", ".join(option.cluster.name for option in options)
-    where = clusters if len(options) > 1 else options[0].cluster.title
-    report = RunCost(
-        title=framework.title_of(f"{name or config.model.name} on {where}"),
-        work=_in_words(kept, facts, batch, updates),
+    return RunCost(
+        title=title,
+        work=work,
         rows=tuple(done),
         soonest=min(timed, key=lambda place: done[place].run_seconds or 0.0, default=None),
         cheapest=min(priced, key=lambda place: done[place].price or 0.0, default=None),
         currency="dollars" if all(map(_is_at_list_price, options)) else "cost",
         notes=(
             *notes,
-            *([] if why is None else [f"layouts are not searched, the run's is kept: {why}"]),
-            *(found_as_xla(framework) if searched is not None else ()),
-            *(uneven_notes(batch, counts) if searched is not None else ()),
             *_of_rates(options),
             *dict.fromkeys(
                 note
@@ -453,7 +567,6 @@ def cost_run(
             "start-up and evaluations are not counted",
         ),
     )
-    return report, [_run_of(row, updates, batch) for row in rows]
 
 
 def _is_at_list_price(option: CostOption) -> bool:

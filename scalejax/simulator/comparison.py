@@ -7,8 +7,10 @@ it is shown. The programs are called A, the one before, and B, the one after.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from scalejax.core import drawing
 from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.core.serialization import document
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
 from scalejax.core.units import format_bytes
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.expert_load import of_fullest_device
@@ -76,7 +78,7 @@ class CollectiveChange:
 
 @document("comparison")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Tabular):
     """Step of A and step of B on one cluster, and where B is beyond a bound."""
 
     before: Prediction
@@ -99,6 +101,32 @@ class Comparison:
     """What is beyond its bound, as sentences without full stops; () if nothing is."""
     notes: tuple[str, ...]
     """Caveats of the figures."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The main figures, a row for each of the two steps."""
+        both = (("A", self.before, self.before_flop), ("B", self.after, self.after_flop))
+        return [
+            {
+                "step": name,
+                "step_seconds": each.step_seconds,
+                "peak_memory_bytes": each.peak_memory_bytes,
+                "device_flop": flop,
+                "communication_seconds": each.communication_seconds,
+                "fits": each.fits,
+            }
+            for name, each, flop in both
+        ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: both steps, and what is beyond a bound."""
+        beyond = "; ".join(self.exceeded) or "nothing is beyond its bound"
+        return "".join(
+            (
+                drawing.heading(f"B takes {self.time_ratio:.3g} times as long as A: {beyond}"),
+                drawing.table(self.to_rows()),
+                drawing.notes(self.notes),
+            )
+        )
 
 
 def compare(

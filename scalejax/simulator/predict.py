@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.config.parallelism import AXES, BATCH_AXES
-from scalejax.core import metrics
+from scalejax.core import drawing, metrics
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.core.units import TFLOP, format_bytes
+from scalejax.core.units import TFLOP, counted, format_bytes, format_seconds
 from scalejax.hardware import NO_SITE, Chip, Cluster, Price, RateType, Site, chip_names
 from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.collectives import measured_deviation
@@ -138,6 +138,24 @@ class Prediction(Tabular):
         """One row of the main figures."""
         return [{name: getattr(self, name) for name in _COLUMNS}]
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the main figures, and where the time of a step goes."""
+        verdict = "fits" if self.fits else "does NOT fit"
+        said = (
+            f"{format_seconds(self.step_seconds)} a step on {counted(self.device_count, 'device')} "
+            f"of {self.cluster}, {format_bytes(self.peak_memory_bytes)} of "
+            f"{format_bytes(self.memory_bytes)}: {verdict}"
+        )
+        of_step = [each for each in self.waterfall if each[0] not in RUN_CONDITIONS]
+        return "".join(
+            (
+                drawing.heading(said),
+                drawing.table(self.to_rows()),
+                drawing.waterfall(of_step, "step"),
+                drawing.notes(self.notes),
+            )
+        )
+
 
 @document("scaling_prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +196,29 @@ class ScalingPrediction(Tabular):
             for each, efficiency in zip(self.predictions, self.efficiencies, strict=True)
             for row in each.to_rows()
         ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row for each number of devices, and the curve."""
+        by = {"samples_per_second": "samples", "tokens_per_second": "tokens"}
+        known = [
+            name for name in by if all(getattr(each, name) is not None for each in self.predictions)
+        ]
+        rate = known[-1] if known else None
+        points = [
+            (each.device_count, each.step_seconds if rate is None else getattr(each, rate))
+            for each in self.predictions
+        ]
+        name, ideal = self.predictions[0].cluster, None
+        if rate is not None:
+            ideal = name
+        return "".join(
+            (
+                drawing.heading(f"{self.title}, {self.scaling} scaling"),
+                drawing.table(self.to_rows()),
+                drawing.curves({name: points}, "devices", rate or "step_seconds", ideal=ideal),
+                drawing.notes(merged_notes(self.predictions)),
+            )
+        )
 
 
 def predict(

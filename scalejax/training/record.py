@@ -15,9 +15,12 @@ from typing import Literal, NoReturn
 from scalejax.config.data import Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
+from scalejax.core import drawing
 from scalejax.core.errors import ConfigError, Damaged, Unavailable, refusal
 from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, load, plain, save_bytes
+from scalejax.core.tabular import Tabular
+from scalejax.core.units import format_fraction
 from scalejax.data.facts import fitting_facts
 from scalejax.training.time_accounting import TimeAccount, load_time_account
 
@@ -373,7 +376,7 @@ def facts_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(Tabular):
     """All measurements of a run.
 
     Example:
@@ -411,6 +414,33 @@ class RunRecord:
                 raise ConfigError(f"{str(path)!r} is the folder of a sweep: {accepted}.")
             raise ConfigError(f"{str(path)!r} holds no run: it has no {folder.measurements.name}.")
         return cls(folder=folder, measurements=tuple(_read(folder.measurements)))
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The updates that were measured, a row for each."""
+        columns = ("step", "epoch", "loss", "accuracy", "learning_rate", "step_seconds")
+        return [{name: getattr(each, name) for name in columns} for each in self.training]
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """All measurements, as plain data, and the folder that they are in."""
+        return {"folder": str(self.folder.path), "measurements": plain(self.measurements)}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how the run ended, its evaluations, and the curve of the loss."""
+        points = [(each.step, each.loss) for each in self.training if each.loss]
+        rows: list[dict[str, JsonValue]] = [
+            {"step": each.step, "epoch": each.epoch, f"{each.kind} loss": each.loss,
+             f"{each.kind} accuracy": each.accuracy}
+            for each in self.monitored
+        ]  # fmt: skip
+        tested = self.tested
+        result = "" if tested is None else f", test accuracy {format_fraction(tested.accuracy)}"
+        return "".join(
+            (
+                drawing.heading(f"{self.status or 'not begun'}{result}"),
+                drawing.table(rows),
+                drawing.curves({"loss": points}, "updates", "loss"),
+            )
+        )
 
     @property
     def training(self) -> tuple[TrainMeasurement, ...]:

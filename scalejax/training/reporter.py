@@ -1,4 +1,5 @@
-"""Progress output of a run: a bar with the time left on a terminal, plain lines elsewhere.
+"""Progress output of a run: a bar with the time left on a terminal, a line that changes in a
+notebook's cell, plain lines elsewhere.
 
 Knows measurements and streams; no devices and no files.
 """
@@ -18,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from scalejax.core.progress import CellLine, is_in_cell
 from scalejax.core.units import UNKNOWN, counted, format_count, format_fraction, format_seconds
 from scalejax.training.input_stalls import wait_in_words, wait_share
 from scalejax.training.record import (
@@ -54,7 +56,9 @@ class Reporter:
 
 
 def reporter_for(stream: TextIO) -> Reporter:
-    """A bar if `stream` is a terminal, else plain lines."""
+    """A bar if `stream` is a terminal, one line in a notebook's cell, else plain lines."""
+    if is_in_cell():
+        return Cell()
     return ProgressBar(stream) if stream.isatty() else PlainLines(stream)
 
 
@@ -177,6 +181,36 @@ class ProgressBar(Reporter):
     def end(self) -> None:
         """Remove the bar."""
         self._progress.stop()
+
+
+class Cell(Reporter):
+    """One line below a notebook's cell, with the figures of now; it goes when the run ends."""
+
+    def __init__(self) -> None:
+        self._line = CellLine()
+        self._total_steps = 0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Say so."""
+        self._line.show("compiling")
+        try:
+            yield
+        finally:
+            self._line.clear()
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Store how many updates there are."""
+        self._total_steps = total_steps
+
+    def measured(self, measurement: Measurement) -> None:
+        """Change the line."""
+        words = _sentence(measurement, self._total_steps)
+        self._line.show(words, measurement.step, self._total_steps)
+
+    def end(self) -> None:
+        """Remove it."""
+        self._line.clear()
 
 
 def _sentence(measurement: Measurement, total_steps: int) -> str:

@@ -7,17 +7,21 @@ already compiled. Importing this, and reading a cached program, needs no JAX.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from scalejax.config.run import ResolvedRun
+from scalejax.core.environment import compiler_settings
 from scalejax.core.errors import require_at_least
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.batch import CacheFolder, profile_each, profile_many
+from scalejax.xla.cache import digest_of
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import ProfileJob, require_type
-from scalejax.xla.functions import Builder, call_of, name_of, pickled
+from scalejax.xla.functions import Builder, Call, call_of, name_of, pickled
 from scalejax.xla.job import Compiled, FunctionJob
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
@@ -27,6 +31,7 @@ __all__ = [
     "has_cuda_compiler",
     "profile",
     "profile_call",
+    "profile_calls",
     "profile_each",
     "profile_function",
     "profile_many",
@@ -109,9 +114,42 @@ def profile_function(
         pickled="" if is_name else pickled(build, name),
         path=tuple(sys.path),
     )
-    results: list[Compiled] = []
-    run_jobs([job], lambda _, result: results.append(result))
-    return results[0].program
+    return _compiled([job])[0]
+
+
+_FUNCTIONS: dict[tuple[FunctionJob, str], Compiled] = {}
+"""What this process has compiled of functions: a notebook asks for one step many times."""
+_MOST_FUNCTIONS = 64
+
+
+def _compiled(jobs: Sequence[FunctionJob], on_progress: OnProgress = no_display) -> list[Program]:
+    """Program of each job, of which several compile at a time; those that this process has compiled
+    already are not compiled again, unless a file of the user's that they import has changed."""
+    settings = str(compiler_settings())
+    keys = [(job, settings) for job in jobs]
+    missing = [key for key in dict.fromkeys(keys) if not _is_fresh(_FUNCTIONS.get(key))]
+    while len(_FUNCTIONS) > _MOST_FUNCTIONS:
+        _FUNCTIONS.pop(next(iter(_FUNCTIONS)))
+    found = {key: _FUNCTIONS[key] for key in keys if key not in missing}
+    for job, _ in missing:
+        on_progress(Progress(part=job.title))
+
+    def done(position: int, result: Compiled) -> None:
+        found[missing[position]] = _FUNCTIONS[missing[position]] = result
+        on_progress(Progress(part=missing[position][0].title, done=1))
+
+    if missing:
+        run_jobs([job for job, _ in missing], done)
+    return [found[key].program for key in keys]
+
+
+def _is_fresh(compiled: Compiled | None) -> bool:
+    try:
+        return compiled is not None and all(
+            digest_of(Path(path)) == known for path, known in compiled.sources.items()
+        )
+    except OSError:  # a file is gone
+        return False
 
 
 def profile_call(
@@ -152,12 +190,40 @@ def profile_call(
         ProfileError: if the compiler refuses, or is not there.
         DoesNotFit: if the cluster has fewer devices.
     """
-    require_at_least("devices", device_count, 1)
-    cluster.require_devices(device_count)
-    call = call_of(function, arguments, device_count, batch_argnums)
-    program = profile_function(
-        call.builder, cluster=cluster, mesh_axes=call.mesh_axes, backend=backend
-    )
+    return profile_calls(
+        function, [(arguments, cluster, device_count)], batch_argnums=batch_argnums, backend=backend
+    )[0]
+
+
+def profile_calls(
+    function: Callable[..., Any],
+    cases: Sequence[tuple[Sequence[Any], Cluster, int]],
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
+    backend: Backend | None = None,
+    on_progress: OnProgress = no_display,
+) -> list[Program]:
+    """Programs of `function` by arguments, cluster and number of devices, as of `profile_call`;
+    several compile at a time."""
+    calls, jobs = [], []
+    for arguments, cluster, device_count in cases:
+        require_at_least("devices", device_count, 1)
+        cluster.require_devices(device_count)
+        call = call_of(function, arguments, device_count, batch_argnums)
+        calls.append(call)
+        jobs.append(
+            FunctionJob(
+                target=target_for(cluster, device_count, backend),
+                builder=call.name,
+                mesh_axes=tuple(call.mesh_axes.items()),
+                pickled=pickled(call.builder, call.name),
+                path=tuple(sys.path),
+            )
+        )
+    return [_named(*each) for each in zip(_compiled(jobs, on_progress), calls, strict=True)]
+
+
+def _named(program: Program, call: Call) -> Program:
     program = replace(program, name=call.name, global_batch=call.global_batch)
     if call.global_batch is None:
         return program

@@ -43,7 +43,7 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
     try:
         text = gzip.decompress(_path(folder, job).read_bytes())
         compiled = TypeAdapter(Compiled).validate_json(text)
-        changed = any(_digest(Path(path)) != known for path, known in compiled.sources.items())
+        changed = any(digest_of(Path(path)) != known for path, known in compiled.sources.items())
     # Not there, not readable, or damaged: it can always be made again.
     except (OSError, EOFError, gzip.zlib.error, ValidationError):  # type: ignore[attr-defined]
         return None
@@ -174,7 +174,7 @@ def _own_members(job: RunJob) -> dict[str, str]:
     own = [name for name in modules if name.partition(".")[0] not in ("builtins", "scalejax")]
     files = [getattr(sys.modules[name], "__file__", None) for name in own]
     # A class of a notebook may change at any time: nothing is found for it again.
-    return {file or uuid4().hex: _digest(Path(file)) if file else "" for file in files}
+    return {file or uuid4().hex: digest_of(Path(file)) if file else "" for file in files}
 
 
 def _own_modules(job: RunJob) -> dict[str, str]:
@@ -194,7 +194,7 @@ def _own_file(module: str) -> dict[str, str]:
         if spec is None:
             return {}  # the worker will say what is wrong
         origin, places = spec.origin, list(spec.submodule_search_locations or ())
-    return {origin: _digest(Path(origin))} if origin else {}
+    return {origin: digest_of(Path(origin))} if origin else {}
 
 
 @cache
@@ -208,5 +208,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Digest of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

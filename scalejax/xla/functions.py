@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import cloudpickle
@@ -139,6 +140,52 @@ def call_of(
     return _data_parallel(function, tuple(arguments), device_count, batch_argnums, name)
 
 
+def scaled(
+    arguments: Sequence[Any], factor: Fraction, batch_argnums: int | Sequence[int] | None = None
+) -> tuple[Any, ...]:
+    """Shapes of a data-parallel function's arguments with `factor` times the samples.
+
+    Raises:
+        ConfigError: if that is no whole number, or the arguments have shardings.
+    """
+    import jax
+
+    given = tuple(arguments)
+    leaves = jax.tree.leaves(given)
+    if any(isinstance(getattr(e, "sharding", None), jax.sharding.NamedSharding) for e in leaves):
+        accepted = "arguments with shardings of their own are not scaled"
+        raise ConfigError(refusal("scaling", "weak", accepted))
+    positions = _positions(given, batch_argnums)
+
+    def larger(leaf: Any) -> Any:
+        if not leaf.shape:
+            return leaf
+        rows = leaf.shape[0] * factor
+        if rows.denominator != 1:
+            accepted = f"{leaf.shape[0]} samples on the fewest devices are no whole number on more"
+            raise ConfigError(refusal("scaling", "weak", accepted))
+        return leaf.update(shape=(int(rows), *leaf.shape[1:]))
+
+    shapes = _shapes(given)
+    return tuple(
+        jax.tree.map(larger, each) if position in positions else each
+        for position, each in enumerate(shapes)
+    )
+
+
+def _positions(
+    arguments: tuple[Any, ...], batch_argnums: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Positions of the arguments that hold samples, from 0."""
+    given = len(arguments) - 1 if batch_argnums is None else batch_argnums
+    given = given if isinstance(given, Sequence) else (given,)
+    for position in given:
+        if not -len(arguments) <= position < len(arguments):
+            accepted = f"there are {len(arguments)} arguments, counted from 0"
+            raise ConfigError(refusal("batch_argnums", position, accepted))
+    return tuple(sorted({position % len(arguments) for position in given}))
+
+
 def _data_parallel(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -152,13 +199,7 @@ def _data_parallel(
     if not arguments:
         accepted = "a function is compiled with its arguments, such as (params, opt_state, batch)"
         raise ConfigError(refusal("arguments", arguments, accepted))
-    given = len(arguments) - 1 if batch_argnums is None else batch_argnums
-    given = given if isinstance(given, Sequence) else (given,)
-    for position in given:
-        if not -len(arguments) <= position < len(arguments):
-            accepted = f"there are {len(arguments)} arguments, counted from 0"
-            raise ConfigError(refusal("batch_argnums", position, accepted))
-    positions = tuple(sorted({position % len(arguments) for position in given}))
+    positions = _positions(arguments, batch_argnums)
     specs: list[Any] = []
     counts: set[int] = set()
     for index, argument in enumerate(arguments):

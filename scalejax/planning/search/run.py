@@ -13,10 +13,12 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.parallelism import MODEL_AXES, fill_data_axis
 from scalejax.config.presets import PRESETS, PublishedTraining
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
+from scalejax.core import drawing
 from scalejax.core.errors import ConfigError, ScalejaxError, nearest_multiples, refusal
 from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
+from scalejax.core.units import format_seconds
 from scalejax.data.facts import resolve
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.planning.search import (
@@ -155,6 +157,21 @@ class SearchReport(Tabular):
             }
             for each in self.ranked
         ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the best strategies, and why the next ones are slower."""
+        slower: list[dict[str, JsonValue]] = [
+            {
+                **row,
+                "slower by": ", ".join(f"{name} {format_seconds(s)}" for name, s in each.losses),
+            }
+            for row, each in zip(self.to_rows(), self.ranked, strict=True)
+        ]
+        said = (
+            f"{self.title}, {self.devices} devices: {self.fitting:,} of {self.considered:,} "
+            "strategies fit"
+        )
+        return drawing.heading(said) + drawing.table(slower) + drawing.notes(self.notes)
 
 
 def searchable(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
+from scalejax.core import drawing
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
@@ -127,6 +128,31 @@ class Plan(Tabular):
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The points, a row for each."""
         return [asdict(point) for point in self.points]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the Pareto front in time and cost, the answers bold."""
+        shown = self.front or range(len(self.points))
+        answers = (self.soonest, self.cheapest, self.knee, self.nearest)
+        rows: list[dict[str, JsonValue]] = []
+        for position in shown:
+            point, names = self.points[position], ("soonest", "cheapest", "knee", "nearest")
+            found = [name for name, each in zip(names, answers, strict=True) if each == position]
+            unit = self.currency if self.is_priced else "device-hours"
+            rows.append(
+                {
+                    "cluster": point.cluster,
+                    "device_count": point.device_count,
+                    "global_batch": point.global_batch,
+                    "steps": round(point.steps),
+                    "step_seconds": point.step_seconds,
+                    "run_seconds": point.run_seconds,
+                    unit: point.cost,
+                    "which is": ", ".join(found),
+                }
+            )
+        bold = [place for place, row in enumerate(rows) if row["which is"]]
+        said = f"{self.title}: {self.target}, {len(self.points)} points, of which the best"
+        return drawing.heading(said) + drawing.table(rows, bold=bold) + drawing.notes(self.notes)
 
     @property
     def warning(self) -> str | None:

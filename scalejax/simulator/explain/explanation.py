@@ -2,8 +2,10 @@
 
 from dataclasses import asdict, dataclass
 
+from scalejax.core import drawing
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
+from scalejax.core.units import format_seconds
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.explain.labels import in_words
@@ -130,6 +132,35 @@ class Explanation(Tabular):
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The terms of the step, a row for each."""
         return [asdict(term) for term in self.terms]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the waterfall, the costliest operations, and what would help."""
+        of_step = [(each.name, each.seconds) for each in self.terms if each.is_of_step]
+        operations: list[dict[str, JsonValue]] = [
+            {
+                "operation": each.what,
+                "bound": each.bound,
+                "runs": each.runs,
+                "time_seconds": each.seconds,
+                "share": each.share,
+                "source": each.source,
+            }
+            for each in self.operations
+        ]
+        better: list[dict[str, JsonValue]] = [
+            {"change": each.change, "step_seconds": each.step_seconds, "speedup": each.speedup}
+            for each in self.improvements
+        ]
+        said = f"{self.title}: {format_seconds(self.step_seconds)} a step"
+        tables = (("costliest operations", operations), ("what would help", better))
+        return "".join(
+            (
+                drawing.heading(said),
+                drawing.waterfall(of_step, "step"),
+                *(drawing.heading(name) + drawing.table(rows) for name, rows in tables if rows),
+                drawing.notes(self.notes),
+            )
+        )
 
 
 def explain(

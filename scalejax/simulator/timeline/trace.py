@@ -7,6 +7,10 @@ the loops; the last event ends when the step does.
 from dataclasses import dataclass
 from typing import Literal
 
+from scalejax.core import drawing
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
+from scalejax.core.units import format_seconds
 from scalejax.hardware import Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
@@ -19,6 +23,8 @@ from scalejax.simulator.timeline.timeline import timeline
 StreamName = Literal["compute", "links", "network", "to host", "from host"]
 _STREAMS: tuple[StreamName, ...] = ("links", "network", "to host", "from host")
 """Streams of the sets of links of `scalejax.simulator.collectives.placement.links`."""
+_MOST_SPANS = 400
+"""Spans of a lane that are drawn: about as many as can be told apart."""
 MOST_EVENTS = 50_000
 """Default limit of events in one trace, a file of 15 MB."""
 
@@ -45,7 +51,7 @@ class TraceEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTrace:
+class StepTrace(Tabular):
     """Trace of one predicted step."""
 
     events: tuple[TraceEvent, ...]
@@ -57,6 +63,39 @@ class StepTrace:
     def step_seconds(self) -> float:
         """Time of the step."""
         return max((event.end_seconds for event in self.events), default=0.0)
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The events, a row for each."""
+        return [
+            {
+                "name": event.name,
+                "stream": event.stream,
+                "bound": event.bound,
+                "start_seconds": event.start_seconds,
+                "end_seconds": event.end_seconds,
+            }
+            for event in self.events
+        ]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a lane for each stream."""
+        said = f"one step on one device, {format_seconds(self.step_seconds)}"
+        return drawing.heading(said) + drawing.lanes(self._spans(_MOST_SPANS))
+
+    def _spans(self, most: int) -> dict[str, list[tuple[float, float, str]]]:
+        """Spans of each stream; neighbours too close to be told apart are one, `most` in a lane."""
+        apart, found = self.step_seconds / most, dict[str, list[tuple[float, float, str]]]()
+        for event in self.events:
+            lane = "waits" if event.stream == "compute" and event.bound == "wait" else event.stream
+            spans = found.setdefault(lane, [])
+            begin, end = event.start_seconds, event.end_seconds
+            if spans and begin - spans[-1][1] < apart and end - spans[-1][0] < 4 * apart:
+                first, until, name = spans[-1]
+                count = int(name.partition(" operations")[0]) if " operations" in name else 1
+                spans[-1] = (first, max(until, end), f"{count + 1} operations")
+            elif end > begin:
+                spans.append((begin, end, event.name))
+        return {name: spans for name, spans in found.items() if spans}
 
 
 def trace_step(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -> StepTrace:

@@ -225,6 +225,10 @@ class HostInput:
         require_at_least("input.workers", self.workers, 0)
         if self.rates.is_of_images and self.work.is_of_images:
             return
+        if self.rates.is_of_images != self.work.is_of_images:
+            reads = "encoded images" if self.work.is_of_images else "no encoded images"
+            accepted = f"the run reads {reads}; scalejax data bench measures what it reads"
+            raise ConfigError(refusal("input.is_of_images", self.rates.is_of_images, accepted))
         measured, asked = _kind(self.rates), _kind(self.work)
         if measured != asked:
             accepted = f"it must be what the run reads, {asked}; scalejax data bench measures that"

@@ -12,6 +12,7 @@ from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import for_process, open_source
 from scalejax.data.facts import read_facts
+from scalejax.data.formats.npy_headers import headers_at
 from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
 
@@ -350,3 +351,16 @@ def test_a_run_learns_from_arrays(tmp_path, monkeypatch):
     longer = load_config(tmp_path / "run" / "run.toml", {"train.epochs": 5})
     with pytest.raises(ConfigError, match=r"data\.npz of data\.train has changed since it began"):
         train(longer, tmp_path / "run", device_count=2, resume=True)
+
+
+def test_a_damaged_directory_of_an_archive_is_refused_in_few_words(tmp_path):
+    """The error of `zipfile` quotes the name in the file, whose damaged length is up to 64 KiB."""
+    path = tmp_path / "a.npz"
+    np.savez(path, x_train=np.zeros((40, 64, 64), np.uint8))
+    content = bytearray(path.read_bytes())
+    content[27] = 0x10  # the length of the first name, 4,096 and more
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"a\.npz cannot be read") as refused:
+        headers_at("data.train", str(path))
+    assert len(str(refused.value)) < len(str(path)) + 500

@@ -399,6 +399,13 @@ def test_rates_hold_for_images_or_for_the_very_data_that_was_measured(
             HostInput(rates=rates, work=work, workers=0)
 
 
+def test_rates_of_rows_for_images_are_refused_by_the_field_that_says_so():
+    """Not by the data set's name, which is right."""
+    rates = replace(RATES, is_of_images=False)
+    with pytest.raises(ConfigError, match=r"input\.is_of_images=False is refused: .* images"):
+        HostInput(rates=rates, work=WORK, workers=0)
+
+
 @pytest.fixture(scope="module")
 def text_rates() -> InputRates:
     """What is measured of the texts that come with Python, by processes of their own."""

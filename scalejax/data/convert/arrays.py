@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.errors import ConfigError, refusal, shortened, unknown_name
 from scalejax.data.convert.rows import CHUNK_BYTES, IMAGE, fingerprint, hugging_face
 from scalejax.data.formats.npy_headers import BAD_ZIP, read_header
 from scalejax.data.formats.numpy import PAIRS
@@ -253,4 +253,4 @@ def _naming(path: Path) -> Iterator[None]:
     except (OSError, EOFError, ValueError, KeyError, *BAD_ZIP) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} cannot be read ({error}).") from error
+        raise ConfigError(f"{path} cannot be read ({shortened(str(error))}).") from error

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, refusal, shortened
 
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
     from scalejax.core.filesystem import DataFile
@@ -78,7 +78,8 @@ def _read_array(field: str, header: ArrayHeader) -> np.ndarray:
             with zipfile.ZipFile(file) as archive, archive.open(f"{header.member}.npy") as member:
                 return np.lib.format.read_array(member, allow_pickle=False)
         except (ValueError, EOFError, KeyError, *BAD_ZIP) as error:
-            raise ConfigError(f"{field}: {header.where} cannot be read ({error}).") from error
+            reason = shortened(str(error))
+            raise ConfigError(f"{field}: {header.where} cannot be read ({reason}).") from error
 
 
 def headers_at(field: str, location: str) -> dict[str, ArrayHeader]:
@@ -147,8 +148,9 @@ def _headers_of_archive(field: str, file: "DataFile") -> tuple[tuple[str, ArrayH
                     _require_room(field, header, archive.getinfo(name), begin)
                     headers.append((name[:-4], header))
         except (EOFError, *BAD_ZIP) as error:
+            reason = shortened(str(error))
             raise ConfigError(
-                f"{field}: {file.path} cannot be read as .npz ({error}); write or copy it again."
+                f"{field}: {file.path} cannot be read as .npz ({reason}); write or copy it again."
             ) from error
     return tuple(headers)
 
@@ -169,7 +171,8 @@ def _header(field: str, where: str, stream: IO[bytes]) -> tuple[tuple[int, ...],
     try:
         return read_header(stream)
     except ValueError as error:
-        raise ConfigError(f"{field}: {where} cannot be read as .npy ({error}).") from error
+        reason = shortened(str(error))
+        raise ConfigError(f"{field}: {where} cannot be read as .npy ({reason}).") from error
 
 
 def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -98,6 +98,10 @@ def run_toml(folder: Path, text: str = RUN + SCHEDULE) -> str:
         ("x = " + "9" * 5000, r"run\.toml is not valid TOML: .*4300 digits"),
         ("seed = " + str(2**70), r"seed=1180591620717411303424 .*must fit 64 bits"),
         ("'' = " + str(2**70), r'""=1180591620717411303424 .*must fit 64 bits'),
+        (
+            "train.epochs = nan",
+            r"train\.epochs=nan is refused: it must be a number",
+        ),
         ("train.epochs = " + str(2**63 - 1), r"train\.epochs=9223\d+ .*2,147,483,647 steps"),
         ("train.epochs = 600_000_000", r"train\.epochs=600000000 .*536,870,911 epochs of 4"),
         ("layout = [" + "{}," * 3000 + "]", r"layout=\[\{\}.* \.\.\. .* must be a table"),
@@ -252,6 +256,17 @@ def numeric_fields(table: Any) -> Iterator[tuple[Any, str]]:
             yield from numeric_fields(value)
         elif field.type in (float, float | None):
             yield table, field.name
+
+
+def test_an_end_of_a_schedule_that_is_no_number_is_refused(tmp_path):
+    """It is not at or below the start, and so was taken for an end after it."""
+    multipliers = "[{ multiplier = 0.1, start_epoch = 1, end_epoch = nan }]"
+    text = (
+        'schedule = { name = "horovod", initial_learning_rate = 0.1, workers = 8, '
+        f"multipliers = {multipliers} }}\n"
+    )
+    with pytest.raises(ConfigError, match=r"schedule\.multipliers\.0\.end_epoch=nan is refused"):
+        load_config(Path(run_toml(tmp_path, RUN + text)))
 
 
 def test_a_batch_of_more_samples_than_there_are_is_refused(tmp_path):

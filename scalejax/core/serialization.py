@@ -7,6 +7,7 @@ nothing of what the types mean.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import secrets
@@ -196,8 +197,11 @@ def _require_no_boolean_for_a_number(value: JsonValue, built: object, where: str
 
 
 def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
-    """Refuse whole numbers beyond 64 bits and nesting beyond `_MOST_DEPTH`, before validation."""
+    """Refuse whole numbers beyond 64 bits, what is no number, which passes every comparison that is
+    written as a refusal, and nesting beyond `_MOST_DEPTH`, before validation."""
     match value:
+        case float() if math.isnan(value):
+            raise ConfigError(refusal(where or "the whole document", value, "it must be a number"))
         case int() if not -_WHOLE_BOUND <= value < _WHOLE_BOUND:
             accepted = "a whole number must fit 64 bits, as TOML has it"
             raise ConfigError(refusal(where or "the whole document", value, accepted))

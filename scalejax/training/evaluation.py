@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from scalejax.config.data import MixtureConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
 from scalejax.models.normalization import MOMENTUM, moving_norms, weigh_rows
@@ -63,7 +64,7 @@ class Evaluation:
     """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of packed
     documents over their targets that have a loss, in total or
     per device that divides the batch as `train.metric_average` says, and the lowest and highest
-    logit of each class among them."""
+    logit of each class among them; of a mixture also sums over the samples of each source."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
     statistics: Any = None
@@ -83,6 +84,8 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
     )
     batch = {**batch, "mask": mask}
+    if isinstance(run.config.data, MixtureConfig):
+        batch["source"] = jax.ShapeDtypeStruct(mask.shape, jnp.int32, sharding=mask.sharding)
     function = jax.jit(
         partial(with_constraints, setup, mesh, partial(_evaluate, setup, mesh)),
         in_shardings=shardings_of((state.params, state.model_state, batch)),
@@ -192,6 +195,8 @@ def _evaluate(
 ) -> dict[str, jax.Array]:
     params = gathered_params(setup, mesh, params)
     network = network_with(setup, BatchNormScope(), params, model_state)
+    source = batch.get("source")
+    batch = {name: rows for name, rows in batch.items() if name != "source"}
     losses, hits, logits = sample_metrics(setup, network, batch, is_training=False)
     mask = with_target_weights({**batch, "weights": batch["mask"]})["weights"]
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
@@ -204,10 +209,19 @@ def _evaluate(
         return values.sum() if is_over_all else values.reshape(run.layout.batch_shards, -1).sum(1)
 
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
+    masked_losses, by_source = jnp.where(mask > 0, losses * mask, 0), {}
+    if source is not None:
+        assert isinstance(run.config.data, MixtureConfig)  # noqa: S101  by `build_evaluation`
+        is_of = jax.nn.one_hot(source, len(run.config.data.sources), dtype=bool)
+        by_source = {
+            name: jnp.where(is_of, values.reshape(len(source), -1).sum(1, keepdims=True), 0).sum(0)
+            for name, values in (("source_losses", masked_losses), ("source_counts", mask))
+        }
     return {
+        **by_source,
         "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
         "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
-        "loss_sum": summed(jnp.where(mask > 0, losses * mask, 0)),
+        "loss_sum": summed(masked_losses),
         "correct_sum": summed(jnp.where(mask > 0, hits * mask, 0)),
         "count": summed(mask),
         "examples": batch["mask"].sum(),

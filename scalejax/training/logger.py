@@ -180,6 +180,7 @@ def evaluation_measurement(
     loss = finite(fmean(losses[number] / counts[number] for number in non_empty))
     accuracy = fmean(hits[number] / counts[number] for number in non_empty)
     is_constant = examples > 1 and bool(np.all(lowest == highest))
+    by_source = _loss_by_source(parts) if "source_losses" in parts[0] else None
     if split == "validation":
         return ValidationMeasurement(
             step=step,
@@ -190,6 +191,7 @@ def evaluation_measurement(
             seconds=seconds,
             elapsed_seconds=elapsed_seconds,
             is_constant=is_constant,
+            loss_by_source=by_source,
         )
     return EvaluationMeasurement(
         step=step,
@@ -200,8 +202,22 @@ def evaluation_measurement(
         seconds=seconds,
         elapsed_seconds=elapsed_seconds,
         is_constant=is_constant,
+        loss_by_source=by_source,
         chosen_step=chosen and chosen[0],
         chosen_by=chosen and chosen[1],
+    )
+
+
+def _loss_by_source(parts: Sequence[Mapping[str, Any]]) -> tuple[float | None, ...]:
+    """The mean loss of the examples of each source that could be read; None where there are none,
+    or it is not finite."""
+    losses, counts = (
+        np.sum([np.asarray(part[name], np.float64) for part in parts], axis=0)
+        for name in ("source_losses", "source_counts")
+    )
+    return tuple(
+        finite(loss / count) if count else None
+        for loss, count in zip(losses.tolist(), counts.tolist(), strict=True)
     )
 
 

@@ -123,6 +123,9 @@ class EvaluationMeasurement:
     """Time since training began, over all the sessions of the run."""
     is_constant: bool = False
     """Whether all test examples got bitwise equal outputs: the network ignores its input."""
+    loss_by_source: tuple[float | None, ...] | None = None
+    """Mean loss of the examples of each source of a mixture, None for one that was not finite or
+    has none; None for other data sets."""
     chosen_step: int | None = None
     """Updates behind the weights that were tested, those that the run ends with; None where test
     data are evaluated all along, and nothing is chosen."""
@@ -162,6 +165,9 @@ class ValidationMeasurement:
     """Time since training began, over all the sessions of the run."""
     is_constant: bool = False
     """Whether all validation examples got bitwise equal outputs."""
+    loss_by_source: tuple[float | None, ...] | None = None
+    """Mean loss of the examples of each source of a mixture, None for one that was not finite or
+    has none; None for other data sets."""
 
     @property
     def loss(self) -> float | None:

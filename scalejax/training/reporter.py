@@ -223,9 +223,12 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
             by = str(measurement.chosen_by).replace("_", " ")
             why = "the last ones" if measurement.chosen_by == "last" else f"chosen by {by}"
             chosen = f", with the weights of step {measurement.chosen_step}, {why}"
+        by_source = ""
+        if measurement.loss_by_source is not None:
+            by_source = f" (by source {', '.join(map(_loss, measurement.loss_by_source))})"
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
-            f"{part} loss {_loss(measurement.loss)}, "
+            f"{part} loss {_loss(measurement.loss)}{by_source}, "
             f"{part} accuracy {format_fraction(measurement.accuracy)}{chosen}"
         )
     if isinstance(measurement, SharpnessMeasurement):

@@ -79,6 +79,8 @@ def tracked_values(measurement: Measurement) -> dict[str, float]:
     for each in fields(measurement):
         value = getattr(measurement, each.name)
         name = f"{part}/{each.name.removeprefix(f'{part}_')}"
+        if isinstance(value, tuple):  # by source of a mixture
+            value = dict(enumerate(value))
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 values[name if key is None else f"{name}/{key}"] = number

@@ -25,12 +25,16 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import for_process, open_source
 from scalejax.data.facts import read_facts, resolve
-from scalejax.data.loader.loader import rows_held, training_batches
+from scalejax.data.loader.loader import evaluation_batches, rows_held, training_batches
 from scalejax.data.loader.prefetch import prefetched_batches
 from scalejax.data.loader.sampler import TrainingSampler
 from scalejax.data.readers.mixture import Mixture, Turns
 from scalejax.training.data_fingerprints import used_files
-from scalejax.training.logger import samples_by_source
+from scalejax.training.evaluation import build_evaluation
+from scalejax.training.logger import evaluation_measurement, samples_by_source
+from scalejax.training.mesh import build_mesh
+from scalejax.training.step import init_state
+from scalejax.training.trackers import tracked_values
 
 RANDOM = SyntheticTokensConfig(tokens=8, vocabulary=50, train_examples=60, test_examples=12)
 
@@ -182,6 +186,53 @@ def test_the_record_counts_the_samples_of_each_source(tmp_path):
     assert step == run.total_steps
     alone = with_fields(config, {"data": {"name": "synthetic_tokens"}})
     assert samples_by_source(resolve(alone, 1), 1) is None
+
+
+def evaluated(config, device_count=1):
+    """Measurements of the initial weights on validation and test data."""
+    run = resolve(config, device_count)
+    mesh = build_mesh(run.layout)
+    evaluation, state = build_evaluation(run, mesh), init_state(run, mesh)
+    for part in ("validation", "test"):
+        source = open_source(config.data, part, seed=config.seed)
+        sums = [
+            evaluation.function(*evaluation.weights(state), batch)
+            for batch in evaluation_batches(source, evaluation.batch)
+        ]
+        yield evaluation_measurement(
+            run, sums, split=part, step=0, seconds=1.0, elapsed_seconds=1.0
+        )
+
+
+def test_losses_of_validation_and_test_are_told_by_source():
+    """Over two devices, with padding: each is what its source alone has, and together they are the
+    loss of all."""
+    large = SyntheticTokensConfig(tokens=8, vocabulary=32, train_examples=110, test_examples=13)
+    small = replace(large, train_examples=50, test_examples=6)
+    data = MixtureConfig(sources=(large, small), weights=(1.0, 1.0), validation_fraction=0.1)
+    config = build(
+        RunConfig,
+        {
+            "model": {"name": "gpt", "hidden": 8, "layers": 1, "heads": 1},
+            "data": {"name": "synthetic_tokens"},
+            "batch": {"global_batch": 8},
+            "optimizer": {"name": "sgd"},
+            "schedule": {"base_learning_rate": 0.01},
+        },
+    )
+    alone = [[*evaluated(replace(config, data=each))] for each in data.divided_sources]
+
+    together = [*evaluated(replace(config, data=data), device_count=2)]
+
+    for kind, (both, first, second) in enumerate(zip(together, *alone, strict=True)):
+        losses, counts = (first.loss, second.loss), (first.examples, second.examples)
+        assert counts == ((11, 5), (13, 6))[kind]
+        assert first.loss != pytest.approx(second.loss, rel=1e-4)
+        assert both.loss_by_source == pytest.approx(losses, rel=1e-6)
+        assert both.loss == pytest.approx(np.average(losses, weights=counts), rel=1e-6)
+        assert first.loss_by_source is None
+        told = tracked_values(both)[f"{('validation', 'test')[kind]}/loss_by_source/1"]
+        assert told == both.loss_by_source[1]
 
 
 def test_the_files_of_every_source_are_held_against_later_ones(tmp_path):

@@ -134,7 +134,8 @@ class Mixture(Reader, names=("mixture",)):
         return passes * self._ends[-1] + (self._ends - self._counts)[which] + rows
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The rows of `Source.take`.
+        """The rows of `Source.take`; of validation and test also "source", the number of that of
+        each.
 
         Raises:
             UnreadableExample: if one of them cannot be read.
@@ -143,6 +144,8 @@ class Mixture(Reader, names=("mixture",)):
         which = np.searchsorted(self._ends, places, side="right")
         rows = places - (self._ends - self._counts)[which]
         found: dict[str, np.ndarray] = {}
+        if self._split != "train":
+            found["source"] = which.astype(np.int32)
         for source, number in np.unique(np.stack([which, passes], 1), axis=0):
             chosen = np.flatnonzero((which == source) & (passes == number))
             its_epoch = None if epoch is None else int(number)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -49,8 +50,10 @@ def pages() -> dict[str, Callable[[], str]]:
     }
 
 
+@cache
 def run(command: str) -> str:
-    """What a command prints, 80 columns wide, run in the folder of the repository.
+    """What a command prints, 80 columns wide, run in the folder of the repository. What this
+    machine has compiled or measured before is not seen.
 
     Args:
         command: as it is typed: "scalejax hardware dgx-h100".
@@ -60,8 +63,9 @@ def run(command: str) -> str:
     """
     printed, said = io.StringIO(), io.StringIO()
     with (
+        tempfile.TemporaryDirectory() as cache,
         contextlib.chdir(ROOT),
-        _environment(COLUMNS=str(WIDTH), NO_COLOR="1"),
+        _environment(COLUMNS=str(WIDTH), NO_COLOR="1", SCALEJAX_CACHE=cache),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(said),
     ):
@@ -86,8 +90,10 @@ def with_output(markdown: str) -> str:
 
 
 def with_docstrings(markdown: str) -> str:
-    """`markdown` with the docstring of each function that a line `::: module:name` names."""
-    return re.sub(r"^::: (\S+):(\S+)$", lambda it: _function(it[1], it[2]), markdown, flags=re.M)
+    """`markdown` with the docstring of each function, or module, that a line `::: module:name`, or
+    `::: module`, names."""
+    line = re.compile(r"^::: (scalejax[\w.]*)(?::(\w+))?$", re.MULTILINE)
+    return line.sub(lambda it: _docstring_of(it[1], it[2]), markdown)
 
 
 def with_tables(markdown: str) -> str:
@@ -258,20 +264,27 @@ def _listed(text: str) -> str:
     return "\n".join(re.sub(r"^(\w+): ", r"- `\1`: ", " ".join(entry.split())) for entry in entries)
 
 
-def _function(module: str, name: str) -> str:
-    """The docstring of a function, read off its source: nothing is imported."""
+def _docstring_of(module: str, name: str | None) -> str:
+    """The docstring of a function or module, read off its source: nothing is imported.
+
+    Its equations stay as they are typed; arguments, errors and examples are left out.
+    """
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
-        raise RuntimeError(f"::: {module}:{name}: there is no such module.")
-    for node in ast.walk(_parsed(found.origin)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            text = ast.get_docstring(node)
-            if text:
-                where = f"{module.replace('.', '/')}.py"
-                shown = docstring(text.partition("\nExample:")[0])
-                quoted = "\n".join(f"    {line}".rstrip() for line in shown.splitlines())
-                return f'??? quote "`{name}` of `{where}`"\n\n{quoted}'
-    raise RuntimeError(f"::: {module}:{name}: there is none, or it has no docstring.")
+        raise RuntimeError(f"::: {module}: there is no such module.")
+    parsed = _parsed(found.origin)
+    text = ast.get_docstring(parsed)
+    if name is not None:
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        named = (each for each in ast.walk(parsed) if isinstance(each, kinds) and each.name == name)
+        text = next(map(ast.get_docstring, named), None)
+    if text is None:
+        raise RuntimeError(f"::: {module}:{name}: there is none, or it has no docstring.")
+    left_out = r"^(Args|Raises|Example|Returns):.*?(?=^\S|\Z)"
+    shown = re.sub(left_out, "", text, flags=re.MULTILINE | re.DOTALL).strip()
+    where = f"`{Path(found.origin).relative_to(ROOT)}`"
+    title = where if name is None else f"`{name}`, {where}"
+    return f"{title}:\n\n``` {{.text .docstring}}\n{shown}\n```"
 
 
 @cache

@@ -48,7 +48,7 @@ SCALEJAX_LINES = [line for line in command_lines() if line.startswith("scalejax 
 
 def test_two_commands_do_all_the_set_up():
     """One installs and runs the main job, one installs and passes the tests."""
-    set_up = [line for line in command_lines() if "venv" in line]
+    set_up = list(dict.fromkeys(line for line in command_lines() if "venv" in line))
 
     assert set_up == [
         "python3 -m venv .venv && .venv/bin/pip install '.[gpu-target]' "
@@ -117,6 +117,14 @@ def test_mixture_of_the_guide_is_one():
 
     assert mixture.weights == (0.7, 0.3)
     assert len(mixture.locations) == 2
+
+
+def test_schedule_of_the_guide_is_that_of_its_example():
+    """Goyal et al. 2017, as the file has it."""
+    (block,) = (block for block in blocks("toml") if "[schedule]" in block)
+    example = ROOT / "scalejax/config/examples/resnet50_goyal2017.toml"
+
+    assert tomllib.loads(block)["schedule"] == tomllib.loads(example.read_text())["schedule"]
 
 
 def test_network_of_the_guide_trains_on_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -98,6 +98,15 @@ def mark_slow_rows(items: list[pytest.Item]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
+def compiles_quickly():
+    """Has processes that are started compile as this one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}")
+        yield
+
+
+@pytest.fixture(scope="module")
 def slurm():
     """A scheduler of one node on this machine: the path of its slurm.conf."""
     with slurm_here(1) as path:

@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ SCHEDULE = "schedule.base_learning_rate = 0.01\n"
 
 @pytest.mark.slow
 def test_inputs_are_accepted_or_refused_by_name():
-    """Forty configs and a few files of each kind, by another seed than those of the campaign.
+    """Twenty configs and a file or two of each kind, by another seed than those of the campaign.
 
     Slow as a run is trained first, whose checkpoints, record and trace are damaged, and goes on;
     sweeps, benches and event logs, each of which would be made too, are left to the campaign.
@@ -71,13 +72,17 @@ def test_inputs_are_accepted_or_refused_by_name():
         "record,prediction,hardware,ledger,data,convergence,rates,cache,checkpoint,manifest,trace,"
         "program,facts,accuracy,grammar,launch"
     )
-    words = ["--seed", "1", "--configs", "40", "--apart", "1", "--files", "34", "--kinds"]
+    words = ["--seed", "1", "--configs", "20", "--apart", "1", "--files", "20", "--kinds"]
     done = subprocess.run(
-        [sys.executable, str(FUZZ), *words, kinds], capture_output=True, text=True, check=False
+        [sys.executable, str(FUZZ), *words, kinds],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},  # as in this process
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert re.search(r"config +40 ", done.stdout)
+    assert re.search(r"config +20 ", done.stdout)
     assert all(kind in done.stdout for kind in kinds.split(","))
     assert "0 deviations" in done.stdout
 

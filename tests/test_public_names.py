@@ -50,11 +50,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def little_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this machine takes minutes: a megabyte, and no processes besides this one. Its
+    """All of this machine takes minutes: a megabyte, two devices, no process besides this one. Its
     products are measured by `measure/test_calibrate.py`, on the same grid."""
     home = "scalejax.measure.devices"
     monkeypatch.setattr(f"{home}.machine.measure_chip", lambda *_: CHIP)
     monkeypatch.setattr(f"{home}._process_counts", list)
+    monkeypatch.setattr(f"{home}._device_counts", lambda: [2])
     monkeypatch.setattr(f"{home}.collectives.SIZES", (64, 2**20))
     monkeypatch.setattr(f"{home}._STORED_BYTES", 2**20)
     monkeypatch.setattr(f"{home}._COPIED_BYTES", 2**20)

@@ -175,15 +175,11 @@ class Campaign:
 
     def _start(self, folder: Path, offset: Path, *more: str) -> Launched:
         offset.write_bytes(bytes(8))
-        environment = {
-            name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
-        }
-        environment |= {
+        environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self._place / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "PYTHONPYCACHEPREFIX": str(self._place / "bytecode"),
             "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *_python_path()]),
         }
         if self._clock is not None:

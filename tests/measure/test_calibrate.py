@@ -273,6 +273,7 @@ def test_processes_communicate_over_loopback():
 def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     """A tiny grid: the files describe what was measured, and a step can be predicted with them."""
     monkeypatch.setattr("scalejax.measure.devices._process_counts", list)
+    monkeypatch.setattr("scalejax.measure.devices._device_counts", lambda: [2, 4])
     monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64, 2**20))
 
     stages: list[Progress] = []
@@ -298,6 +299,7 @@ def test_processes_that_cannot_communicate_leave_the_rest_measured(tmp_path, mon
         raise ConfigError("processes=2 is refused: no loopback.")
 
     monkeypatch.setattr("scalejax.measure.devices.between_processes", refuse)
+    monkeypatch.setattr("scalejax.measure.devices._device_counts", lambda: [2])
     monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64,))
     monkeypatch.setattr("scalejax.measure.devices.machine.measure_chip", lambda *_: CHIP)
 

@@ -244,7 +244,6 @@ def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
 
 
 SWEEP = (
-    *("-V", "seed=[0,1]"),
     *("-V", "batch.global_batch=[8,16]"),
     *(
         "-E",
@@ -254,10 +253,9 @@ SWEEP = (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs(tmp_path_factory):
+def programs(tmp_path_factory, compiles_quickly):
     """What is started compiles a program once, where another has not compiled it before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in this process
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -301,7 +299,7 @@ def finish(process):
 def test_a_sweep_that_was_interrupted_and_killed_ends_with_the_same_tables(run_file, tmp_path):
     """Ctrl-C and SIGKILL reach the command alone; its workers save and end, or die with it.
 
-    Nothing is lost, nothing is trained twice that was finished, and the files are the same bytes.
+    Of three runs nothing is lost, none is trained twice that was finished, the files are the same.
     """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = ("-P", "train.epochs=16", "--one-by-one")
@@ -311,13 +309,13 @@ def test_a_sweep_that_was_interrupted_and_killed_ends_with_the_same_tables(run_f
     wait_for_lines(process, cut, lines // 12)
 
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=300)
 
     assert process.returncode == 130
     assert "the same command with --resume goes on" in said
     assert "Traceback" not in said
     assert_nothing_runs(cut)
-    # Of four workers one may have been stopped before its run began: it has no record yet.
+    # Of two workers one may have been stopped before its run began: it has no record yet.
     begun = (path.parent for path in cut.glob("runs/*/measurements.jsonl"))
     assert "interrupted" in {RunRecord.load(path).status for path in begun}
 
@@ -347,7 +345,7 @@ def assert_same_tables(some, others):
 
 def assert_nothing_runs(folder):
     """No command names the folder for longer than its last breath takes."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (found := subprocess.run(["pgrep", "-f", folder], capture_output=True)).stdout:
         assert time.monotonic() < end, found.stdout
         time.sleep(0.05)

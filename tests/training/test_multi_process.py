@@ -34,7 +34,7 @@ RTOL = 1e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, compiles_quickly) -> Path:
     """Where processes leave checkpoints for others."""
     return tmp_path_factory.mktemp("processes")
 
@@ -49,7 +49,6 @@ def called(processes: int, function: Any, folder: Path) -> tuple[Any, str]:
     """What `function` of `process_cases` gives in as many processes, and what they said."""
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in this process
         patch.setenv("SCALEJAX_CACHE", str(folder / "cache"))
         runner = Runner(-processes, cpu_devices=2, shows_all=True, out=said)
         try:

@@ -1,10 +1,7 @@
 """The verbs of `from scalejax import ...`: what commands do, as functions."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +37,6 @@ name = "sgd"
 base_learning_rate = 0.1
 """
 SMALL = replace(load_cluster("dgx-h100"), max_device_count=8)
-NOTEBOOK = Path(__file__).parents[1] / "experiments" / "cost_any_function" / "your_step.ipynb"
 
 
 def product(weights, rows):
@@ -294,28 +290,3 @@ def test_what_cannot_be_sent_is_refused():
 
     with pytest.raises(ConfigError, match=r"function='test' is refused: it must be picklable"):
         pickled(lambda: next(generator), "test")
-
-
-@pytest.mark.slow  # starts a kernel, and compiles for CUDA
-def test_a_notebook_predicts_a_step_of_flax_and_optax(tmp_path: Path, monkeypatch):
-    """Typed into its cells; the result is shown as a table, whose figures are those of the same
-    function outside a notebook."""
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
-    notebook = nbformat.reads(NOTEBOOK.read_text(), as_version=4)
-
-    nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
-    ).execute()
-
-    (shown,) = (cell.outputs[-1] for cell in notebook.cells if "predict(step" in cell.source)
-    here: dict[str, Any] = {"__name__": "__main__"}
-    for cell in notebook.cells[1:3]:
-        exec(cell.source, here)
-    arguments = here["params"], here["opt_state"], here["batch"]
-    expected = predict(here["step"], "dgx-h100", 256, arguments=arguments)
-    assert expected.step_seconds > 0
-    assert "<td>256</td>" in expected._repr_html_()
-    assert shown["data"]["text/html"] == expected._repr_html_()
-    assert json.loads(NOTEBOOK.read_text())["cells"][1]["outputs"] == []

@@ -25,7 +25,7 @@ from scalejax.core.metrics import steps_per_epoch
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.core.units import format_count
+from scalejax.core.units import format_count, unit_of_axis
 from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import (
     NO_SITE,
@@ -167,6 +167,7 @@ class RunCost(Tabular):
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows, the soonest and the cheapest bold, and time over
         devices."""
+        unit, size = unit_of_axis(max((row.run_seconds or 0.0 for row in self.rows), default=0.0))
         rows, lines = [], dict[str, list[tuple[float, float]]]()
         for row, full in zip(self.rows, self.to_rows(), strict=True):
             low, high = row.p10_run_seconds, row.p90_run_seconds
@@ -189,14 +190,14 @@ class RunCost(Tabular):
             )
             if row.run_seconds is not None:
                 line = lines.setdefault(row.cluster, [])
-                line.append((row.device_count, row.run_seconds))
+                line.append((row.device_count, row.run_seconds / size))
         best = [each for each in (self.soonest, self.cheapest) if each is not None]
         return "".join(
             (
                 drawing.heading(self.title),
                 f"<p>{escape(self.work)}</p>",
                 drawing.table(rows, bold=best),
-                drawing.curves(lines, "devices", "run_seconds"),
+                drawing.curves(lines, "devices", unit),
                 drawing.notes(self.notes),
             )
         )

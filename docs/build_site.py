@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference_pages
 
 DOCS = Path(__file__).resolve().parent
+_FIRST = ("first_prediction", "bring_your_own_step", "warmup_in_ten_minutes", "which_cluster")
+"""Notebooks in the order of the navigation; others come after them."""
 _ASKED_FOR = re.compile(
     r"""<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\ssrc\s*=\s*["']?(?:https?:)?//[^"'\s>]*"""
     r"""|<link\b(?![^>]*\brel\s*=\s*["']?canonical)[^>]*\shref\s*=\s*["']?(?:https?:)?//[^"'\s>]*"""
@@ -76,7 +78,7 @@ def write_sources(folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
     for uri, make in reference_pages.pages().items():
         (pages / uri).write_text(make(), encoding="utf-8")
-    notebooks = sorted((DOCS / "notebooks").glob("*.ipynb"))
+    notebooks = sorted((DOCS / "notebooks").glob("*.ipynb"), key=_place)
     for path in notebooks:
         for uri, content in notebook_files(path).items():
             (pages / uri).write_bytes(content)
@@ -142,6 +144,8 @@ def notebook_files(path: Path) -> dict[str, bytes]:
                     files[f"tutorials/{name}"] = picture
                     shown = f"![]({name})"
                 parts.append(shown)
+    where = f"{path.parent.name}/{path.name}"
+    parts.append(f"This page is the notebook `docs/{where}`, with the outputs of its last run.")
     files[_uri(path)] = ("\n\n".join(part for part in parts if part) + "\n").encode()
     return files
 
@@ -161,6 +165,10 @@ def _output(output: dict[str, Any]) -> tuple[str, bytes | None]:
         return "".join(data["text/markdown"]), None
     text = "".join(data.get("text/plain", "")).rstrip()
     return (f"```text\n{text}\n```" if text else ""), None
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return (_FIRST.index(path.stem) if path.stem in _FIRST else len(_FIRST)), path.stem
 
 
 def _uri(path: Path) -> str:

@@ -153,3 +153,4 @@ def test_notebook_becomes_a_page(tmp_path: Path):
     assert page.startswith("# Title\nWords.\n\n```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n")
     assert '<div class="output">\n<b>x</b>\n</div>\n\n![](first-0.png)\n' in page
     assert "noise" not in page
+    assert "/first.ipynb`" in page

@@ -24,8 +24,9 @@ import scalejax
 from scalejax.cli.command import Command, OverridingCommand
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main
-from scalejax.config.reference import FieldReference, meanings, run_reference
+from scalejax.config.reference import FieldReference, run_reference
 from scalejax.core import errors
+from scalejax.core.schema import meanings
 from scalejax.hardware import chip_names, cluster_names
 from scalejax.simulator.frameworks import FRAMEWORKS
 

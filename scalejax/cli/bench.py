@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    RunFileCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import (
     cluster_list,
     parse_counts,
@@ -32,7 +40,7 @@ from scalejax.measure.bench import (
     read_summaries,
     run_bench,
 )
-from scalejax.measure.bench.results import row_of, scaling_table
+from scalejax.measure.bench.results import BenchResults, row_of, scaling_table
 from scalejax.measure.bench.tables import column_of
 from scalejax.report.terminal import bench as bench_tables
 from scalejax.report.terminal import tables
@@ -76,6 +84,10 @@ class Bench(RunFileCommand):
     """Folder of results. By default benches/ and the name of the file."""
     plan: Annotated[Path | None, flag("PLAN.json")] = None
     """Write the plan here, and time nothing."""
+    json: JsonFile = None
+    """Write a row for each benchmark here as JSON, as results.json in the folder."""
+    csv: CsvFile = None
+    """Write a row for each benchmark here as CSV, in SI units."""
     report: FlagCreatePairsOff[bool] = False
     """Print the results in the folder, and time nothing."""
     rerun: FlagCreatePairsOff[bool] = False
@@ -103,6 +115,7 @@ class Bench(RunFileCommand):
                 raise ConfigError(refusal(name, value, "it is of a cluster: give --cluster NAME"))
         names = [] if self.cluster is None else cluster_list(self.cluster)
         clusters = [take_conditions(name, of_cluster)[:2] for name in names]
+        require_result_files(self.json, self.csv)
         serialization.require_writable("plan", self.plan)
         bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
         tables.show(bench_tables.plan(bench))
@@ -201,10 +214,9 @@ class Bench(RunFileCommand):
         """Write the results and the plots."""
         from scalejax.report.html.bench import save_bench
 
-        rows: list[JsonValue] = [dict(row_of(each)) for each in summaries]
-        serialization.save_text(
-            serialization.stamped("bench_results", 1, {"rows": rows}), folder.results
-        )
+        found = BenchResults(rows=tuple(row_of(each) for each in summaries))
+        serialization.save(found, folder.results)
+        write_result(found, self.json, self.csv)
         pictures = save_bench(summaries, folder.path)
         print(f"wrote results.json, {', '.join(pictures)} in {folder.path}")
         print(f"scalejax report {folder.path} draws them in one page.")

@@ -3,6 +3,8 @@
 Imported without JAX.
 """
 
+import shlex
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,14 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import (
+    JsonValue,
+    flag_text,
+    require_writable,
+    save,
+    save_text,
+)
+from scalejax.core.tabular import Tabular, to_csv
 
 Overrides = dict[str, JsonValue]
 """Values for fields of a run.toml by dotted name."""
@@ -24,6 +33,8 @@ def flag(metavar: str) -> object:
     return arg(metavar=metavar, help_behavior_hint="")
 
 
+JsonFile = Annotated[Path | None, flag("OUT.json")]
+CsvFile = Annotated[Path | None, flag("OUT.csv")]
 RunFile = Annotated[Positional[Path], flag("RUN.toml")]
 
 
@@ -65,3 +76,49 @@ class CostCommand(RunFileCommand):
 
 
 Command = PlainCommand | OverridingCommand
+
+
+def flags_of(overrides: Overrides) -> list[str]:
+    """The words of the flags that give these values to fields."""
+    return [f"--{name}={flag_text(value)}" for name, value in overrides.items()]
+
+
+def suggest(what: str, *words: str) -> None:
+    """Say what to type next, on a terminal alone: pipes and files stay as they are.
+
+    Args:
+        what: what it is for: "To see where the time goes".
+        words: the words of the command.
+    """
+    if sys.stdout.isatty():
+        print(f"{what}: {shlex.join(words)}", file=sys.stderr)
+
+
+def require_result_files(json: Path | None, csv: Path | None) -> None:
+    """Refuse --json and --csv that cannot be written, before the work.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    require_writable("json", json)
+    require_writable("csv", csv)
+
+
+def write_result(found: Tabular, json: Path | None, csv: Path | None, *, more: str = "") -> None:
+    """Write a result to --json and --csv, where they are given, and say so.
+
+    Args:
+        found: the result, a `document`.
+        json: the file for all of it.
+        csv: the file for its rows.
+        more: what else to say of the JSON.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    if json is not None:
+        save(found, json)
+        print(f"wrote {json}{more}")
+    if csv is not None:
+        save_text(to_csv(found.to_rows()), csv)
+        print(f"wrote {csv}")

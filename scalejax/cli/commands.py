@@ -29,6 +29,7 @@ from scalejax.cli.predict import (
     Predict,
     Validate,
 )
+from scalejax.cli.schema import Schema
 from scalejax.cli.search import Search
 from scalejax.cli.study import StudyCoordinates, StudyWarmup
 from scalejax.cli.sweep import Sweep
@@ -88,6 +89,7 @@ COMMANDS: dict[str, type[Command]] = {
     "frameworks": Frameworks,
     "calibrate": Calibrate,
     "doctor": Doctor,
+    "schema": Schema,
     "completion": Completion,
     "validate": Validate,
 }

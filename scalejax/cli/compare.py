@@ -10,7 +10,15 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    OverridingCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import take_conditions
 from scalejax.core import progress, serialization
 from scalejax.simulator.comparison import Bounds
@@ -43,8 +51,10 @@ class Compare(OverridingCommand):
     max_bytes_growth: Annotated[float, flag("F")] = Bounds().max_bytes_growth
     """Largest growth of the bytes of collectives over any mesh axes as a fraction, of all bytes if
     A has none over those axes. By default 0.02; a thousandth of all bytes is let pass."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the comparison here as JSON."""
+    csv: CsvFile = None
+    """Write both predictions here as CSV, in SI units."""
     save_program: Annotated[Path | None, flag("FILE.json")] = None
     """Write the program of B here, to compare with later."""
 
@@ -54,8 +64,8 @@ class Compare(OverridingCommand):
         from scalejax.report.terminal import comparison as comparison_tables
         from scalejax.report.terminal import tables
 
-        for name in ("json", "save_program"):
-            serialization.require_writable(name, getattr(self, name))
+        require_result_files(self.json, self.csv)
+        serialization.require_writable("save_program", self.save_program)
         bounds = Bounds(
             max_slowdown=self.max_slowdown,
             max_memory_growth=self.max_memory_growth,
@@ -75,9 +85,7 @@ class Compare(OverridingCommand):
                 self.a, self.b, request, bounds=bounds, on_progress=on_progress
             )
         tables.show(comparison_tables.comparison(found, cluster, titles=(self.a, self.b)))
-        if self.json is not None:
-            serialization.save(found, self.json)
-            print(f"wrote {self.json}")
+        write_result(found, self.json, self.csv)
         if self.save_program is not None:
             serialization.save(after, self.save_program)
             print(f"wrote {self.save_program}")

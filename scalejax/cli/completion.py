@@ -11,7 +11,8 @@ from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from scalejax.cli.command import Command, OverridingCommand
-from scalejax.config.reference import meanings, run_reference
+from scalejax.config.reference import run_reference
+from scalejax.core.schema import meanings
 
 Shell = Literal["bash", "zsh", "fish"]
 

@@ -3,7 +3,6 @@
 Imported without JAX, which is imported when it runs.
 """
 
-import csv
 import re
 import shlex
 import sys
@@ -14,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional
 
-from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    OverridingCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.plan import for_each
 from scalejax.cli.predict import cluster_list, parse_counts, split_hardware, take_clusters
 from scalejax.config.model import DecoderConfig
@@ -72,9 +79,9 @@ class Cost(OverridingCommand):
     fastest is taken. By default 1; 0 for none, which is less exact."""
     facts: Annotated[Path | None, flag("FACTS.json")] = None
     """Counts and shapes of the data, kept as facts.json in a run folder."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the rows and notes here."""
-    csv: Annotated[Path | None, flag("OUT.csv")] = None
+    csv: CsvFile = None
     """Write the rows here, in SI units."""
     output: Annotated[Path | None, flag("DIR")] = None
     """Folder for the run file of each row, which predict, plan and train take."""
@@ -85,8 +92,7 @@ class Cost(OverridingCommand):
         from scalejax.planning.search.run import require_not_searched
         from scalejax.report.terminal import cost as cost_tables
 
-        for name in ("json", "csv"):
-            serialization.require_writable(name, getattr(self, name))
+        require_result_files(self.json, self.csv)
         serialization.require_writable_folder("output", self.output)
         framework = framework_named(self.framework)
         counts = parse_counts(self.devices)
@@ -198,16 +204,7 @@ class Cost(OverridingCommand):
         return files
 
     def _write(self, report: "RunCost") -> None:
-        if self.json is not None:
-            serialization.save(report, self.json)
-            print(f"wrote {self.json}")
-        if self.csv is not None:
-            rows = report.to_rows()
-            with self.csv.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-            print(f"wrote {self.csv}")
+        write_result(report, self.json, self.csv)
         for row in report.rows:
             if row.run_file is not None:
                 print(f"wrote {row.run_file}")

@@ -11,9 +11,16 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import PlainCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    PlainCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.config.run import load_config
-from scalejax.core import progress, serialization
+from scalejax.core import progress
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import counted, format_bytes
 from scalejax.data.datasets import reader_of
@@ -43,8 +50,10 @@ class DataInspect(PlainCommand):
     verify: FlagCreatePairsOff[bool] = False
     """Read and decode every row, list those that fail, and, of a run.toml, count validation and
     test examples that are trained on too."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the summary here as JSON."""
+    csv: CsvFile = None
+    """Write a row for each location here as CSV."""
 
     def execute(self) -> None:
         """Inspect each location, print and write the summaries."""
@@ -52,7 +61,7 @@ class DataInspect(PlainCommand):
         from scalejax.data.inspect import Inspections, inspect, shared_examples
         from scalejax.report.terminal.data import inspection
 
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         found = []
         is_run = self.source.endswith(".toml")
         options = RowsOptions(images=self.images, labels=self.labels)
@@ -74,9 +83,8 @@ class DataInspect(PlainCommand):
                 shared = shared_examples(data, on_progress)
             for each in shared:
                 print(f"warning: {each}.")
-        if self.json is not None:
-            serialization.save(Inspections(inspections=tuple(found), shared=shared), self.json)
-            print(f"\nwrote {self.json}")
+        every = Inspections(inspections=tuple(found), shared=shared)
+        write_result(every, self.json, self.csv)
         if broken:
             named = "it is" if broken == 1 else "they are"
             rows = counted(broken, "row")

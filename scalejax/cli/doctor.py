@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from scalejax.cli.command import PlainCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    PlainCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import find_cluster
-from scalejax.core import process_group, progress, serialization
+from scalejax.core import process_group, progress
 from scalejax.core.environment import choose_platform, has_accelerator
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.measure.doctor import examine, is_any_bad, stage_count
+from scalejax.measure.doctor import Findings, examine, is_any_bad, stage_count
 from scalejax.report.terminal import bench as bench_tables
 from scalejax.report.terminal import tables
 
@@ -38,14 +45,16 @@ class Doctor(PlainCommand):
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default two, or one for each of several
     processes."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the findings here as well."""
+    csv: CsvFile = None
+    """Write a row for each finding here as CSV."""
 
     def execute(self) -> None:
         """Check, print the table, write the findings; exits with 1 if something is bad."""
         from scalejax.core.cache import user_folder
 
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         environment = dict(os.environ)  # before any of it is set here
         place = process_group.place_here()
         cluster = find_cluster(self.cluster)[0] if self.cluster else None
@@ -73,10 +82,8 @@ class Doctor(PlainCommand):
             # Findings of one process alone are of one that could not reach the others.
             if is_first or all(each.processes for each in found):
                 tables.show(bench_tables.findings(found))
-            if is_first and self.json is not None:
-                fields = {"findings": serialization.plain(found)}
-                serialization.save_text(serialization.stamped("findings", 1, fields), self.json)
-                print(f"wrote {self.json}")
+            if is_first:
+                write_result(Findings(findings=tuple(found)), self.json, self.csv)
             sys.stdout.flush()  # before JAX waits for the others, which may take too long
             raise SystemExit(1 if is_any_bad(found) else 0)
 

@@ -10,7 +10,15 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    RunFileCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import split_hardware, take_conditions
 from scalejax.config.migrate import load_run_file
 from scalejax.config.run import RunConfig, load_config
@@ -46,9 +54,14 @@ class Emulate(RunFileCommand):
     replay: Annotated[Path | None, flag("DIR")] = None
     """Emulate nothing: replay events.parquet of this folder, and compare the result with its
     record."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write it here as CSV, in SI units."""
 
     def execute(self, overrides: Overrides) -> None:
         """Emulate, print the results and the folder of the record."""
+        require_result_files(self.json, self.csv)
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
         cluster, site = _cluster(config, conditions)
@@ -74,6 +87,7 @@ class Emulate(RunFileCommand):
             compiling=lambda: progress.compiling(1),
         )
         tables.show(sweep_tables.emulation(found, RunRecord.load(folder)))
+        write_result(found, self.json, self.csv)
         print(f"scalejax report {folder} draws its curves.")
 
     def _fields(self, overrides: Overrides) -> tuple[Overrides, Overrides]:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional
 
-from scalejax.cli.command import CostCommand, Overrides, flag
+from scalejax.cli.command import (
+    CostCommand,
+    CsvFile,
+    JsonFile,
+    Overrides,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
 from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
@@ -82,8 +90,10 @@ class PlanRun(CostCommand):
     from_sweep: Annotated[Path | None, flag("DIR")] = None
     """Folder of a sweep of small decoders, three sizes or more, whose losses say what the large one
     needs, in place of published runs."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the plan here, for scalejax report."""
+    csv: CsvFile = None
+    """Write the points of the plan here as CSV, in SI units."""
     output: Annotated[Path | None, flag("DIR")] = None
     """Folder for the plan and a plot of time and cost."""
 
@@ -93,7 +103,7 @@ class PlanRun(CostCommand):
         from scalejax.report.html.plan import save_plan
         from scalejax.report.terminal import plan as plan_tables
 
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         serialization.require_writable_folder("output", self.output)
         if self.target is not None and self.target.strip().startswith(_LOSS):
             plan = self._to_loss(overrides)
@@ -102,10 +112,10 @@ class PlanRun(CostCommand):
         if not plan.points:
             raise DoesNotFit(notes.nothing(plan))
         tables.show(plan_tables.planned(plan))
+        csv = self.csv
         for path in (self.json, self.output and self.output / "plan.json"):
-            if path is not None:
-                serialization.save(plan, path)
-                print(f"wrote {path}; scalejax report {path} draws it")
+            write_result(plan, path, csv, more=f"; scalejax report {path} draws it")
+            csv = None
         if self.output is not None:
             save_plan(plan, path=self.output / "plan.png")
             print(f"wrote {self.output / 'plan.png'}")

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from scalejax import __version__
-from scalejax.cli.command import CostCommand, Overrides, PlainCommand, flag
+from scalejax.cli.command import (
+    CostCommand,
+    CsvFile,
+    JsonFile,
+    Overrides,
+    PlainCommand,
+    flag,
+    flags_of,
+    require_result_files,
+    suggest,
+    write_result,
+)
 from scalejax.config.presets import PRESETS, costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
@@ -70,16 +81,18 @@ class Predict(CostCommand):
     scaling: Literal["weak", "strong"] = "weak"
     """What is constant as devices are added: the batch per device (weak), or the global batch
     (strong)."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the predictions here, for scalejax report; of several clusters, OUT-CLUSTER.json
     each."""
+    csv: CsvFile = None
+    """Write the rows of the table here as CSV, in SI units; of several clusters OUT-CLUSTER.csv."""
     trace: Annotated[Path | None, flag("TRACE.json")] = None
     """Write a trace of the step on the most devices here, for ui.perfetto.dev; if the batch grows,
     of the last one."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the predictions."""
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         serialization.require_writable("trace", self.trace)
         names = cluster_list(self.cluster)
         found = []
@@ -90,6 +103,10 @@ class Predict(CostCommand):
         if len(names) > 1:
             print()
             tables.show(scaling_tables.beside(found))
+        words = ["scalejax", "explain", str(self.run_file), "--cluster", names[0]]
+        words += ["--devices", str(parse_counts(self.devices)[-1]), *flags_of(overrides)]
+        words += [] if self.framework == "xla" else ["--framework", self.framework]
+        suggest("To see where the time goes", *words)
 
     def _predict(
         self, cluster_name: str, names: Sequence[str], overrides: Overrides
@@ -129,9 +146,12 @@ class Predict(CostCommand):
             loaded, _ = of_fullest_device(programs[-1], site)
             write_trace(loaded, cluster, trace)
             print(f"wrote {trace}; ui.perfetto.dev opens it")
-        if (path := path_for(self.json, cluster_name, names)) is not None:
-            serialization.save(prediction, path)
-            print(f"wrote {path}; scalejax report draws it")
+        write_result(
+            prediction,
+            path_for(self.json, cluster_name, names),
+            path_for(self.csv, cluster_name, names),
+            more="; scalejax report draws it",
+        )
         return prediction
 
 
@@ -152,8 +172,10 @@ class Explain(CostCommand):
     """Input rates of a host, measured by scalejax data bench."""
     output: Annotated[Path | None, flag("FILE.html")] = None
     """Write an HTML page with the waterfall chart here."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the explanation here as JSON."""
+    csv: CsvFile = None
+    """Write the terms of the step here as CSV, in SI units."""
     trace: Annotated[Path | None, flag("TRACE_DIR")] = None
     """A recorded profile of the step (scalejax train --profile), to compare with."""
     trace_output: Annotated[Path | None, flag("TRACE.json")] = None
@@ -173,7 +195,8 @@ class Explain(CostCommand):
         from scalejax.report.terminal import explanation as explanation_tables
         from scalejax.simulator.perfetto import write_trace
 
-        for name in ("output", "json", "trace_output"):
+        require_result_files(self.json, self.csv)
+        for name in ("output", "trace_output"):
             serialization.require_writable(name, getattr(self, name))
         framework = framework_named(self.framework)
         cluster, site, overrides = take_conditions(self.cluster, overrides)
@@ -211,9 +234,7 @@ class Explain(CostCommand):
 
             write_explanation(explained.explanation, self.output)
             print(f"wrote {self.output}")
-        if self.json is not None:
-            serialization.save(explained.explanation, self.json)
-            print(f"wrote {self.json}")
+        write_result(explained.explanation, self.json, self.csv)
         if self.trace_output is not None:
             loaded, _ = of_fullest_device(explained.program, site)
             write_trace(loaded, cluster, self.trace_output)
@@ -226,24 +247,41 @@ class Hardware(PlainCommand):
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
     """A cluster, a chip, a framework, or a TOML file that describes a cluster."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write the rows of the table here as CSV, in SI units."""
 
     def execute(self) -> None:
         """Print the catalogue, or the entry."""
         from scalejax.hardware import load_chip
+        from scalejax.report.listings import HardwareList, frameworks
 
-        if self.name is None:
-            clusters = [load_cluster(name) for name in cluster_names()]
-            chips = [load_chip(name) for name in chip_names()]
-            tables.show(tables.catalogue(clusters, chips, tuple(FRAMEWORKS.values())))
-            return
-        if known_framework(self.name) is not None:
-            tables.show(tables.framework(framework_named(self.name)))
-            return
-        is_chip = self.name in chip_names()
-        if is_chip:
-            tables.show(tables.entry(load_chip(self.name)))
-        if not is_chip or self.name in cluster_names():
-            tables.show(tables.entry(*load_cluster_and_site(self.name)))
+        require_result_files(self.json, self.csv)
+        name = self.name
+        if name is None:
+            found = HardwareList(
+                clusters=tuple(load_cluster(each) for each in cluster_names()),
+                chips=tuple(load_chip(each) for each in chip_names()),
+                frameworks=frameworks(FRAMEWORKS.values()).frameworks,
+            )
+            every = tuple(FRAMEWORKS.values())
+            tables.show(tables.catalogue(found.clusters, found.chips, every))
+        elif known_framework(name) is not None:
+            framework = framework_named(name)
+            tables.show(tables.framework(framework))
+            found = HardwareList(frameworks=frameworks([framework]).frameworks)
+        else:
+            chips = (load_chip(name),) if name in chip_names() else ()
+            for chip in chips:
+                tables.show(tables.entry(chip))
+            clusters = ()
+            if not chips or name in cluster_names():
+                cluster, site = load_cluster_and_site(name)
+                clusters = (cluster,)
+                tables.show(tables.entry(cluster, site))
+            found = HardwareList(clusters=clusters, chips=chips)
+        write_result(found, self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +293,16 @@ class Models(PlainCommand):
 
     grep: Annotated[str | None, flag("TEXT")] = None
     """Only those with this in their name, network or source, such as llama or moe."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write the rows of the table here as CSV, in SI units."""
 
     def execute(self) -> None:
         """Print the table."""
+        from scalejax.report.listings import models
+
+        require_result_files(self.json, self.csv)
         found = {
             name: preset
             for name, preset in PRESETS.items()
@@ -265,6 +310,11 @@ class Models(PlainCommand):
         }
         _require_found("grep", self.grep, found, PRESETS)
         tables.show(tables.models(found))
+        if any(each.tokens for each in found.values()):
+            name = next(name for name, each in found.items() if each.tokens)
+            words = ("scalejax", "cost", name, "--tokens", "1T", "--cluster", "dgx-h100")
+            suggest("To see what one costs", *words, "--devices", "64..1024")
+        write_result(models(found), self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +326,16 @@ class Frameworks(PlainCommand):
 
     grep: Annotated[str | None, flag("TEXT")] = None
     """Only those with this in their name, title or year, such as megatron or 2025."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write the rows of the table here as CSV, in SI units."""
 
     def execute(self) -> None:
         """Print the table."""
+        from scalejax.report.listings import frameworks
+
+        require_result_files(self.json, self.csv)
         found = {
             name: each
             for name, each in FRAMEWORKS.items()
@@ -286,6 +343,7 @@ class Frameworks(PlainCommand):
         }
         _require_found("grep", self.grep, found, FRAMEWORKS)
         tables.show(tables.framework_list(tuple(found.values())))
+        write_result(frameworks(found.values()), self.json, self.csv)
 
 
 def _has(text: str | None, *values: str) -> bool:
@@ -324,12 +382,17 @@ class Calibrate(PlainCommand):
     cluster-fitted.toml of --from. By default this-machine in the user's cache folder."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write a row for each cluster here as CSV, in SI units."""
 
     def execute(self) -> None:
         """Measure the devices or fit to runs, and write the cluster."""
         from scalejax.core.cache import user_folder
 
         here = user_folder() / "this-machine"
+        require_result_files(self.json, self.csv)
         serialization.require_writable_folder("output", self.output or here)
         if self.from_:
             self._fit(here)
@@ -353,8 +416,17 @@ class Calibrate(PlainCommand):
             found = calibrate(output, grid, on_progress)
         paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes, found.notes))
+        self._write(found.cluster, found.processes, found.notes)
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")
         print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
+
+    def _write(
+        self, cluster: Cluster, processes: Cluster | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        from scalejax.report.listings import Calibrated
+
+        found = Calibrated(cluster=cluster, processes=processes, notes=tuple(notes))
+        write_result(found, self.json, self.csv)
 
     def _fit(self, here: Path) -> None:
         """Fit a cluster to measured runs, and write it."""
@@ -366,6 +438,7 @@ class Calibrate(PlainCommand):
         path = (self.output or here) / FITTED_FILE
         save_cluster(fit.cluster, fit.site, path)
         tables.show(tables.fit(fit))
+        self._write(fit.cluster)
         print(f"wrote {path}; train goes on predicting with what was measured.")
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
 
@@ -410,8 +483,10 @@ class Validate(PlainCommand):
     """Only these families, such as dlperf,llm_foundry."""
     framework: Annotated[str | None, flag("NAME")] = None
     """Framework to predict every step with; by default that of the row."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write every row and the error of each family here."""
+    csv: CsvFile = None
+    """Write every row here as CSV, in SI units."""
     plot: Annotated[Path | None, flag("FILE")] = None
     """Plot predicted against measured times of steps here: png, svg or pdf."""
     html: Annotated[Path | None, flag("FILE.html")] = None
@@ -441,7 +516,8 @@ class Validate(PlainCommand):
         from scalejax.validation.accuracy import Accuracy, accuracy_of
         from scalejax.xla.archive import Archive
 
-        for name in ("json", "plot", "html", "accuracy"):
+        require_result_files(self.json, self.csv)
+        for name in ("plot", "html", "accuracy"):
             serialization.require_writable(name, getattr(self, name))
         if self.plot is not None:
             require_picture("plot", self.plot)
@@ -462,9 +538,7 @@ class Validate(PlainCommand):
         accuracy = accuracy_of(found.rows, __version__)
         if before is not None:
             tables.show(tables.accuracy_changes(before, accuracy))
-        if self.json is not None:
-            serialization.save(found, self.json)
-            print(f"wrote {self.json}")
+        write_result(found, self.json, self.csv)
         if self.accuracy is not None:
             serialization.save(accuracy, self.accuracy)
             print(f"wrote {self.accuracy}")

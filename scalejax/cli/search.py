@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional
 
-from scalejax.cli.command import CostCommand, Overrides, flag
+from scalejax.cli.command import (
+    CostCommand,
+    CsvFile,
+    JsonFile,
+    Overrides,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import cluster_list, parse_counts, path_for, take_conditions
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS, costed_note
@@ -63,14 +71,16 @@ class Search(CostCommand):
     confirm: Annotated[int, flag("K")] = 3
     """Number of the best strategies that are compiled to confirm them: of several numbers of
     devices the first of each, then the second of each."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write the strategies here as JSON."""
+    csv: CsvFile = None
+    """Write the rows of the table here as CSV, in SI units."""
     output: Annotated[Path | None, flag("DIR")] = None
     """Folder for the strategies, a plot of time against memory, and the run file of the first."""
 
     def execute(self, overrides: Overrides) -> None:
         """Search each cluster, compile the best strategies, print the table, write the results."""
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         serialization.require_writable_folder("output", self.output)
         require_at_least("top", self.top, 1)
         require_at_least("confirm", self.confirm, 0)
@@ -174,25 +184,25 @@ class Search(CostCommand):
         output = self.output
         if output is not None and len(names) > 1:
             output = output / Path(cluster_name).stem
-        self._write(report, found, path_for(self.json, cluster_name, names), output)
+        write_result(
+            report,
+            path_for(self.json, cluster_name, names),
+            path_for(self.csv, cluster_name, names),
+        )
+        if output is not None:
+            self._write(report, found, output)
         if (first := search_tables.winner(report)) is not None:
             self._show_run(config, first, facts, cluster_name, output)
 
-    def _write(
-        self, report: "SearchReport", found: SearchResult, file: Path | None, output: Path | None
-    ) -> None:
-        """Write the results and the plot, where flags name files for them."""
+    def _write(self, report: "SearchReport", found: SearchResult, output: Path) -> None:
+        """Write the results and the plot into a folder."""
         from scalejax.report.figures import time_and_memory
         from scalejax.report.html.charts import save_picture
 
-        for path in (file, output and output / "search.json"):
-            if path is not None:
-                serialization.save(report, path)
-                print(f"wrote {path}")
-        if output is not None:
-            plot = output / "time_and_memory.png"
-            save_picture(time_and_memory(found.ranked, title=report.title), plot)
-            print(f"wrote {plot}")
+        write_result(report, output / "search.json", None)
+        plot = output / "time_and_memory.png"
+        save_picture(time_and_memory(found.ranked, title=report.title), plot)
+        print(f"wrote {plot}")
 
     def _show_run(
         self,

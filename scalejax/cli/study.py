@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    RunFileCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.predict import parse_counts
 from scalejax.cli.sweep import TrainMany, raise_if_any
 from scalejax.config.run import load_config
@@ -77,7 +85,9 @@ class StudyWarmup(TrainMany):
     """Longest predicted time that is begun, such as 15min. By default 12h."""
     cores: Annotated[int, flag("N")] = 1
     """Cores of each process; results depend on it in their last bits. By default 1."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    csv: CsvFile = None
+    """Write the cells of the grid here as CSV."""
+    json: JsonFile = None
     """Write rates and cells here as JSON too."""
 
     def execute(self, overrides: Overrides) -> None:
@@ -85,7 +95,7 @@ class StudyWarmup(TrainMany):
         self.require_training_flags()
         require_at_least("cores", self.cores, 1)
         limit = parse_seconds("limit", self.limit)
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         study = plan_study(
             self.run_file,
             overrides,
@@ -207,10 +217,8 @@ class StudyWarmup(TrainMany):
             f"wrote {folder.path}: figure.pdf, .svg and .png, table.md and .tex, data, "
             "PROTOCOL.md, commands.sh"
         )
-        if self.json is not None:
-            table = StudyTable(rates=tuple(rate_lines(rates)), cells=tuple(cell_lines(results)))
-            serialization.save(table, self.json)
-            print(f"wrote {self.json}")
+        table = StudyTable(rates=tuple(rate_lines(rates)), cells=tuple(cell_lines(results)))
+        write_result(table, self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +240,10 @@ class StudyCoordinates(RunFileCommand):
     keep: Annotated[Literal["head_size", "heads"], flag("{head_size,heads}")] = "head_size"
     """What stays as networks grow wider: the size of heads, or their number. By default their
     size."""
-    json: Annotated[Path | None, flag("OUT.json")] = None
+    json: JsonFile = None
     """Write every number here."""
+    csv: CsvFile = None
+    """Write what was measured here as CSV."""
     figure: Annotated[Path | None, flag("FILE")] = None
     """Draw the changes for print: FILE.pdf with its fonts, FILE.svg or FILE.png."""
     cpu_devices: Annotated[int | None, flag("N")] = None
@@ -244,7 +254,7 @@ class StudyCoordinates(RunFileCommand):
         from scalejax.report.figures import coordinates, for_print
         from scalejax.report.html.charts import require_picture, save_print
 
-        serialization.require_writable("json", self.json)
+        require_result_files(self.json, self.csv)
         if self.figure is not None:
             require_picture("figure", self.figure)
             serialization.require_writable("figure", self.figure)
@@ -268,9 +278,7 @@ class StudyCoordinates(RunFileCommand):
                 say=lambda part: on_progress(Progress(part=part)),
             )
         tables.show(sweep_tables.coordinates(found))
-        if self.json is not None:
-            serialization.save(found, self.json)
-            print(f"wrote {self.json}")
+        write_result(found, self.json, self.csv)
         if self.figure is not None:
             save_print(for_print(coordinates(found), "column"), self.figure)
             print(f"wrote {self.figure}")

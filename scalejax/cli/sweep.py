@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    RunFileCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.config.grid import flat_fields
 from scalejax.config.migrate import load_run_file
 from scalejax.core import progress, serialization
@@ -25,6 +33,7 @@ from scalejax.sweep import (
     parse_grammar,
     plan_sweep,
     read_rows,
+    result_table,
     run_sweep,
     write_results,
 )
@@ -142,6 +151,10 @@ class Sweep(TrainMany):
     """How wide it is: 3.25 inches, a column, or 6.75, the text of a page."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each run."""
+    json: JsonFile = None
+    """Write a row for each finished run here as JSON, as in results.parquet."""
+    csv: CsvFile = None
+    """Write a row for each finished run here as CSV."""
     one_by_one: FlagCreatePairsOff[bool] = False
     """Train each run in a program of its own, even where runs could share one."""
     optuna: Annotated[int | None, flag("N")] = None
@@ -151,12 +164,17 @@ class Sweep(TrainMany):
     def execute(self, overrides: Overrides) -> None:
         """Plan, train the runs that are not finished, write and print the results."""
         self.require_training_flags()
+        require_result_files(self.json, self.csv)
         if self.figure is not None:
             self._require_figure(self.figure)
         typed = parse_grammar(self.parameter, self.variable, self.extension)
         grammar = replace(typed, parameters=overrides | typed.parameters)
         folder = self.folder or Path("sweeps") / self.run_file.stem
         if self.optuna is not None:
+            for name in ("json", "csv"):
+                if (path := getattr(self, name)) is not None:
+                    accepted = "it is of a sweep without --optuna, whose trials.parquet has all"
+                    raise ConfigError(refusal(name, str(path), accepted))
             self._search(grammar, folder)
             return
         sweep = self._planned(grammar)
@@ -194,6 +212,7 @@ class Sweep(TrainMany):
         rows = read_rows(sweep, files)
         print()
         tables.show(sweep_tables.results(sweep, rows))
+        write_result(result_table(sweep, rows), self.json, self.csv)
         print(f"wrote {files.results}")
         print("  and evaluations, arms (.json too) and timings.parquet beside it")
         if any(row.evaluations for row in rows if row.is_finished):

@@ -11,7 +11,16 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import Overrides, PlainCommand, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    PlainCommand,
+    RunFileCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.config.advice import notes_of
 from scalejax.config.checks import require_listable_steps
 from scalejax.config.run import ResolvedRun, load_config, resolve
@@ -121,14 +130,23 @@ class ConfigShow(RunFileCommand):
 
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write all fields here as CSV, in SI units."""
 
     def execute(self, overrides: Overrides) -> None:
         """Resolve the run and print it."""
+        from scalejax.report.listings import resolved_run
+
+        require_result_files(self.json, self.csv)
         run = _resolve_here(self.run_file, overrides, self.devices)
         learning = None if run.config.fine_tuning is None else _learning_count(run)
-        shown = tables.run(run, _learning_rates(run))
+        rates = _learning_rates(run)
+        shown = tables.run(run, rates)
         notes = (*notes_of(run), *_missing(run))
         tables.show(chain(shown, data_tables.update(run, learning, notes)))
+        write_result(resolved_run(run, rates, notes), self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +157,23 @@ class ConfigFields(PlainCommand):
     """A table or field by its dotted name, such as layout or batch.microbatches. By default all."""
     grep: Annotated[str | None, flag("TEXT")] = None
     """Only fields in whose name, values or meaning TEXT is, whatever its case."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write a row for each field here as CSV."""
 
     def execute(self) -> None:
         """Print the reference of these fields."""
         from scalejax.config.presets import PRESETS
         from scalejax.config.reference import containing, named_reference, run_reference
+        from scalejax.report.listings import FieldList
 
+        require_result_files(self.json, self.csv)
         sections = run_reference() if self.name is None else named_reference(self.name)
         if self.grep is not None:
             sections = containing(sections, self.grep)
         tables.show(tables.reference(sections, PRESETS))
+        write_result(FieldList(tables=tuple(sections)), self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +212,18 @@ class SchedulePlot(RunFileCommand):
     """The plot: png, svg or pdf. By default schedule.png."""
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
+    json: JsonFile = None
+    """Write the result here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write a row for each update here as CSV."""
 
     def execute(self, overrides: Overrides) -> None:
         """Resolve the run and plot its schedule."""
         from scalejax.report.figures import schedule
         from scalejax.report.html.charts import require_picture, save_picture
+        from scalejax.report.listings import ScheduleTable
 
+        require_result_files(self.json, self.csv)
         serialization.require_writable("output", self.output)
         require_picture("output", self.output)
         run = _resolve_here(self.run_file, overrides, self.devices)
@@ -200,6 +231,8 @@ class SchedulePlot(RunFileCommand):
         epochs = [run.epoch_of(step) for step in range(run.total_steps)]
         save_picture(schedule(rates, epochs=epochs), self.output)
         print(f"wrote {self.output}")
+        found = ScheduleTable(learning_rates=tuple(rates), epochs=tuple(epochs))
+        write_result(found, self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

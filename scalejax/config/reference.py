@@ -3,18 +3,16 @@
 Reads types, defaults and docstrings; knows none of the fields.
 """
 
-import ast
 import dataclasses
 import inspect
-import itertools
 import json
-import textwrap
 import types
 import typing
 from dataclasses import dataclass
 
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError, unknown_name
+from scalejax.core.schema import meanings
 from scalejax.core.serialization import is_family
 
 
@@ -173,20 +171,3 @@ def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
         return "none"
     # JSON's notation of numbers, lists and booleans is TOML's too.
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def meanings(kind: type) -> dict[str, str]:
-    """The docstring beneath each field; Python does not keep it, so the source is parsed."""
-    bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
-    inherited = {name: doc for base in bases for name, doc in meanings(base).items()}
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    body = definition.body if isinstance(definition, ast.ClassDef) else []
-    return inherited | {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-        and isinstance(doc.value.value, str)
-    }

@@ -236,7 +236,8 @@ def plain(value: object) -> JsonValue:
     return json.loads(_adapter(type(value)).dump_json(value))
 
 
-_KIND, _VERSION = "kind", "version"
+KIND, VERSION = "kind", "version"
+"""The fields of a JSON file that say what it is."""
 _DOCUMENTS: dict[object, tuple[str, int]] = {}
 """(kind, version) of each type that is written as a JSON file."""
 
@@ -254,9 +255,19 @@ def document(kind: str, version: int = 1) -> Callable[[type[T]], type[T]]:
     return register
 
 
+def document_of(type_: object) -> tuple[str, int]:
+    """Kind and version of the files that are written of a class."""
+    return _DOCUMENTS[type_]
+
+
+def documents() -> dict[str, type]:
+    """The classes of all documents by kind, of the modules that are imported."""
+    return {kind: type_ for type_, (kind, _) in _DOCUMENTS.items() if isinstance(type_, type)}
+
+
 def stamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> str:
     """A JSON document that says what it is."""
-    return json.dumps({_KIND: kind, _VERSION: version, **fields}, indent=1) + "\n"
+    return json.dumps({KIND: kind, VERSION: version, **fields}, indent=1) + "\n"
 
 
 def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -265,13 +276,13 @@ def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[
     Raises:
         ConfigError: if it is of another kind or of a later version.
     """
-    if (found := fields.get(_KIND, kind)) != kind:
-        raise ConfigError(refusal(_KIND, found, f"a document of kind {kind!r} is needed here"))
-    written = fields.get(_VERSION, version)
+    if (found := fields.get(KIND, kind)) != kind:
+        raise ConfigError(refusal(KIND, found, f"a document of kind {kind!r} is needed here"))
+    written = fields.get(VERSION, version)
     if not isinstance(written, int) or not 1 <= written <= version:
         accepted = f"of {kind!r} it must be 1 to {version}; a later scalejax reads later ones"
-        raise ConfigError(refusal(_VERSION, written, accepted))
-    return {name: value for name, value in fields.items() if name not in (_KIND, _VERSION)}
+        raise ConfigError(refusal(VERSION, written, accepted))
+    return {name: value for name, value in fields.items() if name not in (KIND, VERSION)}
 
 
 _MANY_DIGITS = re.compile(r"\d{19}")
@@ -292,7 +303,7 @@ def load(type_: type[T], path: Path) -> T:
             _require_plain(value, "")
         if type_ in _DOCUMENTS:
             fields = _validate(dict, text)
-            if _KIND in fields:
+            if KIND in fields:
                 text = json.dumps(unstamped(*_DOCUMENTS[type_], fields))
         return _validate(type_, text)
     except ConfigError as error:
@@ -305,7 +316,7 @@ def kind_of(path: Path) -> str | None:
     Raises:
         ConfigError: if it is missing or damaged.
     """
-    kind = load(dict, path).get(_KIND)
+    kind = load(dict, path).get(KIND)
     return kind if isinstance(kind, str) else None
 
 
@@ -313,7 +324,7 @@ def save(value: object, path: Path) -> None:
     """Write a `document` as JSON, all or nothing: a reader never sees half a file."""
     kind, version = _DOCUMENTS[type(value)]
     text = _adapter(type(value)).dump_json(value, indent=1).decode()
-    head = f'{{\n "{_KIND}": "{kind}",\n "{_VERSION}": {version},'
+    head = f'{{\n "{KIND}": "{kind}",\n "{VERSION}": {version},'
     save_text(f"{head}{text.removeprefix('{')}\n", path)
 
 

@@ -1,5 +1,9 @@
 """Results as tables: in a notebook, and as data frames of pandas, polars and Arrow."""
 
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -59,3 +63,28 @@ def _library(name: str) -> ModuleType:
         raise ConfigError(
             f"to_{name} needs {name} (pip install {name}); to_rows() gives the same without it."
         ) from error
+
+
+def flat(row: Mapping[str, JsonValue], prefix: str = "") -> dict[str, JsonValue]:
+    """A row whose tables are columns with dotted names."""
+    found: dict[str, JsonValue] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def to_csv(rows: Sequence[Mapping[str, JsonValue]]) -> str:
+    """Rows as CSV (RFC 4180, but for lines that end in a newline alone), with all their columns in
+    order of appearance: tables as dotted columns, lists as JSON, unknown values empty."""
+    every = [flat(row) for row in rows]
+    file = io.StringIO()
+    names = list(dict.fromkeys(name for row in every for name in row))
+    writer = csv.DictWriter(file, fieldnames=names, restval=None, lineterminator="\n")
+    writer.writeheader()
+    for row in every:
+        cells = {name: json.dumps(v) if isinstance(v, list) else v for name, v in row.items()}
+        writer.writerow(cells)
+    return file.getvalue()

@@ -18,7 +18,8 @@ from PIL import Image
 
 from scalejax.config.data import DataConfig, ParquetConfig, ReadingConfig, Split
 from scalejax.core.progress import OnProgress, Progress, no_display
-from scalejax.core.serialization import document
+from scalejax.core.serialization import JsonValue, document, plain
+from scalejax.core.tabular import Tabular
 from scalejax.core.units import MIB, counted, format_bytes
 from scalejax.data.convert.image_folder import ImageFolderRows
 from scalejax.data.convert.parquet import ParquetRows
@@ -231,13 +232,18 @@ class Inspection:
 
 @document("inspection")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspections:
+class Inspections(Tabular):
     """Results of inspecting the parts of a data set."""
 
     inspections: tuple[Inspection, ...]
     """One for each location."""
     shared: tuple["SharedExamples", ...] = ()
     """Of a run whose rows were all read: examples that are trained on too."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The locations, a row for each."""
+        rows = [plain(each) for each in self.inspections]
+        return [row for row in rows if isinstance(row, dict)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

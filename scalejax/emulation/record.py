@@ -6,7 +6,8 @@ Plain data; knows neither files nor how a run is emulated.
 from dataclasses import dataclass
 
 from scalejax.config.emulation import EmulationConfig
-from scalejax.core.serialization import document
+from scalejax.core.serialization import JsonValue, document, plain
+from scalejax.core.tabular import Tabular
 from scalejax.core.units import counted, format_bytes, format_seconds
 
 EMULATION = "emulation.json"
@@ -15,7 +16,7 @@ EMULATION = "emulation.json"
 
 @document("emulation")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Emulation:
+class Emulation(Tabular):
     """Summary of one emulated run, without its losses and accuracies."""
 
     config: EmulationConfig
@@ -46,6 +47,11 @@ class Emulation:
     """Number of server failures."""
     wall_seconds: float
     """Wall time of the emulation."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """One row of all fields."""
+        row = plain(self)
+        return [row] if isinstance(row, dict) else []
 
     @property
     def device_seconds(self) -> float:

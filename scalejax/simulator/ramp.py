@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import document
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
 from scalejax.simulator.predict import Prediction, ScalingPrediction
 
 
@@ -25,7 +26,7 @@ class PhasePrediction:
 
 @document("ramp_prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RampPrediction:
+class RampPrediction(Tabular):
     """A run whose global batch grows, on growing numbers of devices."""
 
     title: str
@@ -37,6 +38,14 @@ class RampPrediction:
         if len({self.device_counts_of(phase) for phase in self.phases}) != 1:
             accepted = "each must be on the same numbers of devices, and there must be one"
             raise ConfigError(refusal("phases", len(self.phases), accepted))
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The main figures, a row for each batch and number of devices."""
+        return [
+            {"phase": place, "epochs": phase.epochs, **row}
+            for place, phase in enumerate(self.phases, start=1)
+            for row in phase.study.to_rows()
+        ]
 
     @staticmethod
     def device_counts_of(phase: PhasePrediction) -> tuple[int, ...]:

@@ -8,7 +8,7 @@
 from scalejax.config.grid import Grammar, parse_grammar
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, plan_sweep
-from scalejax.sweep.results import RunRow, read_rows, write_results
+from scalejax.sweep.results import RunRow, read_rows, result_table, write_results
 from scalejax.sweep.scheduler import run_sweep
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "parse_grammar",
     "plan_sweep",
     "read_rows",
+    "result_table",
     "run_sweep",
     "write_results",
 ]

@@ -8,14 +8,15 @@ of them grow or fall with the size of the network (Yang et al. 2022, "Tensor Pro
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Literal, cast
 
 from scalejax.config.model import BlockConfig, DecoderConfig, LlamaConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.core.serialization import document
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
 
 Along = Literal["hidden", "layers"]
 """What differs between the networks of a check: their width, or their depth."""
@@ -72,7 +73,7 @@ class Slope:
 
 @document("coordinate_check")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinateCheck:
+class CoordinateCheck(Tabular):
     """What was measured, and what follows."""
 
     along: Along
@@ -89,6 +90,10 @@ class CoordinateCheck:
     """Exponents by layer."""
     coordinates: tuple[Coordinate, ...]
     """What was measured."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """What was measured, a row for each."""
+        return [asdict(each) for each in self.coordinates]
 
 
 def resized(config: RunConfig, along: Along, size: int, kept: Kept) -> RunConfig:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from scalejax.config.grid import Fields
 from scalejax.config.run import ResolvedRun
 from scalejax.core.serialization import JsonValue, document, save, save_bytes
+from scalejax.core.tabular import Tabular
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.intervals import CONFIDENCE, Interval, paired_difference, t_interval
 from scalejax.sweep.plan import (
@@ -161,6 +162,25 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
     )
 
 
+@document("sweep_results")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultTable(Tabular):
+    """The finished runs of a sweep."""
+
+    rows: tuple[dict[str, Any], ...]
+    """A table for each, as in results.parquet: its varied fields and its results."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The runs, a row for each."""
+        return list(self.rows)
+
+
+def result_table(plan: SweepPlan, rows: Sequence[RunRow]) -> ResultTable:
+    """The table of those of the runs that are finished."""
+    done = (row for row in rows if row.is_finished)
+    return ResultTable(rows=tuple(_result(row, plan.target) for row in done))
+
+
 def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) -> None:
     """Write the tables of finished runs and of arms, each atomically.
 
@@ -168,7 +188,7 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
         ConfigError: if a file cannot be written.
     """
     done = [row for row in rows if row.is_finished]
-    save_table(folder.results, [_result(row, plan.target) for row in done])
+    save_table(folder.results, result_table(plan, rows).to_rows())
     save_table(folder.evaluations, [line for row in done for line in _evaluations(row)])
     save_table(folder.timings, [_timing(row) for row in done])
     found = arm_lines(rows)

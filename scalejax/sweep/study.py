@@ -30,6 +30,7 @@ from scalejax.core.errors import (
 )
 from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, document, plain
+from scalejax.core.tabular import Tabular
 from scalejax.data.facts import read_facts
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.intervals import Interval, t_interval
@@ -543,13 +544,17 @@ def predicted_seconds(study: Study, *, processes: int, cores: int | None) -> flo
 
 @document("warmup_study")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyTable:
+class StudyTable(Tabular):
     """What came of a study, as JSON."""
 
     rates: tuple[dict[str, Any], ...]
     """As `rate_lines`."""
     cells: tuple[dict[str, Any], ...]
     """As `cell_lines`."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The cells, a row for each."""
+        return list(self.cells)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,15 @@ from scalejax.training.record import (
 )
 
 _SECONDS_BETWEEN_LINES = 5.0
+_WIDTH = 80
+"""Columns of lines of figures where there is no terminal, as in files and mails of schedulers."""
+
+_OF_FIGURES = (
+    TrainMeasurement,
+    EvaluationMeasurement,
+    ValidationMeasurement,
+    SharpnessMeasurement,
+)
 
 
 class Reporter:
@@ -118,9 +127,12 @@ class PlainLines(Reporter):
                 return
             made = measurement.step - self._begin_step
             left = (self._total_steps - measurement.step) * (now - self._begin) / max(1, made)
-            self.say(f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left")
+            line = f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left"
         else:
-            self.say(_sentence(measurement, self._total_steps))
+            line = _sentence(measurement, self._total_steps)
+        # Others are prose, with paths and reasons in it that are looked for: these stay whole.
+        is_of_figures = isinstance(measurement, _OF_FIGURES)
+        self.say(_broken(line, _WIDTH) if is_of_figures else line)
         self._last_line = now
 
 
@@ -157,14 +169,9 @@ class ProgressBar(Reporter):
 
     def say(self, text: str) -> None:
         """Write a line above the bar, wrapped between words, which stay whole."""
-        broken = TextWrapper(
-            self._console.width,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
         for line in text.splitlines():
-            self._console.print(broken.fill(line), markup=False, soft_wrap=True)
+            broken = _broken(line, self._console.width)
+            self._console.print(broken, markup=False, soft_wrap=True)
 
     def measured(self, measurement: Measurement) -> None:
         """Move the bar, or write a line above it."""
@@ -211,6 +218,14 @@ class Cell(Reporter):
     def end(self) -> None:
         """Remove it."""
         self._line.clear()
+
+
+def _broken(line: str, width: int) -> str:
+    """A line wrapped between words, which stay whole."""
+    wrapper = TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.fill(line)
 
 
 def _sentence(measurement: Measurement, total_steps: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scalejax.core.errors import ConfigError
+from scalejax.training import reporter as reporter_module
 from scalejax.training.record import (
     EvaluationMeasurement,
     MeasurementLog,
@@ -153,6 +154,29 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run: it has no measurements\.jsonl"):
         RunRecord.load(tmp_path)
     assert not RunFolder(path=tmp_path).holds_run
+
+
+def test_figures_fit_eighty_columns_where_there_is_no_terminal(monkeypatch):
+    """On a second line, indented, where they are many; no word is cut."""
+    monkeypatch.setattr(reporter_module, "_SECONDS_BETWEEN_LINES", 0.0)
+    out = io.StringIO()
+    reporter = PlainLines(out)
+    reporter.begin(0, 100_000)
+    reporter.measured(
+        TrainMeasurement(
+            step=50_000, epoch=12.5, loss=2.3456, accuracy=0.1, learning_rate=0.1,
+            step_seconds=0.1, samples_per_second=12_345.0, elapsed_seconds=9.0,
+            data_wait_seconds=0.02, gradient_norm=123.456, noise_scale=12_345.0,
+            loss_scale=65_536.0, skipped_updates=3,
+        )
+    )  # fmt: skip
+
+    first, *more = out.getvalue().splitlines()
+    assert first.startswith("step 50000/100000: loss 2.3456, 12.3 k samples/s")
+    assert more
+    assert all(line.startswith("  ") for line in more)
+    assert max(map(len, [first, *more])) <= 80
+    assert out.getvalue().split()[-1] == "left"
 
 
 def test_one_process_is_told_as_one():

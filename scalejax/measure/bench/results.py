@@ -14,6 +14,7 @@ from scalejax.config.grid import fields_of
 from scalejax.core import metrics, serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, document, plain
+from scalejax.core.tabular import Tabular
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.monitor import Usage
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
@@ -53,6 +54,19 @@ class BenchResult:
     """Time that the devices waited for a batch, for each timed step."""
     usage: tuple[Usage, ...]
     """Samples of CPU, memory and threads of the processes."""
+
+
+@document("bench_results")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResults(Tabular):
+    """What came of a bench."""
+
+    rows: tuple[dict[str, Any], ...]
+    """As `row_of`, one for each benchmark."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The benchmarks, a row for each."""
+        return list(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

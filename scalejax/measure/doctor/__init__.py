@@ -5,6 +5,6 @@ Imports no JAX until the device checks run.
 """
 
 from scalejax.measure.doctor.examination import examine, stage_count
-from scalejax.measure.doctor.finding import Finding, is_any_bad
+from scalejax.measure.doctor.finding import Finding, Findings, is_any_bad
 
-__all__ = ["Finding", "examine", "is_any_bad", "stage_count"]
+__all__ = ["Finding", "Findings", "examine", "is_any_bad", "stage_count"]

@@ -1,10 +1,12 @@
 """One finding of the health check: a value, its expected value, a verdict and a fix."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
 
 Verdict = Literal["ok", "warn", "bad"]
 Topic = Literal["versions", "devices", "rates", "host", "storage", "network", "variables"]
@@ -33,6 +35,19 @@ class Finding:
         if (self.verdict == "ok") != (self.fix is None):
             accepted = "what is not ok needs a fix, and nothing else does"
             raise ConfigError(refusal("fix", self.fix, accepted))
+
+
+@document("findings")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings(Tabular):
+    """All findings of a machine."""
+
+    findings: tuple[Finding, ...]
+    """The findings, in order of topics."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The findings, a row for each."""
+        return [{**asdict(each), "processes": [*each.processes]} for each in self.findings]
 
 
 def found(

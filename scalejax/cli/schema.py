@@ -1,0 +1,118 @@
+"""The command `schema`: the fields of every file that scalejax writes or reads, as JSON schema.
+
+Imported without JAX.
+"""
+
+import json
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from scalejax.cli.command import PlainCommand, flag
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, unknown_name
+from scalejax.core.serialization import JsonValue
+
+_WRITTEN_BY = (
+    "core.elastic",
+    "config.dataset_facts",
+    "data.convert.shards",
+    "data.inspect",
+    "emulation.record",
+    "measure.bench.plan",
+    "measure.bench.results",
+    "measure.doctor.finding",
+    "planning.convergence.loss_surface",
+    "planning.run_cost",
+    "planning.search.run",
+    "planning.time_to_target.plan",
+    "report.listings",
+    "simulator.comparison",
+    "simulator.explain.explanation",
+    "simulator.predict",
+    "simulator.program",
+    "simulator.ramp",
+    "sweep.coordinates",
+    "sweep.plan",
+    "sweep.results",
+    "sweep.study",
+    "training.data_fingerprints",
+    "training.manifest",
+    "training.start",
+    "validation.accuracy",
+    "validation.evaluation",
+)
+"""Modules of `scalejax` with the classes of the documents."""
+
+
+@cache
+def schemas() -> dict[str, dict[str, JsonValue]]:
+    """The schema of each kind of document, and of run.toml and a cluster's file, by name."""
+    from scalejax.config.run import RunConfig
+    from scalejax.core.schema import schema_of, schema_of_input, schema_of_lines
+    from scalejax.hardware import Cluster
+    from scalejax.training.record import Measurement
+
+    for module in _WRITTEN_BY:
+        import_module(f"scalejax.{module}")
+    found = {kind: schema_of(type_) for kind, type_ in serialization.documents().items()}
+    found["run.toml"] = _with_presets(schema_of_input(RunConfig))
+    found["cluster.toml"] = schema_of_input(Cluster)
+    found["measurements.jsonl"] = schema_of_lines(Measurement, "A line of a run's measurements.")
+    return dict(sorted(found.items()))
+
+
+def _with_presets(of_run: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The schema of a run.toml whose model may be a published network by name too."""
+    from scalejax.config.presets import PRESETS
+
+    properties = of_run["properties"]
+    assert isinstance(properties, dict)  # noqa: S101  of a dataclass
+    named: JsonValue = {
+        "type": "object",
+        "description": "A published network, whose other fields it has unless they are given.",
+        "properties": {"name": {"enum": [*PRESETS]}},
+        "required": ["name"],
+    }
+    either: JsonValue = {"anyOf": [properties["model"], named]}
+    with_presets: JsonValue = {**properties, "model": either}
+    return {**of_run, "properties": with_presets}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema(PlainCommand):
+    """Print the JSON schema of a file that scalejax writes.
+
+    Of what --json writes and of the files in folders of runs, sweeps and benches, each of which
+    says its kind in its first line; and of run.toml and cluster.toml, for editors and other
+    programs.
+    """
+
+    kind: Annotated[Positional[str | None], flag("KIND")] = None
+    """Kind of document, such as scaling_prediction, or run.toml. By default they are listed."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Write it, or all of them, into this folder, as KIND.schema.json."""
+
+    def execute(self) -> None:
+        """Print or write the schema, or list the kinds."""
+        serialization.require_writable_folder("output", self.output)
+        every = schemas()
+        if self.kind is not None and self.kind not in every:
+            raise ConfigError(unknown_name("kind", self.kind, every))
+        chosen = every if self.kind is None else {self.kind: every[self.kind]}
+        if self.output is not None:
+            for kind, each in chosen.items():
+                path = self.output / f"{kind}.schema.json"
+                serialization.save_text(json.dumps(each, indent=1) + "\n", path)
+            print(f"wrote {len(chosen)} schemas into {self.output}")
+        elif self.kind is not None:
+            print(json.dumps(every[self.kind], indent=1))
+        else:
+            for kind, each in every.items():
+                meaning = str(each.get("description", "")).split("\n\n")[0]
+                print(f"{kind:<21}{textwrap.shorten(meaning, 59, placeholder=' ...')}")

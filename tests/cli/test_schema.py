@@ -1,0 +1,224 @@
+"""Every file that says its kind has a schema, generated from its class, which real output meets."""
+
+import csv
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from program_cases import PAPER, gather, matmul, program_of
+
+import scalejax
+from scalejax.cli.commands import COMMANDS
+from scalejax.cli.main import main
+from scalejax.cli.schema import schemas
+from scalejax.core import serialization
+from scalejax.core.tabular import Tabular, to_csv
+from scalejax.hardware import load_cluster
+from scalejax.measure.bench.results import BenchResults
+from scalejax.measure.doctor import Finding, Findings
+from scalejax.report.listings import Calibrated
+from scalejax.simulator.comparison import compare
+from scalejax.simulator.explain import explain
+from scalejax.simulator.predict import ScalingPrediction, predict
+from scalejax.simulator.ramp import PhasePrediction, RampPrediction
+from scalejax.sweep.results import ArmTable
+from scalejax.training.record import StatusChange, TrainMeasurement
+
+PACKAGE = Path(scalejax.__file__).parent
+WARMUP = PACKAGE / "config/examples/fashion_gradual_warmup.toml"
+RUN = """\
+[model]
+name = "gpt"
+layers = 1
+hidden = 64
+heads = 2
+[data]
+name = "synthetic_tokens"
+tokens = 32
+vocabulary = 101
+train_examples = 64
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+[train]
+epochs = 1
+"""
+GPT = "FOLDER/run.toml --cluster dgx-h100 --devices 2,4 --confirm 0"
+LOSS = "--target loss=3 --model llama-like:N=100m --cluster dgx-h100 --devices 8"
+PREDICTED = f"{WARMUP} --cluster dgx-h100 --devices 8"
+
+_WITHOUT_RESULT = {
+    "quickstart", "train", "launch", "page", "report", "config migrate", "data bench",
+    "data convert", "schema", "completion",
+}  # fmt: skip
+"""Commands whose results are folders, pages, or files of their own format."""
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict]:
+    """All schemas."""
+    return schemas()
+
+
+def refused(schema: dict, document: Any) -> list[str]:
+    """What a document has that its schema refuses."""
+    return [error.message for error in Draft202012Validator(schema).iter_errors(document)]
+
+
+def require_strict(known: dict[str, dict], text: str) -> dict:
+    """Hold a JSON file against the schema of its kind; one more field, or one less, is refused."""
+    document = json.loads(text)
+    schema = known[document["kind"]]
+    Draft202012Validator.check_schema(schema)
+    assert refused(schema, document) == []
+    assert refused(schema, document | {"unknown": 1})
+    for name in document:
+        assert refused(schema, {key: value for key, value in document.items() if key != name})
+    return document
+
+
+def test_every_kind_of_document_has_a_schema(known):
+    """Of each class that says what its files are; none leaves a table open whose fields are
+    known."""
+    kinds = set()
+    for path in PACKAGE.rglob("*.py"):
+        kinds |= set(re.findall(r'^@(?:serialization\.)?document\("(\w+)"', path.read_text(), re.M))
+
+    assert kinds <= known.keys()
+    assert len(kinds) > 25
+    for schema in known.values():
+        for each in (schema, *schema.get("$defs", {}).values()):
+            if "properties" in each:
+                assert each["additionalProperties"] is False
+
+
+def test_every_command_with_a_result_writes_json_and_csv():
+    """By flags of the same names."""
+    for name, command in COMMANDS.items():
+        flags = {each.name for each in fields(command)}
+        assert {"json", "csv"} <= flags or name in _WITHOUT_RESULT, name
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind"),
+    [
+        ("models --grep llama", "models"),
+        ("frameworks", "frameworks"),
+        ("hardware", "hardware"),
+        ("hardware dgx-h100", "hardware"),
+        ("config fields batch", "config_fields"),
+        (f"config show {WARMUP} --devices 8", "resolved_run"),
+        (f"schedule plot {WARMUP} --devices 8 --output FOLDER/schedule.svg", "schedule"),
+        (f"search {GPT}", "search"),
+        (f"plan {LOSS}", "plan"),
+        (f"cost {GPT}", "cost"),
+        pytest.param(f"predict {PREDICTED}", "scaling_prediction", marks=pytest.mark.slow),
+        pytest.param("validate hf_cluster_collectives_256MB", "validation", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_command_writes_meets_its_schema(typed: str, kind: str, known, tmp_path: Path):
+    """Slow are those that compile or predict hundreds of rows.
+
+    With the whole result as JSON, and its rows as CSV of equally many columns.
+    """
+    (tmp_path / "run.toml").write_text(RUN)
+    out, table = tmp_path / "out.json", tmp_path / "out.csv"
+    command = typed.replace("FOLDER", str(tmp_path)).split()
+
+    assert main([*command, "--json", str(out), "--csv", str(table)]) == 0
+
+    assert require_strict(known, out.read_text())["kind"] == kind
+    with table.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert rows
+    assert {len(row) for row in rows} == {len(head)}
+
+
+def _results() -> list[Tabular | ArmTable]:
+    """A result of each command that compiles, measures or trains, made without these."""
+    program = program_of(matmul("dot", 10), gather("gather", 5))
+    one = predict(program, PAPER)
+    scaling = ScalingPrediction(
+        title="it", scaling="weak", baseline_devices=8, predictions=(one,), efficiencies=(1.0,)
+    )
+    finding = Finding(topic="host", name="cores", value="2", processes=(0, 1))
+    rows = ({"name": "a", "varied": {"devices": 2}, "median_step_seconds": 0.1},)
+    return [
+        one,
+        scaling,
+        explain(program, PAPER),
+        compare(program, program, PAPER),
+        RampPrediction(
+            title="it", phases=(PhasePrediction(first_epoch=0, epochs=1, study=scaling),)
+        ),
+        Findings(findings=(finding,)),
+        BenchResults(rows=rows),
+        Calibrated(cluster=load_cluster("tpu-v5p"), processes=None, notes=("a note",)),
+        ArmTable(arms=({"seed": 0},)),
+    ]
+
+
+@pytest.mark.parametrize("found", _results(), ids=lambda found: type(found).__name__)
+def test_results_meet_their_schemas(found: Tabular, known, tmp_path: Path):
+    """Saved as commands save them, and as a table."""
+    serialization.save(found, tmp_path / "out.json")
+
+    require_strict(known, (tmp_path / "out.json").read_text())
+    if isinstance(found, Tabular):
+        head, *rows = csv.reader(to_csv(found.to_rows()).splitlines())
+        assert rows
+        assert {len(row) for row in rows} == {len(head)}
+
+
+def test_lines_of_measurements_have_a_schema(known):
+    """Each kind of line, and no other."""
+    update = TrainMeasurement(
+        step=1, epoch=0.1, loss=None, accuracy=0.1, learning_rate=0.1, samples_per_second=9.0,
+        step_seconds=0.1, elapsed_seconds=1.0,
+    )  # fmt: skip
+    status = StatusChange(step=1, status="completed", message="", elapsed_seconds=1.0)
+    schema = known["measurements.jsonl"]
+
+    for each in (update, status):
+        line = serialization.plain(each)
+        assert isinstance(line, dict)
+        assert refused(schema, line) == []
+        assert refused(schema, line | {"unknown": 1})
+        assert refused(schema, line | {"kind": "other"})
+
+
+def test_run_files_have_a_schema(known):
+    """The examples meet it; a field that there is not is refused, as train does."""
+    for path in (PACKAGE / "config/examples").glob("*.toml"):
+        assert refused(known["run.toml"], serialization.load_toml(path)) == []
+    assert refused(known["run.toml"], serialization.load_toml(WARMUP) | {"optimzer": {}})
+
+
+def test_tables_within_rows_are_columns():
+    """As dotted names; lists are JSON, what is unknown is empty, and quotes are doubled."""
+    rows = [{"a": {"b": 1, "c": {"d": 'say "x"'}}, "e": [1, 2]}, {"e": None, "f": 0.5}]
+
+    assert to_csv(rows) == 'a.b,a.c.d,e,f\n1,"say ""x""","[1, 2]",\n,,,0.5\n'
+
+
+def test_schemas_are_listed_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By kind; an unknown one is told the nearest."""
+    assert main(["schema"]) == 0
+    listed = capsys.readouterr().out
+    assert max(map(len, listed.splitlines())) <= 80
+    assert main(["schema", "cost"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["properties"]["kind"] == {"const": "cost"}
+    assert "step_seconds" in printed["$defs"]["CostRow"]["properties"]
+    assert main(["schema", "--output", str(tmp_path)]) == 0
+    written = {path.name.removesuffix(".schema.json") for path in tmp_path.iterdir()}
+    assert written == schemas().keys() == {line.split()[0] for line in listed.splitlines()}
+    assert main(["schema", "costs"]) == 2
+    assert "did you mean 'cost'" in capsys.readouterr().err

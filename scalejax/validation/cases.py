@@ -61,6 +61,13 @@ def as_published(row: LedgerRow) -> LedgerRow:
         row = replace(row, spread=replace(row.spread, data=data, fsdp=_fsdp(row) // data))
     if (network := _SAME_NETWORK.get(row.model.model)) is not None:
         row = replace(row, model=replace(row.model, model=network))
+    if (script := _TABLE_1.get(row.case_id)) is not None:
+        microbatch, chunks = script
+        row = replace(
+            row,
+            work=replace(row.work, microbatch=microbatch),
+            spread=replace(row.spread, pipeline_chunks=chunks),
+        )
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(
@@ -70,6 +77,21 @@ def as_published(row: LedgerRow) -> LedgerRow:
     )
 
 
+_TABLE_1 = {
+    "megatron_sc21_weak_1.7B": (16, 1),
+    "megatron_sc21_weak_3.6B": (16, 1),
+    "megatron_sc21_weak_7.5B": (16, 1),
+    "megatron_sc21_weak_18B": (8, 1),
+    "megatron_sc21_weak_39B": (4, 1),
+    "megatron_sc21_weak_76B": (2, 3),
+    "megatron_sc21_weak_145B": (2, 2),
+    "megatron_sc21_weak_310B": (1, 2),
+    "megatron_sc21_weak_530B": (1, 3),
+    "megatron_sc21_weak_1T": (1, 1),
+}
+"""Microbatch, and interleaved chunks of a stage, of rows that leave both open: the script that made
+this table of Narayanan et al. 2021 (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh: MBS, and
+layers of a stage over --num-layers-per-virtual-pipeline-stage)."""
 _DATA_ARGUMENT = re.compile(r"'ici_data_parallelism': '(\d+)'")
 """MaxText's argument of the data axis in a row's notes, whose column of fsdp counts all devices."""
 _TWO_DEVICES = ("tpu7x_ironwood_chip",)
@@ -181,8 +203,6 @@ _EAGER = "eager"
 _LOSS_COMPILED = 2025
 """The year in which torchtitan began to compile its loss (`simulator.frameworks`)."""
 _TITAN_2024 = "torchtitan-2024"
-_INTERLEAVES = "Megatron-LM"
-"""Framework that interleaves pipeline stages by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,19 +281,13 @@ def _chunks(row: LedgerRow) -> int:
 def _interleaving(row: LedgerRow) -> int:
     """Chunks per stage as a row states them, or else as its framework has them by default.
 
-    Megatron-LM of 2021 interleaved stages: "the interleaved pipeline schedule with the
-    scatter/gather optimization enabled" (Narayanan et al. 2021, arXiv 2104.04473, section 5.1);
-    the number is not stated: the fewest that divide the layers evenly are assumed. NVIDIA's recipes
-    of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK` or what is nearest to
-    it of what divides the layers, alone or with embedding and loss.
+    NVIDIA's recipes of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK` or
+    what is nearest to it of what divides the layers, alone or with embedding and loss.
     """
     spread, layers = row.spread, row.model.layers or 0
     stages = spread.pipeline or 1
     if stages == 1:
         return 1
-    if "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES:
-        of_stage = -(-layers // stages)
-        return next((count for count in range(2, of_stage + 1) if of_stage % count == 0), 1)
     if not _is_interleaving_open(row):
         return spread.pipeline_chunks or 1
     wanted = max(1.0, layers / stages / _LAYERS_OF_CHUNK)

@@ -201,18 +201,21 @@ def test_memory_of_a_device_is_that_of_its_year(row):
     assert chip(year="2020", assumed="vocab") == "a100-80gb"
 
 
-def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
-    """9 layers on each of 2 stages are 3 chunks, one layer is one; a stated number is believed."""
-    stages = {"layers": "18", "pipeline": "2", "fsdp": "4", "recompute": "full"}
-    megatron = GPT | stages | {"framework": "Megatron-LM"}
+def test_settings_that_a_table_leaves_open_are_those_of_the_script_that_made_it(row):
+    """The table of Narayanan et al. 2021 states neither microbatch nor chunks; a stated number of
+    chunks is believed, and a row that no script is known of has none and the fastest microbatch."""
+    stages = {"layers": "12", "pipeline": "2", "fsdp": "2", "recompute": "full", "zero_stage": "0"}
+    stages |= {"device_count": "4", "per_device_batch": "8", "microbatch": "", "global_batch": "16"}
+    megatron = GPT | stages | {"framework": "Megatron-LM", "pipeline_chunks": "1"}
 
-    def chunks(change: dict[str, str]) -> int:
-        return case(row(megatron | change)).runs[0].config.layout.pipeline_chunks
+    def found(change: dict[str, str]) -> list[tuple[int, int]]:
+        runs = case(row(megatron | change)).runs
+        return [(run.split.microbatch, run.config.layout.pipeline_chunks) for run in runs]
 
-    assert chunks({"assumed": "pipeline_chunks"}) == 3
-    assert chunks({"layers": "2", "assumed": "pipeline_chunks"}) == 1
-    assert chunks({"pipeline_chunks": "9"}) == 9
-    assert chunks({}) == 1
+    assert found({"case_id": "megatron_sc21_weak_76B"}) == [(2, 3)]
+    assert found({"case_id": "megatron_sc21_weak_39B"}) == [(4, 1)]
+    assert found({"case_id": "another"}) == [(8, 1), (4, 1), (2, 1), (1, 1)]
+    assert found({"case_id": "another", "pipeline_chunks": "3", "microbatch": "4"}) == [(4, 3)]
 
 
 TRAINED = {"source": "github:mlcommons/training_results_v4.1"}

@@ -112,6 +112,11 @@ class Collective:
     tokens: RoutedTokens | None = None
     """Tokens of an all-to-all of experts; None for other collectives."""
 
+    @property
+    def is_send(self) -> bool:
+        """Whether each device sends to one other alone."""
+        return self.name == "collective_permute"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

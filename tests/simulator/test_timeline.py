@@ -118,6 +118,30 @@ def test_collectives_on_the_same_wires_queue():
     assert milliseconds(gather("a", 3), gather("b", 3), matmul("m", 4), wait("a"), wait("b")) == 6
 
 
+def test_a_send_goes_beside_collectives_on_the_same_wires():
+    """A send started behind a gather of 6 ms has half of the wires: it takes twice as long, and the
+    gather longer by what the send takes alone; of a longer send the gather takes twice as long.
+    Alone it has all, and a gather waits for it. The trace has the same ends."""
+
+    def send(size: float) -> Operation:
+        made = gather("send", size)
+        assert made.collective is not None
+        return replace(made, collective=replace(made.collective, name="collective_permute"))
+
+    for size in (1, 12):
+        alone, gathering = milliseconds(send(size), wait("send")), 6
+        shared = min(alone, gathering)
+        program = program_of(gather("g", 6), send(size), wait("send"), wait("g"), matmul("m", 1))
+        waits = dict(timeline(program, PAPER).exposed_by_name)
+        assert waits["send"] == pytest.approx((alone + shared) / 1e3)
+        assert milliseconds(*program.operations) == pytest.approx(alone + gathering + 1)
+        ends = {each.name: each.end_seconds for each in trace_step(program, PAPER).events}
+        assert ends["g"] == pytest.approx((gathering + shared) / 1e3)
+        assert ends["send"] == pytest.approx((alone + shared) / 1e3)
+        after = (send(size), gather("g", 6), wait("g"), wait("send"))
+        assert milliseconds(*after) == pytest.approx(alone + gathering)
+
+
 def test_collectives_between_nodes_overlap_with_those_within_them():
     """Other wires: 3 ms on the links are over long before as many bytes have crossed."""
     within, between = gather("links", 3), gather("network", 3)

@@ -10,7 +10,10 @@ XLA assigns asynchronous collectives to as many streams as may be in flight at o
 (openxla/xla, service/gpu/execution_stream_assignment.cc; scalejax sets
 xla_gpu_experimental_parallel_collective_overlap_limit), and frameworks have a stream for each
 group. Collectives on the same links run one after the other. A synchronous one runs on the compute
-stream, but on the same links: it starts after those in flight there. Left out: the bandwidth that
+stream, but on the same links: it starts after those in flight there. A send from one device to the
+next (a ring of context, a pipeline) does not wait for them, as a ring that waits at each of its
+steps would stand behind the gathers of a whole layer: both take half of the links meanwhile, so
+that each takes longer by what the other does. Left out: the bandwidth that
 a collective between nodes takes from the links within them. Copies to the memory of the host and
 from there have streams too (XLA: h2d and d2h); copy engines make them, and compute does not slow
 down beside them. Knows no hardware: seconds in, seconds
@@ -36,6 +39,7 @@ class Streams:
         segment_seconds: Sequence[float],
         collective_seconds: Sequence[float],
         collective_links: Sequence[int],
+        collective_is_send: Sequence[bool],
         contention_fraction: float,
     ) -> None:
         """Start all streams idle at 0.
@@ -45,11 +49,13 @@ class Streams:
             collective_seconds: time of each collective on its own.
             collective_links: 0 for a collective within nodes, 1 across the network; 2 and 3 for a
                 copy to the memory of the host and from there.
+            collective_is_send: whether each sends from one device to another.
             contention_fraction: fraction of its speed that compute loses beside a collective.
         """
         self._segment_seconds = segment_seconds
         self._collective_seconds = collective_seconds
         self._collective_links = collective_links
+        self._collective_is_send = collective_is_send
         self._slow_speed = 1.0 - contention_fraction
         self.exposed: dict[str, float] = defaultdict(float)
         """Time that compute was stalled, by the name of the collective waited for."""
@@ -59,6 +65,7 @@ class Streams:
         """Time that compute has reached; iterations that were not simulated are left out."""
         self._idle_from = [0.0] * LINK_COUNT  # when each set of links is free
         self._finish: dict[str, float] = {}  # end of each collective
+        self._links: dict[str, int] = {}  # of each collective
 
     def run(self, events: Iterable[Event]) -> None:
         """Simulate `events` in order."""
@@ -98,12 +105,26 @@ class Streams:
         """Queue a collective; returns when it starts and ends."""
         links = self._collective_links[event.collective]
         idle_from = self._idle_from[links]
-        begin = self.now if self.now > idle_from else idle_from
-        end = begin + self._collective_seconds[event.collective]
-        self._idle_from[links] = self._finish[event.name] = end
+        seconds = self._collective_seconds[event.collective]
+        if self._collective_is_send[event.collective] and idle_from > self.now:
+            begin = self.now
+            shared = min(seconds, idle_from - begin)
+            end = begin + seconds + shared
+            for name, finish in self._finish.items():
+                if finish > begin and self._links[name] == links:
+                    self._delay(name, shared)
+            self._idle_from[links] = max(idle_from + shared, end)
+        else:
+            begin = self.now if self.now > idle_from else idle_from
+            self._idle_from[links] = end = begin + seconds
+        self._finish[event.name], self._links[event.name] = end, links
         if not event.is_async:
             self._wait(event.name, end)
         return begin, end
+
+    def _delay(self, name: str, seconds: float) -> None:
+        """Let a collective in flight end later."""
+        self._finish[name] += seconds
 
     def repeat(self, loop: Repeat) -> None:
         """Simulate iterations until the state of the streams repeats; the rest are equal."""

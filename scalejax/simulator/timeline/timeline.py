@@ -302,6 +302,7 @@ class OperationCosts:
         self._collective_seconds: list[float] = []
         self._collective_shares: list[float] = []
         self._links: list[int] = []
+        self._is_send: list[bool] = []
 
     def timeline(self, operations: tuple[Operation | Loop, ...]) -> Timeline:
         """Timeline of one run of operations that wait for all collectives they start.
@@ -325,7 +326,7 @@ class OperationCosts:
         contention = self._cluster.chip.attainable.contention_fraction
         return _timeline(
             self._cluster,
-            Streams(found.segments, seconds, self._links, contention),
+            Streams(found.segments, seconds, self._links, self._is_send, contention),
             events,
             found.axes,
             dispatch_seconds=_dispatch_seconds(self._cluster, dispatches, collectives),
@@ -390,6 +391,7 @@ class OperationCosts:
                 self._collective_seconds.append(collective_seconds(collective, self._cluster))
                 self._collective_shares.append(collective.share)
                 self._links.append(links(collective, self._cluster))
+                self._is_send.append(collective.is_send)
             event = Start(item.name, index, collective.is_async)
         elif item.waits_for is not None:
             event = Wait(item.waits_for)
@@ -471,6 +473,7 @@ class WhatIf:
             segments.tolist(),
             collectives,
             [links(each, cluster) for each in schedule.collectives],
+            [each.is_send for each in schedule.collectives],
             cluster.chip.attainable.contention_fraction,
         )
         return _timeline(

@@ -4,7 +4,7 @@ Simulates the streams as `timeline` does, but operation by operation and with ev
 the loops; the last event ends when the step does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.core import drawing
@@ -167,6 +167,7 @@ class _TracedStreams(Streams):
             [time.seconds for time in self._times],
             [collective_seconds(each, cluster) for each in schedule.collectives],
             [links(each, cluster) for each in schedule.collectives],
+            [each.is_send for each in schedule.collectives],
             cluster.chip.attainable.contention_fraction,
         )
 
@@ -190,6 +191,14 @@ class _TracedStreams(Streams):
         stream = _STREAMS[self._collective_links[event.collective]]
         self._add(event.name, stream, begin, end, "communication", operation)
         return begin, end
+
+    def _delay(self, name: str, seconds: float) -> None:
+        super()._delay(name, seconds)
+        for place in range(len(self.events) - 1, -1, -1):
+            event = self.events[place]
+            if event.name == name:
+                self.events[place] = replace(event, end_seconds=event.end_seconds + seconds)
+                return
 
     def repeat(self, loop: Repeat) -> None:
         outer, was_on, left_out_from = self._iteration, self._is_on, self.now

@@ -11,7 +11,6 @@ from typing import Literal
 from scalejax.core.errors import ProfileError
 from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, load_chip
 from scalejax.simulator.collectives.torus import slices
-from scalejax.xla.cuda_toolkit import libdevice
 
 Backend = Literal["cuda", "tpu", "cpu"]
 
@@ -128,10 +127,9 @@ def has_tpu_compiler() -> bool:
 
 
 def has_cuda_compiler() -> bool:
-    """Whether a compiler plug-in for NVIDIA GPUs is installed (no GPU is needed), and CUDA's
-    libdevice."""
+    """Whether a compiler plug-in for NVIDIA GPUs is installed (no GPU is needed)."""
     try:
-        return libdevice() is not None and any(
+        return any(
             importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None
             for version in (13, 12)
         )

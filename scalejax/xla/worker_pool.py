@@ -57,7 +57,6 @@ def run_jobs(
     Raises:
         ScalejaxError: of the first job that fails, if there is no `on_error`; the others are
             stopped.
-        ProfileError: if a job is for GPUs, and CUDA's libdevice is not installed.
     """
     is_for_gpus = any(job.target.backend == "cuda" for job in jobs)
     with toolkit() if is_for_gpus else nullcontext() as cuda:

@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.core.errors import ProfileError
 from scalejax.xla import cuda_toolkit
 from scalejax.xla.target import has_cuda_compiler
 
 EXAMPLE = Path(__file__).parents[2] / "scalejax/config/examples/fashion_small_batch.toml"
 
 
-@pytest.mark.skipif(cuda_toolkit.libdevice() is None, reason="needs libdevice")
 def test_tools_say_their_version_and_write_an_empty_file(tmp_path: Path):
     """As XLA calls them; afterwards the folder is gone."""
     made = tmp_path / "made"
 
     with cuda_toolkit.toolkit() as folder:
-        assert (folder / "nvvm/libdevice/libdevice.10.bc").stat().st_size > 100_000
+        assert "define" not in (folder / "nvvm/libdevice/libdevice.10.bc").read_text()
         for tool in ("ptxas", "nvlink"):
             said = subprocess.check_output([folder / "bin" / tool, "--version"], text=True)
             assert "release 13" in said
@@ -30,21 +28,12 @@ def test_tools_say_their_version_and_write_an_empty_file(tmp_path: Path):
     assert not folder.exists()
 
 
-@pytest.mark.skipif(cuda_toolkit.libdevice() is None, reason="needs libdevice")
 def test_sigterm_leaves_no_folder():
     """Which would stay in the temporary directory for good."""
     with pytest.raises(KeyboardInterrupt), cuda_toolkit.toolkit() as folder:
         signal.raise_signal(signal.SIGTERM)
     assert not folder.exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_without_libdevice_the_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    """In place of XLA's own words, which name flags."""
-    monkeypatch.setattr(cuda_toolkit, "libdevice", lambda: None)
-
-    with pytest.raises(ProfileError, match=r"pip install 'scalejax\[gpu-target\]'"):
-        cuda_toolkit.toolkit().__enter__()
 
 
 _HIDDEN = "for each in /usr/local/cuda*; do mount -t tmpfs none $(readlink -f $each); done; "

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from scalejax.planning.convergence.loss_surface import (
     fit_divergence,
     fit_surface,
     relative_loss,
+    with_optimum,
 )
 from scalejax.validation.convergence import LossRow
 from scalejax.validation.kinds import find_ledger, read_any
@@ -112,7 +114,7 @@ def errors_of(surface: Surface, runs: Sequence[LanguageRun]) -> list[float]:
 
 def best_of(surface: Surface, runs: Sequence[LanguageRun]) -> dict[str, float]:
     """What the run that the surface calls best loses to the best one, and how far off it is."""
-    called = min(runs, key=surface.loss)
+    called = min(runs, key=replace(surface, terms=surface.optimum).loss)
     best = min(runs, key=lambda run: run.loss or math.inf)
     return {
         "excess": (called.loss or math.nan) / (best.loss or math.nan) - 1,
@@ -161,14 +163,15 @@ def main() -> None:
     every = [*dense, *experts]
     used = fitted(every)
     results: dict[str, object] = {"runs": len(every), "fitted": len(used)}
-    whole = fit_surface(used)
+    whole = with_optimum(fit_surface(used), used)
     results["in sample"] = {
         name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
         for name, moe in (("dense", False), ("experts", True))
     }
     rows, left_out, squares, beyond, far = [], [], [], [], []
     for kind, name, is_out in splits(used):
-        surface = fit_surface([run for run in used if not is_out(run)])
+        seen = [run for run in used if not is_out(run)]
+        surface = with_optimum(fit_surface(seen), seen)
         if kind == "size and tokens":
             left_out.append(surface)
         for what, moe in (("dense", False), ("experts", True)):

@@ -8,7 +8,10 @@ embeddings (experts included), S = experts over experts of a token (1 where dens
 the tokens of an update. The first two terms are those of Hoffmann et al. 2022, arXiv 2203.15556,
 equation 2; those of the sum, as they come out of the fit, are the tokens that are missing (with the
 rate as their exchange), the noise of small batches, the heat of high rates, and updates that are
-too few. Whether a run diverges is a logistic regression on the same logarithms.
+too few. Which batch and rate are best says a second sum of that form, fitted with more weight on
+runs near the best of their cell: far from it the sum is not as steep as the runs are, and would
+move the best rate to make up for that. Whether a run diverges is a logistic regression on the same
+logarithms.
 
 Arithmetic alone: what the constants are, `experiments/loss_model` finds.
 """
@@ -61,6 +64,10 @@ DIVERGED = 1.2
 DIVERGES_ABOVE = 0.1
 """Probability of divergence above which a run is told to diverge: the share of the published dense
 runs that did, so that the two errors are about as likely."""
+_NEAR, _FAR_WEIGHT = 0.01, 0.03
+"""Of the fit of the best batch and rate: standard deviation of the normal weights over the loss
+beside the least of a cell, and what weight remains to runs far from it
+(experiments/loss_model/README.md says how little others do)."""
 FITTED = 1.1
 """Loss over the least of runs of equal size and tokens, up to which a run is fitted."""
 _Z90 = 1.2815515655446004
@@ -122,6 +129,8 @@ class Surface:
     """E, ln A, a, s."""
     terms: tuple[tuple[float, ...], ...]
     """Of each term of the sum ln C and its exponents."""
+    optimum: tuple[tuple[float, ...], ...] = ()
+    """Terms of the sum that is least at the best batch and rate; `terms` where empty."""
 
     def loss(self, run: LanguageRun) -> float:
         """Final loss of `run`, if it does not diverge."""
@@ -141,7 +150,7 @@ class Surface:
         """
         at = np.log([2e-3, float(batch_tokens or 524288.0), parameters, tokens, sparsity])
         at -= _ORIGIN
-        terms = np.array(self.terms)
+        terms = np.array(self.optimum or self.terms)
         free = [0] if batch_tokens is not None else [0, 1]
         exponents = terms[:, 1:][:, free]
         for _ in range(_STEPS):
@@ -472,23 +481,43 @@ def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Sur
     elif len(runs) < start.size:
         accepted = f"a surface of {start.size} constants needs as many runs"
         raise ConfigError(refusal("runs", len(runs), accepted))
+    found = _fitted(runs, np.ones(len(runs)), start, prior, start)
+    return Surface(base=tuple(map(float, found[:4])), terms=_terms(found))
+
+
+def with_optimum(surface: Surface, runs: Sequence[LanguageRun]) -> Surface:
+    """`surface`, fitted to `runs`, with its best batch and rate by a second fit to them that weighs
+    most those near the best of their cell."""
+    off = (relative_loss(runs) - 1) / _NEAR
+    weights = np.exp(-0.5 * off**2) + _FAR_WEIGHT
+    known = np.concatenate([_START_BASE, _START.ravel()])
+    prior = np.full(known.size, _PRIOR)
+    found = _fitted(runs, weights / weights.mean(), known, prior, _vector(surface))
+    return replace(surface, optimum=_terms(found))
+
+
+def _terms(vector: Floats) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(map(float, each)) for each in vector[4:].reshape(_START.shape))
+
+
+def _fitted(
+    runs: Sequence[LanguageRun], weights: Floats, known: Floats, prior: Floats, start: Floats
+) -> Floats:
+    """Constants of least misfit, with `prior` as the weight of their distance from `known`."""
     logs = _logarithms(runs)
     measured = np.log([run.loss or math.nan for run in runs])
+    scale = np.sqrt(weights) / _SCATTER
 
     def misfits(vector: Floats) -> Floats:
         off = np.log(np.maximum(_losses(vector, logs), 0.1)) - measured
-        return np.concatenate([off / _SCATTER, prior * (vector - start)])
+        return np.concatenate([off * scale, prior * (vector - known)])
 
     def slopes(vector: Floats) -> Floats:
         losses = np.maximum(_losses(vector, logs), 0.1)
-        slope = _gradients(vector, logs) / losses[:, None] / _SCATTER
+        slope = _gradients(vector, logs) / losses[:, None] * scale[:, None]
         return np.concatenate([slope, np.diag(prior)])
 
-    found = least_squares(misfits, start, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
-    terms = found[4:].reshape(_START.shape)
-    return Surface(
-        base=tuple(map(float, found[:4])), terms=tuple(tuple(map(float, each)) for each in terms)
-    )
+    return least_squares(misfits, start, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
 
 
 def fit_ladder(

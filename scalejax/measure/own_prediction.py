@@ -49,8 +49,10 @@ def predict_run(
     if is_known and calibrated is not None:
         (cluster, site), how = calibrated, "as scalejax calibrate measured these devices"
     else:
-        cluster, site = local_cluster(mesh), NO_SITE
-        how = "with devices measured for a second; scalejax calibrate does better"
+        cluster, site = _measured_cluster(run, mesh, programs, begin), NO_SITE
+        how = "as its products and convolutions took here, just before"
+        if cluster is local_cluster(mesh):
+            how = "with devices measured for a second; scalejax calibrate does better"
     if not is_first():
         return
     phases, total, of_step = run.phases, 0.0, ""
@@ -88,6 +90,27 @@ def predict_run(
         of_steps = f"the {run.total_steps - begin:,} training steps left, alone"
     reporter.say(f"predicted: {of_step}{format_seconds(total)} for {of_steps},")
     reporter.say(how)
+
+
+WORTH_SECONDS = 10.0
+"""Predicted time of a run from which its own products and convolutions are timed: about as long as
+that takes."""
+
+
+def _measured_cluster(run: ResolvedRun, mesh: Mesh, programs: RunPrograms, begin: int) -> Cluster:
+    """The devices of `mesh`, measured for the first program of a run that is worth it, else in
+    general; by all processes alike."""
+    cluster = local_cluster(mesh)
+    if mesh.devices.flat[0].platform != "cpu":
+        return cluster
+    try:
+        of_phase = run if len(run.phases) == 1 else phase_alone(run, run.phases[0])
+        program = read_step(programs.update, mesh, of_phase)
+    except ProfileError:
+        return cluster
+    left = (run.total_steps - begin) * predict(program, cluster).step_seconds
+    is_worth = bool(broadcast_from_first(left > WORTH_SECONDS))
+    return local_cluster(mesh, program) if is_worth else cluster
 
 
 def measured_input(config: RunConfig) -> HostInput | None:

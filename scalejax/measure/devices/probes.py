@@ -21,16 +21,21 @@ from scalejax.measure.devices.timing import ALL, filled, seconds_of_call, second
 MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
 
-_STREAM_PASSES = 16  # within one program, so that no memory is allocated while it runs
-_TILE = 64  # rows and columns of transposed blocks: heads and their size, say
+STREAM_PASSES = 16
+"""Of an element-wise operation within one program, so that no memory is allocated while it runs."""
+TILE = 64
+"""Rows and columns of transposed blocks: heads and their size, say."""
 _WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little beside the first touch
-_CHAIN = 33  # products so small that only their launch takes time
+CHAIN = 33
+"""Products so small that only their launch takes time."""
 _STEP_PRODUCT = 1024  # width of a product that takes milliseconds
-_BUFFERS = 8  # all-reduced after it: parameters of a small network
+BUFFERS = 8
+"""All-reduced after it: parameters of a small network."""
 _REPEATS = 32  # of an operation within one program, on an accelerator
 _REPEATED_BYTES = 2**31  # of arguments and results, which bound them
 _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolve
-_STATE = 24  # arrays of an empty step: parameters and moments of a small network
+STATE = 24
+"""Arrays of an empty step: parameters and moments of a small network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +161,12 @@ def call_seconds(mesh: Mesh, calls: int) -> float:
     return seconds_of_function(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
 
 
-def matmul_row(
-    mesh: Mesh,
-    shape: tuple[int, int, int, int],
-    dtype: Any,
-    empty_seconds: float,
-    calls: int,
-    launch: float = 0.0,
-) -> MatmulRow:
-    """Measured rate of matrix products of shape (batch, m, n, k), without their `launch`.
+Probe = tuple[Callable[..., Any], list[tuple[int, ...]]]
+"""A function, and the shapes of its arguments on one device."""
+
+
+def product_of(shape: tuple[int, int, int, int]) -> Probe:
+    """A matrix product of shape (batch, m, n, k).
 
     Where k is the largest, the left operand is transposed, as in weight gradients, which contract
     over all samples.
@@ -173,11 +175,25 @@ def matmul_row(
     is_gradient = k > max(m, n)
     left = (batch, k, m) if is_gradient else (batch, m, k)
     formula = "bkm,bkn->bmn" if is_gradient else "bmk,bkn->bmn"
-    sizes = [math.prod(left), batch * k * n, batch * m * n]
+    return lambda x, y: jnp.einsum(formula, x, y), [left, (batch, k, n)]
+
+
+def matmul_row(
+    mesh: Mesh,
+    shape: tuple[int, int, int, int],
+    dtype: Any,
+    empty_seconds: float,
+    calls: int,
+    launch: float = 0.0,
+) -> MatmulRow:
+    """Measured rate of matrix products of shape (batch, m, n, k), without their `launch`."""
+    batch, m, n, k = shape
+    function, shapes = product_of(shape)
+    sizes = [*map(math.prod, shapes), batch * m * n]
     seconds = _seconds_of_one(
-        lambda x, y: jnp.einsum(formula, x, y),
+        function,
         mesh,
-        [left, (batch, k, n)],
+        shapes,
         moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
         overheads=(empty_seconds, launch),
         calls=calls,
@@ -196,11 +212,33 @@ def convolution_row(
     launch: float = 0.0,
 ) -> ConvolutionRow:
     """Measured rate of one pass: forward, input_gradient or filter_gradient; without `launch`."""
-    c = convolution
+    function, shapes = convolution_of(convolution, kind, dtype)
+    image, kernel, cotangent = _arrays(convolution)
+    sizes = [math.prod(shape) for shape in (image, kernel, cotangent)]
+    seconds = _seconds_of_one(
+        function,
+        mesh,
+        shapes,
+        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
+        overheads=(empty_seconds, launch),
+        calls=calls,
+        dtype=dtype,
+    )
+    return (*convolution.shape, convolution.flop / seconds)
+
+
+def _arrays(c: Convolution) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the image, the kernel and the gradient of the result."""
     outputs = -(-c.size // c.stride)
     image = (c.samples, c.size, c.size, c.channels_in)
     kernel = (c.window, c.window, c.channels_in, c.channels_out)
-    cotangent = (c.samples, outputs, outputs, c.channels_out)
+    return image, kernel, (c.samples, outputs, outputs, c.channels_out)
+
+
+def convolution_of(convolution: Convolution, kind: str, dtype: Any = jnp.float32) -> Probe:
+    """One pass of a convolution: forward, input_gradient or filter_gradient."""
+    c = convolution
+    image, kernel, cotangent = _arrays(c)
 
     def forward(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -213,22 +251,12 @@ def convolution_row(
     def filter_gradient(x: jax.Array, out: jax.Array) -> jax.Array:
         return jax.vjp(lambda y: forward(x, y), jnp.ones(kernel, dtype))[1](out)[0]
 
-    function, shapes = {
+    passes: dict[str, Probe] = {
         "forward": (forward, [image, kernel]),
         "input_gradient": (input_gradient, [kernel, cotangent]),
         "filter_gradient": (filter_gradient, [image, cotangent]),
-    }[kind]
-    sizes = [math.prod(shape) for shape in (image, kernel, cotangent)]
-    seconds = _seconds_of_one(
-        function,
-        mesh,
-        shapes,
-        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
-        overheads=(empty_seconds, launch),
-        calls=calls,
-        dtype=dtype,
-    )
-    return (*c.shape, c.flop / seconds)
+    }
+    return passes[kind]
 
 
 def attention_rate(
@@ -288,18 +316,14 @@ def stream_rate(
     allocator keeps memory, they are several arrays instead of several passes over one: a loop would
     copy what is transposed.
     """
-    count = max(1, moved_bytes // (8 * _TILE**2))
-    moved, shapes = 8 * _TILE**2 * count, [(count, _TILE, _TILE)]
+    count = max(1, moved_bytes // (8 * TILE**2))
+    moved, shapes = 8 * TILE**2 * count, [(count, TILE, TILE)]
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     logs = []
     for function in fusions:
-
-        def passes(x: jax.Array, function: Any = function) -> jax.Array:
-            return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)
-
         if is_cpu:
-            seconds = seconds_of_function(passes, mesh, shapes, calls=calls)
-            seconds = _beyond(seconds, empty_seconds) / _STREAM_PASSES
+            seconds = seconds_of_function(in_passes(function), mesh, shapes, calls=calls)
+            seconds = _beyond(seconds, empty_seconds) / STREAM_PASSES
         else:
             seconds = _seconds_of_one(
                 function,
@@ -314,35 +338,44 @@ def stream_rate(
     return math.exp(math.fsum(logs) / len(logs))
 
 
+def in_passes(
+    function: Callable[[jax.Array], jax.Array], passes: int = STREAM_PASSES
+) -> Callable[[jax.Array], jax.Array]:
+    """`function` of its own result, so many times."""
+    return lambda x: jax.lax.fori_loop(0, passes, lambda _, y: function(y), x)
+
+
 def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls: int) -> float:
     """Seconds of the first write to `size_bytes` of newly allocated memory.
 
     Where the system reclaims memory at the end of a program and maps it page by page, the first
     write costs far more than later ones.
     """
-    count = size_bytes // 4
-
-    def write(x: jax.Array) -> jax.Array:
-        return x[0] + jnp.arange(count, dtype=jnp.float32)
-
-    seconds = seconds_of_function(write, mesh, [(4,)], calls=min(calls, 5))
+    seconds = seconds_of_function(touch(size_bytes), mesh, [(4,)], calls=min(calls, 5))
     return max(seconds - empty_seconds - size_bytes / _WRITTEN_BYTES_PER_SECOND, 0.0)
+
+
+def touch(size_bytes: int) -> Callable[[jax.Array], jax.Array]:
+    """A function that writes so many bytes of newly allocated memory."""
+    return lambda x: x[0] + jnp.arange(size_bytes // 4, dtype=jnp.float32)
 
 
 def launch_seconds(mesh: Mesh, calls: int) -> float:
     """Seconds of launching one empty operation within a program."""
 
-    def chain(x: jax.Array, length: int) -> jax.Array:
-        y = x
-        for _ in range(length):
-            y = y @ x
-        return y
-
     one, many = (
-        seconds_of_function(lambda x, n=n: chain(x, n), mesh, [(4, 4)], calls=5 * calls)
-        for n in (1, _CHAIN)
+        seconds_of_function(partial(chain, length=n), mesh, [(4, 4)], calls=5 * calls)
+        for n in (1, CHAIN)
     )
-    return max(many - one, 0.0) / (_CHAIN - 1)
+    return max(many - one, 0.0) / (CHAIN - 1)
+
+
+def chain(x: jax.Array, length: int) -> jax.Array:
+    """So many products, each of the result of the one before."""
+    y = x
+    for _ in range(length):
+        y = y @ x
+    return y
 
 
 def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
@@ -352,10 +385,10 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
     """
     if mesh.devices.flat[0].platform != "cpu":
         return 0.0  # done while the device still computes the step before
-    state = [filled(mesh, (4,), jnp.float32) for _ in range(_STATE)]
+    state = [filled(mesh, (4,), jnp.float32) for _ in range(STATE)]
     step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
     seconds = seconds_of_call(step, state, calls=5 * calls)
-    return max(seconds - _STATE * launch, 0.0)
+    return max(seconds - STATE * launch, 0.0)
 
 
 def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
@@ -365,7 +398,7 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
     step, its threads wait for cores that are still computing, and for the slowest device. A CPU
     runs one for each of several buffers, a GPU one for all of them.
     """
-    count = _BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
+    count = BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
     shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), *[(max(1, size_bytes // 4),)] * count]
     arguments = [filled(mesh, shape, jnp.float32) for shape in shapes]
 
@@ -384,6 +417,20 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
     beyond_product = seconds(product=True, sums=True) - seconds(product=True, sums=False)
     alone = seconds(product=False, sums=True) - seconds(product=False, sums=False)
     return max(beyond_product, alone, _LEAST_SECONDS) / count
+
+
+_SMALL_PRODUCT = 256
+
+
+def reduction(size_bytes: int, *, is_reduced: bool) -> Probe:
+    """A small step: a product, and `BUFFERS` buffers of `size_bytes` that wait for it, summed over
+    all devices if `is_reduced`."""
+
+    def step(x: jax.Array, *values: jax.Array) -> list[jax.Array]:
+        mine = [value + (x @ x)[0, 0] for value in values]
+        return jax.lax.psum(mine, ALL) if is_reduced else mine
+
+    return step, [(_SMALL_PRODUCT, _SMALL_PRODUCT), *[(max(1, size_bytes // 4),)] * BUFFERS]
 
 
 def _seconds_of_one(

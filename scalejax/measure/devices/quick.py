@@ -1,68 +1,287 @@
-"""Quick measurement of the local devices as a `Cluster`, in a second or two.
+"""Quick measurement of the local devices as a `Cluster`, in at most about ten seconds.
 
 `train` predicts its own step with it, so that every run folder holds a prediction beside the
 measurement. All devices are measured at once, as they will run: virtual devices of one CPU share
-its cores. Knows no program and no model.
+its cores. On a CPU, whose rates differ by shape, those of the largest products and convolutions of
+a program are timed, each alone. All probes are called in turn and their means taken, so that they
+are as slow as a step is beside the other work of the machine. Knows no model, and of a program only
+shapes and sizes.
 """
 
-from dataclasses import replace
-from functools import cache
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from scalejax.hardware import Attainable, Chip, Cluster, Link, RateType
+from scalejax.hardware import Attainable, Chip, Cluster, Link, MeasuredRates, RateType
 from scalejax.measure.devices import NAME, probes
 from scalejax.measure.devices.collectives import Ring, library_of
 from scalejax.measure.devices.machine import memory_bytes, mesh_of, rate_types
-from scalejax.measure.devices.probes import Convolution
-from scalejax.measure.devices.timing import ALL, seconds_of_function
+from scalejax.measure.devices.probes import Convolution, Probe
+from scalejax.measure.devices.timing import (
+    ALL,
+    compiled_function,
+    noise,
+    seconds_in_turn,
+    seconds_of_function,
+)
+from scalejax.simulator.program import ConvolutionPass, Program
 
 _CALLS = 7
 _SOURCE = "measured by scalejax.measure.devices.quick just before the run"
-_PRODUCTS = {"cpu": (1, 256, 256, 256), "gpu": (1, 4096, 4096, 4096)}  # 1 ms; 0.2 ms on an H100
+_PRODUCT = (1, 4096, 4096, 4096)  # 0.2 ms on an H100
 _CONVOLUTION = Convolution(samples=4, size=14, channels_in=64, channels_out=64, window=3, stride=1)
 _LARGE_CONVOLUTION = replace(_CONVOLUTION, samples=256, size=28, channels_in=128, channels_out=128)
-_STREAM_BYTES = {"cpu": 2**22, "gpu": 2**30}  # read and written: beyond the caches
+_STREAM_BYTES = 2**30  # read and written: beyond the caches of a GPU
 _REDUCED_BYTES = 2**20
 
+_STREAMED = (2**16, 2**20)  # bytes within one core's cache, and within the shared one
+_MOST_STREAMED = 2**24  # beyond both
 
-def local_cluster(mesh: Mesh) -> Cluster:
+Shape = tuple[ConvolutionPass | None, tuple[int, ...]]
+"""Pass and shape of a convolution; None and the shape of a product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a CPU's rates are measured for."""
+
+    shapes: tuple[Shape, ...] = ((None, (1, 256, 256, 256)), ("forward", _CONVOLUTION.shape))
+    """Products and convolutions to time."""
+    temporary_bytes: int = 0
+    """Temporary memory of a step, whose first touch is timed."""
+    streamed: tuple[int, ...] = (2**22,)
+    """Bytes of element-wise operations to time."""
+    seconds: float = 0.5
+    """For how long, beyond the time of the compiler."""
+
+
+def local_cluster(mesh: Mesh, program: Program | None = None) -> Cluster:
     """The devices of `mesh` as a cluster of one node, with rates measured now.
 
-    The first call for a set of devices measures; later calls in the process return the cached
-    result. With several processes, all measure together.
+    The first call for a set of devices and, on a CPU, for the shapes of `program` measures, for a
+    second or two without a program; later calls in the process return the cached result. With
+    several processes, all measure together.
 
-    Ignores the cost of launching a program, which overlaps with the step before.
+    Ignores the cost of launching a program on a GPU, which overlaps with the step before.
     """
-    return _measured(tuple(mesh.devices.flat))
+    devices = tuple(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return _measured_cpu(devices, Work() if program is None else work_of(program))
+    return _measured(devices)
+
+
+_MOST_SHAPES = 16  # each takes the compiler a tenth of a second
+_SHARE_OF_SHAPES = 0.97  # of the FLOP of a program
+
+
+def work_of(program: Program) -> Work:
+    """The shapes with most FLOP of a program, and its temporary memory."""
+    flop: Counter[Shape] = Counter()
+    moved = _STREAMED[-1]
+    for item, runs in program.walk():
+        moved = max(moved, item.read_bytes + item.write_bytes)
+        if item.kind == "matmul" and len(item.shape) == 4 and item.grouped_pass is None:
+            flop[None, item.shape] += runs * item.flop
+        elif item.kind == "convolution" and len(item.shape) == 5 and item.convolution_groups == 1:
+            flop[item.convolution_pass or "forward", item.shape] += runs * item.flop
+    wanted, left = [], _SHARE_OF_SHAPES * flop.total()
+    for shape, count in flop.most_common(_MOST_SHAPES):
+        if left <= 0:
+            break
+        wanted.append(shape)
+        left -= count
+    largest = min(_MOST_STREAMED, 2 ** (moved.bit_length() - 1))
+    return Work(
+        shapes=tuple(wanted) or Work().shapes,
+        temporary_bytes=program.memory.temporary_bytes,
+        streamed=tuple(sorted({*_STREAMED, largest})),
+        seconds=_SECONDS,
+    )
+
+
+_SECONDS, _ROUNDS, _TURN_SECONDS = 4.0, 100, 4e-3  # of the shapes of a program
+_ROUNDS_TOGETHER = 8  # of several processes
+_TOUCHED = 2**22  # bytes of memory below which its first touch is not timed
+_PASSES = 4  # of an element-wise operation in one program
+_SMALL = "empty call"
+
+
+@cache
+def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
+    """A CPU whose operations, called in turn with each other, take as long as they did here."""
+    mesh = mesh_of(devices)
+    functions: dict[Any, Probe] = {
+        _SMALL: (lambda x: x + 1, [(4,)]),
+        "one": (partial(probes.chain, length=1), [(4, 4)]),
+        "chain": (partial(probes.chain, length=probes.CHAIN), [(4, 4)]),
+        "step": (lambda *arrays: [each + 1 for each in arrays], [(4,)] * probes.STATE),
+    }
+    for shape in work.shapes:
+        functions[shape] = _function(shape)
+    for size in work.streamed:
+        for index, function in enumerate(probes.FUSIONS):
+            blocks = (size // (8 * probes.TILE**2), probes.TILE, probes.TILE)
+            functions["stream", size, index] = probes.in_passes(function, _PASSES), [blocks]
+    if work.temporary_bytes > _TOUCHED:
+        functions["touch"] = probes.touch(work.temporary_bytes), [(4,)]
+    if len(devices) > 1:
+        for size in (4, _REDUCED_BYTES):
+            for is_reduced in (False, True):
+                functions["sum", size, is_reduced] = probes.reduction(size, is_reduced=is_reduced)
+    is_alone = jax.process_count() == 1  # several must do the same in the same order
+    with ThreadPoolExecutor(os.cpu_count() if is_alone else 1) as pool:
+        # The compiler takes most of the time.
+        calls = list(pool.map(lambda probe: _call(mesh, *probe), functions.values()))
+    rounds = _ROUNDS if is_alone else _ROUNDS_TOGETHER
+    found = seconds_in_turn(calls, rounds=rounds, seconds=work.seconds, turn_seconds=_TURN_SECONDS)
+    return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
+
+
+def _function(shape: Shape) -> Probe:
+    """The product or convolution of a shape; images are taken to be square, with stride 1."""
+    kind, sizes = shape
+    if kind is None:
+        batch, m, n, k = sizes
+        return probes.product_of((batch, m, n, k))
+    return probes.convolution_of(_convolution(sizes), kind)
+
+
+def _convolution(sizes: tuple[int, ...]) -> Convolution:
+    samples, positions, channels_in, channels_out, window = sizes
+    return Convolution(
+        samples=samples,
+        size=max(1, round(math.sqrt(positions))),
+        channels_in=channels_in,
+        channels_out=channels_out,
+        window=max(1, round(math.sqrt(window))),
+        stride=1,
+    )
+
+
+def _call(
+    mesh: Mesh, function: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> Callable[[], Any]:
+    compiled = compiled_function(function, mesh, shapes)
+    arguments = [noise(mesh, shape) for shape in shapes]
+    return lambda: jax.block_until_ready(compiled(*arguments))
+
+
+def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) -> Cluster:
+    empty = times[_SMALL]
+
+    def seconds(key: Any) -> float:
+        """Of a call of a probe, without what an empty one takes."""
+        return max(times[key] - empty, times[key] / 10)
+
+    launch = max(0.0, seconds("chain") - seconds("one")) / (probes.CHAIN - 1)
+    products, convolutions = [], {}
+    for kind, sizes in work.shapes:
+        flop = 2 * math.prod(sizes) if kind is None else _convolution(sizes).flop
+        row = (*sizes, flop / seconds((kind, sizes)))
+        if kind is None:
+            products.append(row)
+        else:
+            convolutions.setdefault(kind, []).append(row)
+    best = max(row[-1] for rows in (products, *convolutions.values()) for row in rows)
+    streams = []
+    for size in work.streamed:
+        logs = [
+            math.log(_PASSES * size / seconds(("stream", size, index)))
+            for index in range(len(probes.FUSIONS))
+        ]
+        streams.append((size, math.exp(math.fsum(logs) / len(logs))))
+    touch = ()
+    if "touch" in times:
+        touch = ((work.temporary_bytes, seconds("touch")),)
+    chip = Chip(
+        name=devices[0].platform,
+        title=devices[0].device_kind,
+        peak_flop_per_second={"f32": best},
+        memory_bytes=memory_bytes(devices),
+        memory_bytes_per_second=max(rate for _, rate in streams),
+        attainable=Attainable(
+            matmul_fraction=1.0,
+            matmul_ramp_seconds=0.0,
+            convolution_fraction=1.0,
+            memory_fraction=streams[-1][1] / max(rate for _, rate in streams),
+            launch_seconds=launch,
+            step_overhead_seconds=times["step"],
+        ),
+        runtime_reserve_bytes=0,
+        measured=MeasuredRates(
+            matmul={"f32": tuple(products or [(1, 1024, 1024, 1024, best)])},
+            convolution={kind: tuple(rows) for kind, rows in convolutions.items()},
+            stream=tuple(streams),
+            first_touch=touch,
+        ),
+        sources={"*": _SOURCE},
+    )
+    sums = {
+        size: max(
+            _LEAST_SECONDS,
+            (times["sum", size, True] - times["sum", size, False]) / probes.BUFFERS,
+        )
+        for size in (4, _REDUCED_BYTES)
+        if len(devices) > 1
+    }
+    return _cluster(devices, chip, sums)
+
+
+_LEAST_SECONDS = 1e-6  # of an all-reduce
+
+
+def _cluster(devices: tuple[Any, ...], chip: Chip, sums: dict[int, float]) -> Cluster:
+    """The cluster of `devices`, whose all-reduces of so many bytes take so long."""
+    count, link_rate, base = len(devices), chip.memory_bytes_per_second, 0.0
+    if count > 1:
+        sent_bytes = 2 * (count - 1) / count * _REDUCED_BYTES  # by each device of a ring
+        link_rate = sent_bytes / max(sums[_REDUCED_BYTES] - sums[4], 1e-9)
+        base = sums[4]  # measured whole, so that its messages are in the base
+    ring = Ring(base_seconds=base, hop_seconds=0.0, bytes_per_second=link_rate)
+    return Cluster(
+        name=NAME,
+        title=f"{count} x {chip.title}, as measured",
+        chip=chip,
+        devices_per_node=count,
+        link=Link(kind="host", bytes_per_second=link_rate),
+        library=library_of(
+            NAME,
+            "all-reduce of this machine, as measured",
+            ring,
+            _SOURCE,
+            runs_buffers_one_by_one=chip.name == "cpu",  # as XLA's CPU runtime does
+        ),
+        max_device_count=count,
+        sources={"*": _SOURCE},
+    )
 
 
 @cache
 def _measured(devices: tuple[Any, ...]) -> Cluster:
     mesh = mesh_of(devices)
-    kind = "cpu" if devices[0].platform == "cpu" else "gpu"
-    image = _CONVOLUTION if kind == "cpu" else _LARGE_CONVOLUTION
-    # On a CPU the calls are long beside what they cost; on a GPU that is a good part.
-    empty = 0.0 if kind == "cpu" else probes.call_seconds(mesh, _CALLS)
+    empty = probes.call_seconds(mesh, _CALLS)
     launch = probes.launch_seconds(mesh, 1)
     matmul: dict[RateType, float] = {
-        name: probes.matmul_row(mesh, _PRODUCTS[kind], dtype, empty, _CALLS, launch)[-1]
+        name: probes.matmul_row(mesh, _PRODUCT, dtype, empty, _CALLS, launch)[-1]
         for name, dtype in rate_types(devices[0]).items()
     }
-    convolution = probes.convolution_row(mesh, image, "forward", empty, _CALLS)[-1]
-    memory_rate = probes.stream_rate(mesh, _STREAM_BYTES[kind], empty, _CALLS, [probes.scale])
-    small, large = (_all_reduce_seconds(mesh, size) for size in (4, _REDUCED_BYTES))
-    count = len(devices)
-    sent_bytes = 2 * (count - 1) / count * _REDUCED_BYTES  # by each device of a ring
-    link_rate = sent_bytes / max(large - small, 1e-9) if count > 1 else memory_rate
+    convolution = probes.convolution_row(mesh, _LARGE_CONVOLUTION, "forward", empty, _CALLS)[-1]
     chip = Chip(
         name=devices[0].platform,
         title=devices[0].device_kind,
         peak_flop_per_second=matmul,
         memory_bytes=memory_bytes(devices),
-        memory_bytes_per_second=memory_rate,
+        memory_bytes_per_second=probes.stream_rate(
+            mesh, _STREAM_BYTES, empty, _CALLS, [probes.scale]
+        ),
         attainable=Attainable(
             matmul_fraction=1.0,
             matmul_ramp_seconds=0.0,
@@ -73,19 +292,8 @@ def _measured(devices: tuple[Any, ...]) -> Cluster:
         runtime_reserve_bytes=0,
         sources={"*": _SOURCE},
     )
-    # A small all-reduce is measured whole, so that its messages are in the base.
-    base = small if count > 1 else 0.0
-    ring = Ring(base_seconds=base, hop_seconds=0.0, bytes_per_second=link_rate)
-    return Cluster(
-        name=NAME,
-        title=f"{count} x {chip.title}, as measured",
-        chip=chip,
-        devices_per_node=count,
-        link=Link(kind="host", bytes_per_second=link_rate),
-        library=library_of(NAME, "all-reduce of this machine, as measured", ring, _SOURCE),
-        max_device_count=count,
-        sources={"*": _SOURCE},
-    )
+    sums = {size: _all_reduce_seconds(mesh, size) for size in (4, _REDUCED_BYTES)}
+    return _cluster(devices, chip, sums)
 
 
 def _all_reduce_seconds(mesh: Mesh, size_bytes: int) -> float:

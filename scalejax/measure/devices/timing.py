@@ -7,11 +7,12 @@ same load. Knows nothing of what is timed.
 import math
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ALL = "all"
@@ -44,6 +45,24 @@ def seconds_of_function(
         repeats: how often the program has `function`, each time on arrays of its own: a GPU does
             in microseconds what takes longer to call.
     """
+    compiled = compiled_function(function, mesh, shapes, dtype=dtype, repeats=repeats)
+    arguments: list[jax.Array] = []
+    for shape in shapes:
+        first = filled(mesh, shape, dtype)
+        arguments += [first, *(jnp.copy(first) for _ in range(repeats - 1))]
+    return seconds_of_call(compiled, arguments, calls=calls)
+
+
+def compiled_function(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: Any = jnp.float32,
+    repeats: int = 1,
+) -> Any:
+    """`function` compiled for every device of `mesh` at once; arguments as for
+    `seconds_of_function`."""
     spec = PartitionSpec(ALL)
 
     def repeated(*parts: jax.Array) -> list[Any]:
@@ -52,11 +71,13 @@ def seconds_of_function(
         return jax.tree.map(lambda out: out[None], [function(*group) for group in groups])
 
     each = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec)
-    arguments: list[jax.Array] = []
-    for shape in shapes:
-        first = filled(mesh, shape, dtype)
-        arguments += [first, *(jnp.copy(first) for _ in range(repeats - 1))]
-    return seconds_of_call(jax.jit(each).lower(*arguments).compile(), arguments, calls=calls)
+    sharding = NamedSharding(mesh, spec)
+    given = [
+        jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
+        for shape in shapes
+        for _ in range(repeats)
+    ]
+    return jax.jit(each).lower(*given).compile()
 
 
 def seconds_of_call(
@@ -88,6 +109,49 @@ def seconds_of_call(
             break
     statistic = statistic or (min if jax.process_count() == 1 else median)
     return statistic(times)
+
+
+def seconds_in_turn(
+    calls: Sequence[Callable[[], Any]], *, rounds: int, seconds: float, turn_seconds: float
+) -> list[float]:
+    """Mean seconds of functions that are called one after the other, over and over.
+
+    Whatever else this machine does slows all of them alike. The mean, since the time of a step is
+    the sum of its parts' also where other programs take turns on the cores with some of them; a
+    minimum is of a call that none disturbed.
+
+    Args:
+        calls: functions without arguments; each waits for its results.
+        rounds: most turns of each.
+        seconds: after which no further round begins; with several processes, which must make
+            equally many calls, it does not count.
+        turn_seconds: for how long a function is called again in its turn, where it is short; not
+            with several processes.
+    """
+    for call in calls:
+        call()
+    is_alone = jax.process_count() == 1
+    spent: list[list[float]] = [[] for _ in calls]
+    begin = time.perf_counter()
+    for done in range(rounds):
+        if is_alone and done >= _FEWEST_CALLS and time.perf_counter() - begin > seconds:
+            break
+        for call, found in zip(calls, spent, strict=True):
+            turn = 0.0
+            while not turn or (is_alone and turn < turn_seconds):
+                start = time.perf_counter()
+                call()
+                found.append(time.perf_counter() - start)
+                turn += found[-1]
+    return [fmean(found) for found in spent]
+
+
+def noise(mesh: Mesh, shape: tuple[int, ...]) -> jax.Array:
+    """An array as of `filled`, of f32, made without a program, whose compilation takes time."""
+    count = math.prod(shape)
+    values = np.resize(np.sin(np.arange(min(count, 2**16), dtype=np.float32)), (1, *shape))
+    rows = np.broadcast_to(values, (mesh.size, *shape))
+    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(ALL)))
 
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -232,7 +232,8 @@ def train(
             verifies, in place of refusing.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
-        predicts: write a prediction first, for which these devices are measured for a second.
+        predicts: write a prediction first, for which these devices are measured: for a second or
+            two, on a CPU for about ten where the run takes longer.
         startup_seconds: see `scalejax.training.train.train`.
         leave: see `scalejax.training.train.train`.
 

@@ -1,11 +1,12 @@
 """How far off is the step that `train` predicts of itself, after measuring for ten seconds?
 
-Trains each case with the package's own step and input in a process of its own, in turn with the
-quick calibration (`scalejax.measure.devices.quick`), so that the machine's other work is beside
-both, and prints the predicted over the measured time of a step, of each the median of all turns.
-Nothing of a run's times goes into its predictions.
+Trains each case with the package's own step and input in a process of its own. A step is one of
+the calls that the quick calibration (`scalejax.measure.devices.quick`) makes in turn, so that the
+machine's other work is beside both alike; printed is the predicted over the measured time of a
+step. The same by processor time, of all threads of the process, which says how well the parts of a
+step add up to it, whatever else runs. Nothing of a run's times goes into its predictions.
 
-    python experiments/local_prediction/quick.py [--turns N] [--only NAME,...]
+    python experiments/local_prediction/quick.py [--seconds N] [--only NAME,...]
 """
 
 import argparse
@@ -15,24 +16,25 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "quick.json"
 CASES = (
-    *(("mlp", 128, 1), ("mlp", 1024, 1), ("mlp", 1024, 2), ("mlp", 256, 8)),
-    *(("cnn", 32, 1), ("cnn", 128, 1), ("cnn", 128, 2), ("cnn", 128, 8)),
-    *(("gpt", 8, 1), ("gpt", 32, 1), ("gpt", 32, 2), ("gpt", 32, 8)),
-    *(("resnet", 16, 1), ("resnet", 64, 2), ("resnet", 64, 8)),
+    *(("mlp", 128, 1), ("mlp", 1024, 2), ("mlp", 256, 8)),
+    *(("cnn", 32, 1), ("cnn", 128, 2), ("cnn", 128, 8)),
+    *(("gpt", 8, 1), ("gpt", 32, 2), ("gpt", 32, 8)),
+    ("resnet", 16, 1),
 )
 """(model, samples per step over all devices, virtual devices)."""
-SECONDS = 5.0
-"""Of training in one turn."""
 
 
-def turns(model: str, batch: int, devices: int, count: int) -> dict:
-    """Times of the steps of one case, and what was predicted, in `count` turns of both."""
+def compare(model: str, batch: int, devices: int, seconds: float) -> dict:
+    """The mean time of a step of one case, and what was predicted, both within `seconds`."""
     from scalejax.core.environment import choose_platform
 
     choose_platform(devices)
@@ -64,59 +66,66 @@ def turns(model: str, batch: int, devices: int, count: int) -> dict:
         start_step=0,
         stop_step=run.total_steps,
     )
-    of_turns, predicted, calibrations = [], [], []
 
-    def train() -> None:
+    def step() -> None:
         nonlocal state
-        count, begin = 0, time.perf_counter()
-        while count < 8 or time.perf_counter() - begin < SECONDS:
-            state, metrics = programs.update(state, next(batches))
-            jax.block_until_ready(metrics["loss"])
-            count += 1
-        of_turns.append((time.perf_counter() - begin) / count)  # the mean, as of a record's line
+        state, metrics = programs.update(state, next(batches))
+        jax.block_until_ready(metrics["loss"])
 
-    train()
-    of_turns.clear()
-    for _ in range(count):
-        train()
-        quick._measured_cpu.cache_clear()  # measured anew in each turn
-        start = time.perf_counter()
-        cluster = quick.local_cluster(mesh, program)
-        calibrations.append(time.perf_counter() - start)
-        predicted.append(predict(program, cluster).step_seconds)
-    train()
+    in_turn, to_cluster = quick.seconds_in_turn, quick._cpu_cluster
+    walls: list[float] = []
+    processors: list[float] = []
+    predictions: list[float] = []
+
+    def beside_a_step(calls: Sequence[Callable[[], Any]], **how: Any) -> list[float]:
+        how["seconds"] = seconds / 2
+        walls.extend(in_turn([*calls, step], **how))
+        processors.extend(in_turn([*calls, step], **how, clock=time.process_time))
+        return walls[:-1]
+
+    def both(devices: Any, work: Any, times: Any) -> Any:
+        by_processor = to_cluster(devices, work, dict(zip(times, processors, strict=False)))
+        predictions.append(predict(program, by_processor).step_seconds)
+        return to_cluster(devices, work, times)
+
+    quick.seconds_in_turn, quick._cpu_cluster = beside_a_step, both
+    for _ in range(3):
+        step()
+    predicted = predict(program, quick.local_cluster(mesh, program))
     batches.close()
+    step_seconds = walls[-1]
     return {
         "model": model,
         "batch": batch,
         "devices": devices,
-        "measured_seconds": median(of_turns),
-        "measured_range": [min(of_turns), max(of_turns)],
-        "predicted_seconds": median(predicted),
-        "predicted_range": [min(predicted), max(predicted)],
-        "ratio": median(predicted) / median(of_turns),
-        "calibration_seconds": median(calibrations),
+        "measured_seconds": step_seconds,
+        "predicted_seconds": predicted.step_seconds,
+        "ratio": predicted.step_seconds / step_seconds,
+        "processor_seconds": processors[-1],
+        "predicted_processor_seconds": predictions[0],
+        "processor_ratio": predictions[0] / processors[-1],
         "load_average": os.getloadavg()[0],
+        "waterfall": dict(predicted.waterfall),
     }
 
 
 def main() -> None:
     """Run every case in a process of its own; print the table and write quick.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", default="", help="names of models")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each case")
+    parser.add_argument("--only", default="", help="names of models; other rows are kept")
     parser.add_argument("--case", help="one case, in this process: MODEL,BATCH,DEVICES")
     given = parser.parse_args()
     if given.case:
         model, batch, devices = given.case.split(",")
-        print(json.dumps(turns(model, int(batch), int(devices), given.turns)))
+        print(json.dumps(compare(model, int(batch), int(devices), given.seconds)))
         return
     rows = []
-    print(f"{'run':<16}{'measured':>12}{'predicted':>12}{'ratio':>8}{'calibrated':>12}{'load':>7}")
+    print(f"{'run':<16}{'measured':>12}{'predicted':>12}{'ratio':>8}{'processor':>11}{'load':>7}")
     for case in CASES:
         if given.only and case[0] not in given.only.split(","):
             continue
-        command = [sys.executable, __file__, "--turns", str(given.turns)]
+        command = [sys.executable, __file__, "--seconds", str(given.seconds)]
         found = subprocess.run(
             [*command, "--case", ",".join(map(str, case))], check=True, stdout=subprocess.PIPE
         )
@@ -126,23 +135,27 @@ def main() -> None:
         print(
             f"{name:<16}{row['measured_seconds'] * 1e3:>9.2f} ms"
             f"{row['predicted_seconds'] * 1e3:>9.2f} ms{row['ratio']:>8.2f}"
-            f"{row['calibration_seconds']:>10.1f} s{row['load_average']:>7.1f}",
+            f"{row['processor_ratio']:>11.2f}{row['load_average']:>7.1f}",
             flush=True,
         )
-    errors = [abs(row["ratio"] - 1) for row in rows]
-    within = sum(error <= 0.15 for error in errors)
-    print(f"median absolute error {median(errors):.1%}; {within} of {len(rows)} within 15 %")
+    kept = json.loads(RESULTS.read_text())["rows"] if given.only and RESULTS.exists() else []
+    made = {(row["model"], row["batch"], row["devices"]) for row in rows}
+    rows += [row for row in kept if (row["model"], row["batch"], row["devices"]) not in made]
+    summary = {}
+    for name in ("ratio", "processor_ratio"):
+        errors = [abs(row[name] - 1) for row in rows]
+        within = sum(error <= 0.15 for error in errors)
+        summary[name] = {"median_absolute_error": median(errors), "within_15_percent": within}
+        print(f"{name}: median error {median(errors):.1%}, {within} of {len(rows)} within 15 %")
     result = {
-        "median_absolute_error": median(errors),
-        "within_15_percent": within,
-        "turns": given.turns,
+        **summary,
+        "seconds": given.seconds,
         "rows": rows,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "grain")},
     }
-    if not given.only:
-        (HERE / "quick.json").write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def test_a_run_is_costed_by_its_own_shapes(mesh, monkeypatch):
 
     assert local_cluster(mesh, program_of((PRODUCT, 9), (CONVOLUTION, 1))) is cluster
     assert len(called) == 1
-    # the first five probes: nothing, a product, a chain of 33, a step, and then the shapes
-    launch = (3e-3 - 2e-3) / 32
+    # probes in order: nothing, a pair of products, 17 of them, a step, and then the shapes
+    launch = (3e-3 - 2e-3) / (2 * 16)
     product, convolution = (operation_time(each, cluster.chip) for each in (PRODUCT, CONVOLUTION))
     assert product.seconds == pytest.approx(4e-3 + launch)  # of the fifth, without the first
     assert convolution.busy_seconds == pytest.approx(5e-3)

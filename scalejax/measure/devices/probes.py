@@ -26,8 +26,7 @@ STREAM_PASSES = 16
 TILE = 64
 """Rows and columns of transposed blocks: heads and their size, say."""
 _WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little beside the first touch
-CHAIN = 33
-"""Products so small that only their launch takes time."""
+_CHAIN = 33  # products so small that only their launch takes time
 _STEP_PRODUCT = 1024  # width of a product that takes milliseconds
 BUFFERS = 8
 """All-reduced after it: parameters of a small network."""
@@ -364,13 +363,13 @@ def launch_seconds(mesh: Mesh, calls: int) -> float:
     """Seconds of launching one empty operation within a program."""
 
     one, many = (
-        seconds_of_function(partial(chain, length=n), mesh, [(4, 4)], calls=5 * calls)
-        for n in (1, CHAIN)
+        seconds_of_function(partial(_chain, length=n), mesh, [(4, 4)], calls=5 * calls)
+        for n in (1, _CHAIN)
     )
-    return max(many - one, 0.0) / (CHAIN - 1)
+    return max(many - one, 0.0) / (_CHAIN - 1)
 
 
-def chain(x: jax.Array, length: int) -> jax.Array:
+def _chain(x: jax.Array, length: int) -> jax.Array:
     """So many products, each of the result of the one before."""
     y = x
     for _ in range(length):

@@ -112,6 +112,7 @@ _ROUNDS_TOGETHER = 8  # of several processes
 _TOUCHED = 2**22  # bytes of memory below which its first touch is not timed
 _PASSES = 4  # of an element-wise operation in one program
 _SMALL = "empty call"
+_PAIRS, _SIDE = 17, 24  # beyond the sizes up to which the runtime stays on one thread
 
 
 @cache
@@ -120,8 +121,8 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
     mesh = mesh_of(devices)
     functions: dict[Any, Probe] = {
         _SMALL: (lambda x: x + 1, [(4,)]),
-        "one": (partial(probes.chain, length=1), [(4, 4)]),
-        "chain": (partial(probes.chain, length=probes.CHAIN), [(4, 4)]),
+        "one": (partial(_pairs, count=1), [(_SIDE, _SIDE)]),
+        "pairs": (partial(_pairs, count=_PAIRS), [(_SIDE, _SIDE)]),
         "step": (lambda *arrays: [each + 1 for each in arrays], [(4,)] * probes.STATE),
     }
     for shape in work.shapes:
@@ -143,6 +144,16 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
     rounds = _ROUNDS if is_alone else _ROUNDS_TOGETHER
     found = seconds_in_turn(calls, rounds=rounds, seconds=work.seconds, turn_seconds=_TURN_SECONDS)
     return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
+
+
+def _pairs(x: jax.Array, count: int) -> list[jax.Array]:
+    """So many pairs of products that take no time, and that can begin together, as the gradients
+    of a layer can: XLA's CPU runtime hands one of them to another thread."""
+    y, found = x, []
+    for _ in range(count):
+        found.append(y.T @ y)
+        y = y @ x
+    return [y, *found]
 
 
 def _function(shape: Shape) -> Probe:
@@ -181,7 +192,7 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
         """Of a call of a probe, without what an empty one takes."""
         return max(times[key] - empty, times[key] / 10)
 
-    launch = max(0.0, seconds("chain") - seconds("one")) / (probes.CHAIN - 1)
+    launch = max(0.0, seconds("pairs") - seconds("one")) / (2 * (_PAIRS - 1))
     products, convolutions = [], {}
     for kind, sizes in work.shapes:
         flop = 2 * math.prod(sizes) if kind is None else _convolution(sizes).flop

@@ -112,7 +112,12 @@ def seconds_of_call(
 
 
 def seconds_in_turn(
-    calls: Sequence[Callable[[], Any]], *, rounds: int, seconds: float, turn_seconds: float
+    calls: Sequence[Callable[[], Any]],
+    *,
+    rounds: int,
+    seconds: float,
+    turn_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Mean seconds of functions that are called one after the other, over and over.
 
@@ -127,6 +132,7 @@ def seconds_in_turn(
             equally many calls, it does not count.
         turn_seconds: for how long a function is called again in its turn, where it is short; not
             with several processes.
+        clock: by which each call is timed, in seconds.
     """
     for call in calls:
         call()
@@ -139,9 +145,9 @@ def seconds_in_turn(
         for call, found in zip(calls, spent, strict=True):
             turn = 0.0
             while not turn or (is_alone and turn < turn_seconds):
-                start = time.perf_counter()
+                start = clock()
                 call()
-                found.append(time.perf_counter() - start)
+                found.append(clock() - start)
                 turn += found[-1]
     return [fmean(found) for found in spent]
 

@@ -241,9 +241,10 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     page.add("<h3>Time of a step: predicted and measured</h3>")
     page.add(
         "<p>The prediction was written before training began, from the compiled program and a "
-        "short measurement of this machine; the measurement is the median over the run. The "
-        "error is (predicted - measured) / measured. The time the host takes to start each step is "
-        "not predicted; it dominates steps of a few milliseconds.</p>"
+        "short measurement of this machine, at the load that it had then; the measurement is the "
+        "median over the run. The error is (predicted - measured) / measured. The time a host "
+        "takes to start each step on a GPU is not predicted; it dominates steps of a few "
+        "milliseconds.</p>"
     )
     page.add_table(
         [

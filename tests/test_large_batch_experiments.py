@@ -167,13 +167,34 @@ def test_a_verdict_on_warmup_counts_what_diverged_and_needs_rates_on_both_sides(
     assert script("warmup_today")["verdict"](usual | found, is_at_edge).startswith(said)
 
 
-def test_verdicts_on_warmup_follow_from_the_committed_figures():
+@pytest.mark.parametrize(
+    ("study", "measure", "optimizers"),
+    [
+        ("images", "accuracy", {"muon", "schedule_free", "lamb", "sgd"}),
+        ("decoder", "loss", {"adamw", "muon"}),
+    ],
+)
+def test_verdicts_on_warmup_follow_from_the_committed_figures(study, measure, optimizers):
     """Of each warmup of each optimizer, at a rate that is at no edge unless the verdict says so."""
-    found = json.loads((EXPERIMENTS / "warmup_today" / "results.json").read_text())
+    found = json.loads((EXPERIMENTS / "warmup_today" / "results.json").read_text())[study]
     at_edge = {line["optimizer"] for line in found["rates"] if line["at_edge"]}
     judged = [cell for cell in found["cells"] if cell["warmup"] != "none"]
 
-    assert {cell["optimizer"] for cell in judged} == {"muon", "schedule_free", "lamb", "sgd"}
+    assert {cell["optimizer"] for cell in judged} == optimizers
     verdict = script("warmup_today")["verdict"]
     for cell in judged:
-        assert cell["verdict"] == verdict(cell, cell["optimizer"] in at_edge)
+        assert cell["verdict"] == verdict(cell, cell["optimizer"] in at_edge, measure)
+
+
+def test_of_losses_the_lower_is_better():
+    """Where the interval of differences leaves zero out."""
+    verdict = script("warmup_today")["verdict"]
+    cell = {"runs": 3, "trained_only": 0, "diverged_only": 0}
+    ends = [f"test_loss_difference_{end}" for end in ("low", "high")]
+
+    said = [
+        verdict(cell | dict(zip(ends, each, strict=True)), False, "loss")
+        for each in ((-0.2, -0.1), (0.1, 0.2), (-0.1, 0.2))
+    ]
+
+    assert said == ["better", "worse", "no difference shown"]

@@ -64,7 +64,7 @@ DIVERGED = 1.2
 DIVERGES_ABOVE = 0.1
 """Probability of divergence above which a run is told to diverge: the share of the published dense
 runs that did, so that the two errors are about as likely."""
-_NEAR, _FAR_WEIGHT = 0.01, 0.03
+_NEAR, _FAR_WEIGHT = 0.006, 0.003
 """Of the fit of the best batch and rate: standard deviation of the normal weights over the loss
 beside the least of a cell, and what weight remains to runs far from it
 (experiments/loss_model/README.md says how little others do)."""

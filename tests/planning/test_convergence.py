@@ -67,20 +67,19 @@ def test_mccandlish_relation_holds(critical: float, least: float, batch: int):
     assert product == pytest.approx(1, rel=0.05)
 
 
-def test_samples_that_do_not_depend_on_the_batch_have_a_critical_batch_beyond_them():
-    """Far below the critical batch: as many samples at every batch. How sharp the bend is they do
-    not tell, so that it may be soon after the largest, 4000."""
+def test_samples_that_do_not_depend_on_the_batch_have_no_critical_batch():
+    """Far below the critical batch: as many samples at every batch."""
     found = fit([Point(global_batch=batch, samples=1e6) for batch in BATCHES])
 
-    assert found.critical_batch.p10 > 8000
+    assert found.critical_batch.p10 > 1e6
     assert found.samples(8000).p50 == pytest.approx(1e6, rel=1e-2)
 
 
 def test_steps_that_do_not_depend_on_the_batch_have_no_more_parallelism():
-    """Far above it: as many steps at every batch, from 100 on."""
+    """Far above it: as many steps at every batch."""
     found = fit([Point(global_batch=batch, samples=1e3 * batch) for batch in BATCHES])
 
-    assert found.critical_batch.p90 < 50
+    assert found.critical_batch.p90 < 1
     assert found.steps(8000).p50 == pytest.approx(1e3, rel=1e-2)
 
 
@@ -90,20 +89,6 @@ def test_curve_never_falls_though_points_do():
 
     assert found.samples(1000).p50 >= found.samples(100).p50
     assert 1e6 < found.samples(300).p50 < 1.15e6
-
-
-def test_a_sharp_bend_is_recovered():
-    """Points of E = 1e6 (1 + (B / 1000)^4)^(1/4), where the hyperbola through them is 10 % off at
-    the bend: from six batches the sharpness is known, and three are the hyperbola's."""
-
-    def samples(batch: int) -> float:
-        return 1e6 * (1 + (batch / 1000) ** 4) ** 0.25
-
-    points = [Point(global_batch=b, samples=samples(b)) for b in (100, 250, 500, 2000, 4000, 8000)]
-
-    assert fit(points).samples(1000).p50 == pytest.approx(samples(1000), rel=0.02)
-    assert fit(points).critical_batch.p50 == pytest.approx(1000, rel=0.02)
-    assert set(fit(points[::2]).bends) == {1.0}
 
 
 def test_one_point_says_between_as_many_samples_and_as_many_steps():
@@ -194,7 +179,6 @@ def test_the_mean_of_runs_varies_less_than_one_run():
         reference_batch=1000,
         weights=np.ones(1),
         shares=np.array([0.5]),
-        bends=np.ones(1),
         scatters=np.zeros(1),
         levels=np.log([[2e6]]),
         level_variances=np.zeros((1, 1)),
@@ -263,10 +247,8 @@ def test_published_points_of_resnet50():
 
 
 def test_each_published_point_is_predicted_by_the_others():
-    """Leave one out: half of all points of ResNet-50, BERT and SSD within 6 %, and those of each of
-    the first two in the mean."""
+    """Leave one out: half of all points of ResNet-50, BERT and SSD within 6 %."""
     errors = []
-    means = {}
     for name in ("resnet50", "bert_large", "ssd_resnet34", "retinanet"):
         data = published_data(name)
         assert data is not None
@@ -274,11 +256,9 @@ def test_each_published_point_is_predicted_by_the_others():
             others = [each for each in data.points if each is not point]
             estimate = fit(others).samples(point.global_batch, recipe=point.recipe)
             errors.append(abs(estimate.p50 / point.samples - 1))
-        means[name] = float(np.mean(errors[-len(data.points) :]))
 
     assert len(errors) == 28
     assert float(np.median(errors)) <= 0.06
-    assert max(means["resnet50"], means["bert_large"]) <= 0.06
 
 
 def test_no_points_are_published_of_a_network_of_ones_own():

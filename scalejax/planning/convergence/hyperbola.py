@@ -3,18 +3,13 @@
     E(B) = E_min (1 + B / B_crit),   S(B) = E(B) / B = S_min (1 + B_crit / B)
 
 which is (S / S_min - 1) (E / E_min - 1) = 1: below the critical batch B_crit samples stay the
-same, above it steps do. It is derived for a rate that is best at every batch. Rates follow a rule
-instead, proportional to the batch up to one that is stable, and then samples stay the same for
-longer and steps do so sooner (Shallue et al. 2019, arXiv 1811.03600, section 4.1):
+same, above it steps do. The curve has one parameter beside its height, the share phi of samples at
+a reference batch R that is there because the batch is large:
 
-    E(B) = E_min (1 + (B / B_crit)^k)^(1/k),   k >= 1.
+    E(B) = E(R) (1 - phi + phi B / R),   phi = R / (R + B_crit), 0 to 1.
 
-Beside its height and k the curve has one parameter, phi = R / (R + B_crit), 0 to 1, where R is a
-reference batch: for k = 1 the share of samples at R that is there because the batch is large.
-
-Source of k = 1: McCandlish et al. 2018, "An empirical model of large-batch training",
-arXiv 1812.06162, section 2.4 and appendix D. The further form is assumed, and used where there are
-points at four batches or more: three constants fit any three.
+Source: McCandlish et al. 2018, "An empirical model of large-batch training", arXiv 1812.06162,
+section 2.4 and appendix D.
 """
 
 import math
@@ -36,10 +31,6 @@ SCATTER = 0.05
 """Scale of the half-Cauchy prior of how far points lie from their hyperbola, over it: a few per
 cent where hyperparameters are tuned at each batch, which experiments/convergence_fit measures on
 published points. The form of the prior is that of Gelman 2006, Bayesian Analysis 1(3)."""
-BEND_DEVIATION = math.log(2)
-"""Standard deviation of ln k, half-normal, where k is not 1, which is as likely as not: assumed. Of
-MLPerf's reference points those of other benchmarks than BERT and ResNet-50 are 340 times as likely
-as with k = 1, and with a wider one up to four times more (experiments/convergence_fit/bend.py)."""
 NOISE_SCALE_DEVIATION = math.log(2)
 """Standard deviation of ln(B_crit / noise scale): the two agree to about a factor of 2
 (McCandlish et al. 2018, arXiv 1812.06162, section 3 and figure 4)."""
@@ -47,9 +38,7 @@ AVERAGED_DEVIATION = math.log(5.6)
 """Upward standard deviation of ln(B_crit / noise scale) for other optimizers than plain SGD: the
 root mean square over Nesterov, Adam, LAMB and LARS, whose critical batches were 4.0, 5.8, 4.8 and
 8.0 times the noise scale of SGD on Fashion-MNIST (experiments/critical_batch, one network)."""
-_SHARES, _SCATTERS, _BENDS = 96, 20, 7  # cells of the grid
-_MOST_BEND = 8.0  # three standard deviations
-_BATCHES_OF_A_BEND = 4
+_SHARES, _SCATTERS = 160, 48  # cells of the grid
 _LEAST_SCATTER, _MOST_SCATTER = 1e-4, 1.0
 _NEGLIGIBLE = 1e-9  # probability beside the largest
 _REFINEMENTS = 6
@@ -76,7 +65,7 @@ class Estimate:
 class Hyperbola:
     """Posterior over hyperbolas: a grid of them, each with its weight. Made by `fit`.
 
-    A row for each share phi, bend k and scatter; a column for each recipe.
+    A row for each pair of a share phi and a scatter; a column for each recipe.
     """
 
     points: tuple[Point, ...]
@@ -87,8 +76,6 @@ class Hyperbola:
     """Probability of each row."""
     shares: Floats
     """phi of each row."""
-    bends: Floats
-    """k of each row."""
     scatters: Floats
     """Standard deviation of points about the curve, in ln samples, of each row."""
     levels: Floats
@@ -114,7 +101,7 @@ class Hyperbola:
         require_at_least("global_batch", global_batch, 1)
         require_at_least("run_count", run_count, 1)
         column = self._column(global_batch, recipe)
-        means = self.levels[:, column] + self._growth(global_batch)
+        means = self.levels[:, column] + _growth(self.shares, global_batch / self.reference_batch)
         between_runs = self.run_deviation**2 / run_count
         variances = self.level_variances[:, column] + self.scatters**2 + between_runs
         found = [_quantile(self.weights, means, np.sqrt(variances), q) for q in (0.1, 0.5, 0.9)]
@@ -130,8 +117,7 @@ class Hyperbola:
 
     @property
     def critical_batch(self) -> Estimate:
-        """B_crit, where as many samples as of small batches meet as many steps as of large ones; of
-        the hyperbola itself (k = 1) twice the minimum of both are needed there."""
+        """B_crit, at which twice the minimum samples and twice the minimum steps are needed."""
         order = np.argsort(-self.shares)
         cumulated = np.cumsum(self.weights[order])
 
@@ -140,10 +126,6 @@ class Hyperbola:
             return self.reference_batch * (1 - share) / share if share else math.inf
 
         return Estimate(p10=quantile(0.1), p50=quantile(0.5), p90=quantile(0.9))
-
-    def _growth(self, global_batch: int) -> Floats:
-        """ln E(B) - ln E(R) of each row."""
-        return _growth(self.shares, self.bends, global_batch / self.reference_batch)
 
     def _column(self, global_batch: int, recipe: str | None) -> int:
         if recipe not in self.recipes:
@@ -159,8 +141,8 @@ def fit(
 ) -> Hyperbola:
     """Posterior over hyperbolas through `points`.
 
-    Bayes' rule on a grid of (phi, k, scatter), the height of each recipe being normal where those
-    three are given. Points are weighted by 1 / (scatter^2 + standard error^2), so that neither
+    Bayes' rule on a grid of (phi, scatter), the height of each recipe being normal where those
+    two are given. Points are weighted by 1 / (scatter^2 + standard error^2), so that neither
     many runs of one batch nor a point of few outvote the rest. Without a noise scale all phi are
     as likely beforehand: a single point then says that samples at other batches lie between the
     same number of samples and the same number of steps. The curve never falls, and samples at
@@ -189,13 +171,11 @@ def fit(
         # ln B_crit is normal, in two halves; the last term is its slope over phi.
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
-    is_bent = len({point.global_batch for point in points}) >= _BATCHES_OF_A_BEND
-    prior = bend_prior() if is_bent else (np.ones(1), np.ones(1))
     edges = np.linspace(0.0, 1.0, _SHARES + 1)
-    found = _posterior(points, reference, deviation, edges, log_prior, prior)
+    found = _posterior(points, reference, deviation, edges, log_prior)
     for _ in range(_REFINEMENTS):
         edges = _finer_where_likely(edges, found)
-        found = _posterior(points, reference, deviation, edges, log_prior, prior)
+        found = _posterior(points, reference, deviation, edges, log_prior)
     return found
 
 
@@ -205,23 +185,18 @@ def _posterior(
     deviation: float,
     edges: Floats,
     log_prior: Callable[[Floats], Floats],
-    bend_prior: tuple[Floats, Floats],
 ) -> Hyperbola:
-    """Posterior on the grid of shares midway between `edges`, of bends and of scatters.
+    """Posterior on the grid of shares midway between `edges`, and of scatters.
 
     Runs that all reached the target at the same evaluation have a deviation of 0, though it is
     only hidden between two evaluations: `deviation`, that of the other points, is used.
     """
     recipes = tuple(dict.fromkeys(point.recipe for point in points))
     scatters = np.geomspace(_LEAST_SCATTER, _MOST_SCATTER, _SCATTERS)
-    bends, likely = bend_prior
-    each = bends.size * _SCATTERS
+    phi = np.repeat((edges[:-1] + edges[1:]) / 2, _SCATTERS)
+    tau = np.tile(scatters, _SHARES)
     # A cell of the grid is as wide as its edges are apart, and even in the logarithm of tau.
-    phi = np.repeat((edges[:-1] + edges[1:]) / 2, each)
-    bend = np.tile(np.repeat(bends, _SCATTERS), _SHARES)
-    tau = np.tile(scatters, _SHARES * bends.size)
-    chance = np.repeat(np.log(np.diff(edges)), each) + np.log(tau)
-    chance += np.tile(np.repeat(np.log(likely), _SCATTERS), _SHARES)
+    chance = np.repeat(np.log(np.diff(edges)), _SCATTERS) + np.log(tau)
     chance += log_prior(phi) - np.log1p((tau / SCATTER) ** 2)
     levels = np.empty((phi.size, len(recipes)))
     variances = np.empty_like(levels)
@@ -231,8 +206,7 @@ def _posterior(
         errors = np.array([(p.run_deviation or deviation) / math.sqrt(p.run_count) for p in mine])
         weights = 1 / (tau[:, None] ** 2 + errors**2)
         ratios = np.array([point.global_batch / reference for point in mine])
-        growth = _growth(phi[:, None], bend[:, None], ratios)
-        heights = np.log([point.samples for point in mine]) - growth
+        heights = np.log([point.samples for point in mine]) - _growth(phi[:, None], ratios)
         total = weights.sum(axis=1)
         level = (weights * heights).sum(axis=1) / total
         misfit = (weights * (heights - level[:, None]) ** 2).sum(axis=1)
@@ -244,7 +218,6 @@ def _posterior(
         reference_batch=reference,
         weights=probability / probability.sum(),
         shares=phi,
-        bends=bend,
         scatters=tau,
         levels=levels,
         level_variances=variances,
@@ -253,19 +226,9 @@ def _posterior(
     )
 
 
-def bend_prior(deviation: float = BEND_DEVIATION) -> tuple[Floats, Floats]:
-    """Bends k, and how likely each is beforehand: 1 as likely as all others together."""
-    bends = np.geomspace(1.0, _MOST_BEND, _BENDS)
-    spread = np.exp(-0.5 * (np.log(bends) / deviation) ** 2)
-    spread[[0, -1]] /= 2  # cells at the ends of the grid are half as wide
-    likely = 0.5 * spread / spread.sum()
-    likely[0] += 0.5
-    return bends, likely
-
-
 def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:
     """Refined edges, half of them placed by probability mass and half evenly."""
-    mass = found.weights.reshape(_SHARES, -1).sum(axis=1)
+    mass = found.weights.reshape(_SHARES, _SCATTERS).sum(axis=1)
     cumulated = np.concatenate(([0.0], np.cumsum(mass)))
     mixed = (cumulated / cumulated[-1] + edges) / 2
     return np.interp(np.linspace(0.0, 1.0, _SHARES + 1), mixed, edges)
@@ -280,13 +243,9 @@ def _run_deviation(points: Sequence[Point]) -> float:
     return math.sqrt(sum(deviation**2 * count for deviation, count in known) / freedom)
 
 
-def _growth(phi: Floats, bend: Floats, ratio: Floats | float) -> Floats:
+def _growth(phi: Floats, ratio: Floats | float) -> Floats:
     """ln E(B) - ln E(R) at B = ratio R."""
-
-    def log_samples(over: Floats | float) -> Floats:
-        return np.log((1 - phi) ** bend + (phi * over) ** bend) / bend
-
-    return log_samples(ratio) - log_samples(1.0)
+    return np.log(1 - phi + phi * ratio)
 
 
 def _quantile(weights: Floats, means: Floats, deviations: Floats, q: float) -> float:

@@ -37,6 +37,8 @@ PUBLISHED = Path(loss_surface.__file__).parent / "published" / "loss_surface.jso
 SEED = 26
 BEYOND = {"tokens": (45e9, 35e9, 22e9, 15e9), "parameters": (6e8, 5e8, 4e8)}
 """Limits above which all runs are left out."""
+FAR = ((1e9, 1, 1e11), (7e9, 1, 2e12), (7e10, 1, 2e12))
+"""Parameters, sparsity and tokens of runs such as are asked for."""
 _FAR = 0.5
 """Logarithm of a factor beyond the runs, below which an error says little of distance."""
 CONTEXT = (
@@ -123,6 +125,22 @@ def best_of(surface: Surface, runs: Sequence[LanguageRun]) -> dict[str, float]:
     }
 
 
+def excess_at_best(surface: Surface, cells: Sequence[tuple[float, ...]]) -> dict[str, object]:
+    """How far the loss at the best batch and rate is above the least of its own sum, of cells
+    (parameters, sparsity, tokens)."""
+    first = replace(surface, optimum=())
+    excess = [
+        surface.best(n, tokens, s).loss / first.best(n, tokens, s).loss - 1
+        for n, s, tokens in cells
+    ]
+    return {
+        "cells": len(excess),
+        "mean": float(np.mean(excess)),
+        "largest": max(excess),
+        "above_0.05_percent": sum(each > 5e-4 for each in excess),
+    }
+
+
 def divergence_errors(runs: Sequence[LanguageRun]) -> dict[str, object]:
     """Runs of each size told apart by a regression to the others."""
     told, found, missed, false = 0, 0, 0, 0
@@ -168,6 +186,9 @@ def main() -> None:
         name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
         for name, moe in (("dense", False), ("experts", True))
     }
+    for name, cells in (("cells", sorted({run.cell for run in used})), ("beyond", FAR)):
+        results[f"loss at the best over its least, {name}"] = found = excess_at_best(whole, cells)
+        print(f"loss at the best over its least, {name}: {json.dumps(found)}")
     rows, left_out, squares, beyond, far = [], [], [], [], []
     for kind, name, is_out in splits(used):
         seen = [run for run in used if not is_out(run)]

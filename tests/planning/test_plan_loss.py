@@ -309,6 +309,33 @@ def test_a_ladder_of_few_runs_leans_on_the_exponents_of_another_corpus():
         fit_ladder(runs[:16], model.surface)
 
 
+def test_a_ladder_has_the_best_batch_and_rate_of_its_own_second_sum():
+    """Four sizes with losses of the sum whose least is the best, 30 % higher: batch and rate of
+    that sum within 2 %, beyond them in tokens or size, where those of the sum that foretells the
+    loss are up to 14 % off."""
+    surface = published_surface().surface
+    of_best = replace(surface, terms=surface.optimum)
+    runs = []
+    for n in (1e8, 2e8, 4e8, 8e8):
+        best = surface.best(n, 20 * n)
+        for r in (0.5, 1, 2):
+            for b in (0.5, 1, 2):
+                run = LanguageRun(
+                    parameters=n,
+                    tokens=20 * n,
+                    batch_tokens=b * best.batch_tokens,
+                    learning_rate=r * best.learning_rate,
+                )
+                runs.append(replace(run, loss=1.3 * of_best.loss(run)))
+
+    ladder = fit_ladder(runs, surface)
+
+    for n, tokens in ((1e9, 1e11), (7e9, 1.4e11)):
+        best, found = surface.best(n, tokens), ladder.best(n, tokens)
+        assert found.learning_rate == pytest.approx(best.learning_rate, rel=0.02)
+        assert found.batch_tokens == pytest.approx(best.batch_tokens, rel=0.02)
+
+
 RUN = """
 [model]
 name = "llama"

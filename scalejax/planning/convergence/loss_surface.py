@@ -146,34 +146,32 @@ class Surface:
     ) -> Optimum:
         """The best rate, and the best batch unless it is given.
 
-        Newton's method on a convex function of two logarithms, or one.
+        A given batch is no best one: the more its least loss is above that of the best batch, the
+        more its rate is that of `terms`, by the weight that such a run had in the fit of `optimum`.
         """
-        at = np.log([2e-3, float(batch_tokens or 524288.0), parameters, tokens, sparsity])
-        at -= _ORIGIN
-        terms = np.array(self.optimum or self.terms)
-        free = [0] if batch_tokens is not None else [0, 1]
-        exponents = terms[:, 1:][:, free]
-        for _ in range(_STEPS):
-            sizes = np.exp(terms[:, 0] + terms[:, 1:] @ at)
-            gradient = exponents.T @ sizes
-            curvature = exponents.T @ (exponents * sizes[:, None])
-            step = np.linalg.lstsq(curvature + 1e-12 * np.eye(len(free)), -gradient, rcond=None)[0]
-            at[free] += np.clip(step, -1.0, 1.0)
-            if np.abs(step).max() < 1e-10:
-                break
-        rate, batch = np.exp(at[:2] + _ORIGIN[:2])
-        found = LanguageRun(
+        sizes = [parameters, tokens, sparsity]
+        rate, batch = _least(self.optimum or self.terms, sizes, batch_tokens)
+        found = self._at(rate, batch, sizes)
+        if batch_tokens is None or not self.optimum:
+            return found
+        other = self._at(*_least(self.terms, sizes, batch_tokens), sizes)
+        free = self._at(*_least(self.optimum, sizes, None), sizes)
+        off = max(0.0, other.loss / free.loss - 1)
+        share = float(_nearness(np.array(off)))
+        rate = other.learning_rate * (found.learning_rate / other.learning_rate) ** share
+        return self._at(rate, batch, sizes)
+
+    def _at(self, rate: float, batch: float, sizes: Sequence[float]) -> Optimum:
+        """A rate and a batch with their loss, at (parameters, tokens, sparsity)."""
+        parameters, tokens, sparsity = sizes
+        run = LanguageRun(
             parameters=parameters,
             tokens=tokens,
-            batch_tokens=float(batch),
-            learning_rate=float(rate),
+            batch_tokens=batch,
+            learning_rate=rate,
             sparsity=sparsity,
         )
-        return Optimum(
-            batch_tokens=found.batch_tokens,
-            learning_rate=found.learning_rate,
-            loss=self.loss(found),
-        )
+        return Optimum(batch_tokens=batch, learning_rate=rate, loss=self.loss(run))
 
     def least_loss(self, parameters: float, sparsity: float = 1.0) -> float:
         """Loss that no number of tokens goes below: the first two terms."""
@@ -472,28 +470,64 @@ def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Sur
     Raises:
         ConfigError: if there are fewer runs than constants, and no other surface.
     """
-    start = np.concatenate([_START_BASE, _START.ravel()])
-    prior = np.full(start.size, _PRIOR)
-    if near is not None:
-        start = _vector(near)
-        prior = np.full(start.size, 1 / _EXPONENT_DEVIATION)
-        prior[[0, 1, *range(4, start.size, _START.shape[1])]] = 1 / _COEFFICIENT_DEVIATION
-    elif len(runs) < start.size:
-        accepted = f"a surface of {start.size} constants needs as many runs"
+    known, prior = _known(near)
+    if near is None and len(runs) < known.size:
+        accepted = f"a surface of {known.size} constants needs as many runs"
         raise ConfigError(refusal("runs", len(runs), accepted))
-    found = _fitted(runs, np.ones(len(runs)), start, prior, start)
+    found = _fitted(runs, np.ones(len(runs)), known, prior, known)
     return Surface(base=tuple(map(float, found[:4])), terms=_terms(found))
 
 
-def with_optimum(surface: Surface, runs: Sequence[LanguageRun]) -> Surface:
+def with_optimum(
+    surface: Surface, runs: Sequence[LanguageRun], near: Surface | None = None
+) -> Surface:
     """`surface`, fitted to `runs`, with its best batch and rate by a second fit to them that weighs
-    most those near the best of their cell."""
-    off = (relative_loss(runs) - 1) / _NEAR
-    weights = np.exp(-0.5 * off**2) + _FAR_WEIGHT
-    known = np.concatenate([_START_BASE, _START.ravel()])
-    prior = np.full(known.size, _PRIOR)
-    found = _fitted(runs, weights / weights.mean(), known, prior, _vector(surface))
+    most those near the best of their cell; about the best ones of `near`, see `fit_surface`."""
+    weights = _nearness(relative_loss(runs) - 1) + _FAR_WEIGHT
+    # The second sum of a known surface stands in place of its first.
+    near = near and replace(near, terms=near.optimum or near.terms)
+    known, prior = _known(near)
+    start = known if near else _vector(surface)
+    found = _fitted(runs, weights / weights.mean(), known, prior, start)
     return replace(surface, optimum=_terms(found))
+
+
+def _known(near: Surface | None) -> tuple[Floats, Floats]:
+    """Constants that a fit starts from, and the weight of their distance from them."""
+    if near is None:
+        known = np.concatenate([_START_BASE, _START.ravel()])
+        return known, np.full(known.size, _PRIOR)
+    known = _vector(near)
+    prior = np.full(known.size, 1 / _EXPONENT_DEVIATION)
+    prior[[0, 1, *range(4, known.size, _START.shape[1])]] = 1 / _COEFFICIENT_DEVIATION
+    return known, prior
+
+
+def _least(
+    terms: Sequence[Sequence[float]], sizes: Sequence[float], batch_tokens: float | None
+) -> tuple[float, float]:
+    """Rate and batch at which the sum of `terms` is least, at (parameters, tokens, sparsity) and,
+    if it is given, that batch: Newton's method on a convex function of two logarithms, or one."""
+    constants = np.array(terms)
+    at = np.log([2e-3, float(batch_tokens or 524288.0), *sizes]) - _ORIGIN
+    free = [0] if batch_tokens is not None else [0, 1]
+    exponents = constants[:, 1:][:, free]
+    for _ in range(_STEPS):
+        values = np.exp(constants[:, 0] + constants[:, 1:] @ at)
+        gradient = exponents.T @ values
+        curvature = exponents.T @ (exponents * values[:, None])
+        step = np.linalg.lstsq(curvature + 1e-12 * np.eye(len(free)), -gradient, rcond=None)[0]
+        at[free] += np.clip(step, -1.0, 1.0)
+        if np.abs(step).max() < 1e-10:
+            break
+    rate, batch = np.exp(at[:2] + _ORIGIN[:2])
+    return float(rate), float(batch)
+
+
+def _nearness(off: Floats) -> Floats:
+    """Weight of runs in the fit of the best batch and rate, by their loss over the least of their
+    cell, less one."""
+    return np.exp(-0.5 * (off / _NEAR) ** 2)
 
 
 def _terms(vector: Floats) -> tuple[tuple[float, ...], ...]:
@@ -555,7 +589,7 @@ def fit_ladder(
         slopes += found
     return LossModel(
         name=name,
-        surface=fit_surface(usable, near),
+        surface=with_optimum(fit_surface(usable, near), usable, near),
         cells=tuple(cells),
         left_out=tuple(left_out),
         divergence=fit_divergence(runs, diverged),

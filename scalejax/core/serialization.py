@@ -296,7 +296,8 @@ def load(type_: type[T], path: Path) -> T:
     """
     text = _read(path)
     try:
-        if _MANY_DIGITS.search(text):  # seldom, and then mostly of a fraction
+        # Seldom, and then mostly of a fraction or a word; `in` is fast, and `save` writes no NaN.
+        if "NaN" in text or _MANY_DIGITS.search(text):
             value = None
             with contextlib.suppress(ValueError):  # what is no JSON is refused below
                 value = from_json(text)

@@ -464,6 +464,22 @@ def test_what_is_no_table_of_points_is_refused(tmp_path: Path, name: str, text: 
         read_data(write(tmp_path / name, text))
 
 
+@pytest.mark.parametrize(
+    ("samples", "scale", "field"),
+    [("NaN", "1.0", "points.0.samples_to_target"), ("1e6", "NaN", "noise_scale")],
+)
+def test_what_is_no_number_in_a_file_is_refused_by_name(tmp_path: Path, samples, scale, field):
+    """NaN, which JSON readers take for a number, of a point or of the whole; not the word in a
+    text."""
+    text = (
+        '{"metric": "NaN", "target": 0.5, "noise_scale": %s, "points": '
+        '[{"global_batch": 64, "samples_to_target": %s}]}'
+    )
+    assert read_data(write(tmp_path / "good.json", text % ("1.0", "1e6"))).metric == "NaN"
+    with pytest.raises(ConfigError, match=rf"bad\.json: {field}=nan is refused"):
+        read_data(write(tmp_path / "bad.json", text % (scale, samples)))
+
+
 def test_missing_file_is_refused(tmp_path: Path):
     """Named."""
     with pytest.raises(ConfigError, match=r"none\.csv' cannot be read"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional
 
@@ -53,35 +53,73 @@ _WRITTEN_BY = (
 @cache
 def schemas() -> dict[str, dict[str, JsonValue]]:
     """The schema of each kind of document, and of run.toml and a cluster's file, by name."""
-    from scalejax.config.run import RunConfig
-    from scalejax.core.schema import schema_of, schema_of_input, schema_of_lines
-    from scalejax.hardware import Cluster
+    from scalejax.core.schema import schema_of, schema_of_lines
     from scalejax.training.record import Measurement
 
     for module in _WRITTEN_BY:
         import_module(f"scalejax.{module}")
     found = {kind: schema_of(type_) for kind, type_ in serialization.documents().items()}
-    found["run.toml"] = _with_presets(schema_of_input(RunConfig))
-    found["cluster.toml"] = schema_of_input(Cluster)
+    found["run.toml"] = _of_run_file()
+    found["cluster.toml"] = _of_cluster_file()
     found["measurements.jsonl"] = schema_of_lines(Measurement, "A line of a run's measurements.")
     return dict(sorted(found.items()))
 
 
-def _with_presets(of_run: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The schema of a run.toml whose model may be a published network by name too."""
+def _of_run_file() -> dict[str, Any]:
+    """The schema of a run.toml, whose model may be a published network by name too."""
     from scalejax.config.presets import PRESETS
+    from scalejax.config.run import RunConfig
+    from scalejax.core.schema import partial, schema_of_input
 
-    properties = of_run["properties"]
-    assert isinstance(properties, dict)  # noqa: S101  of a dataclass
-    named: JsonValue = {
-        "type": "object",
-        "description": "A published network, whose other fields it has unless they are given.",
-        "properties": {"name": {"enum": [*PRESETS]}},
-        "required": ["name"],
+    found: dict[str, Any] = schema_of_input(RunConfig)
+    model, definitions = found["properties"]["model"], found["$defs"]
+    architectures: dict[str, list[str]] = {}
+    for name, preset in PRESETS.items():
+        architectures.setdefault(preset.network, []).append(name)
+    published = []
+    for network, names in architectures.items():
+        reference = model["discriminator"]["mapping"][network]
+        each = partial({"$ref": reference}, definitions)
+        each["description"] = "A published network; its other fields may be given too."
+        each["properties"]["name"] = {"enum": names}
+        published.append(each | {"required": ["name"]})
+    found["properties"]["model"] = {"anyOf": [model, *published]}
+    return found
+
+
+def _of_cluster_file() -> dict[str, Any]:
+    """The schema of a cluster's file: the cluster, its site, and what it is based on, with parts by
+    name."""
+    from scalejax.core.schema import partial, schema_of_input
+    from scalejax.hardware import Cluster, Site
+    from scalejax.hardware.catalogue import LAUNCH_MODES, NAMED_PARTS, names_in
+
+    def named(folder: str) -> dict[str, Any]:
+        return {"anyOf": [{"enum": [*names_in(folder)]}, {"type": "string", "pattern": "[.]toml$"}]}
+
+    found: dict[str, Any] = schema_of_input(Cluster)
+    site: dict[str, Any] = schema_of_input(Site)
+    definitions = found["$defs"] | site["$defs"]
+    properties = found["properties"] | site["properties"]
+    shared = definitions["SharedChip"]["properties"]
+    for part, folder in NAMED_PARTS.items():
+        properties[part] = {"anyOf": [properties[part], named(folder)]}
+    shared["chip"] = {"anyOf": [shared["chip"], named(NAMED_PARTS["chip"])]}
+    definitions["RunConditions"]["properties"] |= {
+        **{name: {"type": "boolean"} for name in LAUNCH_MODES},
+        "dispatch": {"enum": [*names_in("dispatch"), "all_to_all"]},
     }
-    either: JsonValue = {"anyOf": [properties["model"], named]}
-    with_presets: JsonValue = {**properties, "model": either}
-    return {**of_run, "properties": with_presets}
+    properties["based_on"] = {
+        **named("clusters"),
+        "description": "Cluster, or the path of its file, whose values hold where none are given.",
+    }
+    whole = {"properties": properties, "required": found["required"]}
+    return {
+        **partial(found | whole, definitions),
+        "$defs": definitions,
+        "if": {"required": ["based_on"]},
+        "else": whole,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

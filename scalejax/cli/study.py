@@ -39,12 +39,12 @@ from scalejax.sweep.study import (
     Study,
     StudyFolder,
     StudyTable,
-    cell_lines,
     cell_results,
+    cell_rows,
     found_rates,
     plan_study,
     predicted_seconds,
-    rate_lines,
+    rate_rows,
 )
 from scalejax.xla.worker_pool import worker_count
 
@@ -217,7 +217,7 @@ class StudyWarmup(TrainMany):
             f"wrote {folder.path}: figure.pdf, .svg and .png, table.md and .tex, data, "
             "PROTOCOL.md, commands.sh"
         )
-        table = StudyTable(rates=tuple(rate_lines(rates)), cells=tuple(cell_lines(results)))
+        table = StudyTable(rates=rate_rows(rates), cells=cell_rows(results))
         write_result(table, self.json, self.csv)
 
 

@@ -54,17 +54,21 @@ def cell_of(name: str, value: JsonValue) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
+def columns_of(rows: Sequence[Mapping[str, JsonValue]]) -> list[str]:
+    """The columns of all rows, in order of appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def table(rows: Sequence[Mapping[str, JsonValue]], *, bold: Sequence[int] = ()) -> str:
     """A table with a line for each of `rows`, of which those at the positions in `bold` stand out.
-    Its columns are the keys of the first, but for those that are unknown in all."""
-    names = list(rows[0]) if rows else []
-    columns = [name for name in names if any(row[name] is not None for row in rows)]
-    sides = {name: _side([row[name] for row in rows]) for name in columns}
+    Its columns are those of all rows, but for those that are unknown in all."""
+    columns = [name for name in columns_of(rows) if any(row.get(name) is not None for row in rows)]
+    sides = {name: _side([row.get(name) for row in rows]) for name in columns}
     head = "".join(f"<th{sides[name]}>{escape(heading_of(name))}</th>" for name in columns)
     body = []
     for position, row in enumerate(rows):
         cells = "".join(
-            f"<td{sides[name]}>{escape(_unbroken(name, row[name]))}</td>" for name in columns
+            f"<td{sides[name]}>{escape(_unbroken(name, row.get(name)))}</td>" for name in columns
         )
         weight = ' style="font-weight:bold"' if position in bold else ""
         body.append(f"<tr{weight}>{cells}</tr>")
@@ -142,7 +146,9 @@ def _color_of(name: str) -> str:
 def curves(
     series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, *, ideal: str | None = None
 ) -> str:
-    """Lines through points (x, y), all above 0, on logarithmic axes, one for each of `series`.
+    """Lines through points (x, y) on logarithmic axes, one for each of `series`.
+
+    The vertical axis is even where a value is 0 or below, such as a loss; x are all above 0.
 
     Args:
         series: name and points of each line.
@@ -157,15 +163,17 @@ def curves(
     if ideal is not None:
         (x0, y0), xn = series[ideal][0], series[ideal][-1][0]
         dashed = [(x0, y0), (xn, y0 * xn / x0)]
-    xs, ys = ([math.log(each[axis]) for each in (*points, *dashed)] for axis in (0, 1))
+    is_even = any(second <= 0 for _, second in points)
+    xs = [math.log(first) for first, _ in (*points, *dashed)]
+    ys = [second if is_even else math.log(second) for _, second in (*points, *dashed)]
     left, right, top, height = 80, _WIDTH - 150, 12, 220
     low, high = min(ys), max(ys)
-    margin = max(0.05 * (high - low), 0.05)
+    margin = (0.05 * (high - low) or 0.05) if is_even else max(0.05 * (high - low), 0.05)
     low, high = low - margin, high + margin
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         across = (math.log(point[0]) - min(xs)) / (max(xs) - min(xs))
-        up = (math.log(point[1]) - low) / (high - low)
+        up = ((point[1] if is_even else math.log(point[1])) - low) / (high - low)
         return left + across * (right - left), top + (1 - up) * height
 
     bottom = top + height
@@ -175,12 +183,12 @@ def curves(
     ]
     last = -math.inf
     for each in sorted({first for first, _ in points}):
-        at = place((each, math.exp(low)))[0]
+        at = place((each, points[0][1]))[0]
         if at - last < 34:
             continue
         last = at
         parts.append(_text(at, bottom + 16, f"{each:,.0f}", anchor="middle"))
-    for value in _ticks(math.exp(low), math.exp(high)):
+    for value in _even_ticks(low, high) if is_even else _ticks(math.exp(low), math.exp(high)):
         at = place((points[0][0], value))[1]
         parts += [
             f'<path d="M{left} {at:.1f}H{right}" stroke="currentColor" stroke-opacity="0.12"/>',
@@ -228,6 +236,13 @@ def _ticks(low: float, high: float) -> list[float]:
         if len(found) >= 3:
             return found[:: max(1, len(found) // 5)]
     return [math.sqrt(low * high)]
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between, as far from each other, some three to six of them."""
+    unit = 10.0 ** math.floor(math.log10(high - low))
+    step = next(s * unit for s in (0.2, 0.5, 1, 2) if (high - low) / (s * unit) <= 6)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def lanes(events: Mapping[str, Sequence[tuple[float, float, str]]]) -> str:

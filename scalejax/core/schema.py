@@ -50,6 +50,32 @@ def schema_of_input(type_: type) -> dict[str, JsonValue]:
     return _schema(type_, "validation")
 
 
+def partial(schema: JsonSchemaValue, definitions: JsonSchemaValue) -> JsonSchemaValue:
+    """A schema of the same tables, of which any field may be left out, as where they are merged
+    into others; what lists hold is whole.
+
+    Args:
+        schema: of a table, or of something that may be one.
+        definitions: the `$defs` that it refers to.
+    """
+    found = dict(schema)
+    if "$ref" in found:
+        found = definitions[found.pop("$ref").rpartition("/")[2]] | found
+    for name in ("required", "default", "discriminator"):
+        found.pop(name, None)
+    # Without required fields several of one union may fit.
+    choices = found.pop("oneOf", None) or found.get("anyOf")
+    if choices:
+        found["anyOf"] = [partial(each, definitions) for each in choices]
+    if isinstance(found.get("additionalProperties"), dict):
+        found["additionalProperties"] = partial(found["additionalProperties"], definitions)
+    if "properties" in found:
+        found["properties"] = {
+            name: partial(each, definitions) for name, each in found["properties"].items()
+        }
+    return found
+
+
 def schema_of_lines(type_: object, meaning: str) -> dict[str, JsonValue]:
     """The schema of a line of a file of JSON lines, each of one class of a union; what each writes
     is in it, its `kind` too."""

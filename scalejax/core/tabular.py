@@ -8,9 +8,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from scalejax.core.drawing import table
+from scalejax.core.drawing import columns_of, table
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import JsonValue, plain
+
+Scalar = None | bool | int | float | str
+"""A single value."""
 
 
 class Tabular:
@@ -34,7 +37,7 @@ class Tabular:
         Raises:
             ConfigError: if pandas is not installed.
         """
-        return _library("pandas").DataFrame(self.to_rows())
+        return _library("pandas").DataFrame(_even(self.to_rows()))
 
     def to_polars(self) -> Any:
         """The rows as a `polars.DataFrame`.
@@ -42,14 +45,15 @@ class Tabular:
         Raises:
             ConfigError: if polars is not installed.
         """
-        return _library("polars").DataFrame(self.to_rows(), infer_schema_length=None)
+        return _library("polars").DataFrame(_even(self.to_rows()), infer_schema_length=None)
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """The rows as Arrow's PyCapsule, which `polars.DataFrame(result)`, `pyarrow.table(result)`
         and other libraries of data frames take as they are."""
         import pyarrow
 
-        return pyarrow.Table.from_pylist(self.to_rows()).__arrow_c_stream__(requested_schema)
+        found = pyarrow.Table.from_pylist(_even(self.to_rows()))
+        return found.__arrow_c_stream__(requested_schema)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -65,12 +69,25 @@ def _library(name: str) -> ModuleType:
         ) from error
 
 
-def flat(row: Mapping[str, JsonValue], prefix: str = "") -> dict[str, JsonValue]:
+def _even(rows: Sequence[Mapping[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+    """Rows that have all the same columns; None where they had none."""
+    names = columns_of(rows)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def scalar(value: JsonValue) -> Scalar:
+    """A value as a cell of a table has it: lists and tables as JSON."""
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
+
+
+def flat(
+    row: Mapping[str, JsonValue], prefix: str = "", separator: str = "."
+) -> dict[str, JsonValue]:
     """A row whose tables are columns with dotted names."""
     found: dict[str, JsonValue] = {}
     for name, value in row.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            found |= flat(value, f"{prefix}{name}{separator}", separator)
         else:
             found[f"{prefix}{name}"] = value
     return found
@@ -81,10 +98,8 @@ def to_csv(rows: Sequence[Mapping[str, JsonValue]]) -> str:
     order of appearance: tables as dotted columns, lists as JSON, unknown values empty."""
     every = [flat(row) for row in rows]
     file = io.StringIO()
-    names = list(dict.fromkeys(name for row in every for name in row))
-    writer = csv.DictWriter(file, fieldnames=names, restval=None, lineterminator="\n")
+    writer = csv.DictWriter(file, columns_of(every), restval=None, lineterminator="\n")
     writer.writeheader()
     for row in every:
-        cells = {name: json.dumps(v) if isinstance(v, list) else v for name, v in row.items()}
-        writer.writerow(cells)
+        writer.writerow({name: scalar(value) for name, value in row.items()})
     return file.getvalue()

@@ -28,6 +28,8 @@ from scalejax.hardware.cluster import (
 from scalejax.hardware.site import RunConditions, Site
 
 CATALOGUE = Path(__file__).parent
+NAMED_PARTS = {"chip": "chips", "library": "libraries", "dispatch": "dispatch"}
+"""The folder of the catalogue for each part of a cluster file that may be a name."""
 
 Entry = TypeVar("Entry")
 
@@ -145,7 +147,7 @@ def _table(value: Cluster | Site) -> dict[str, JsonValue]:
     return fields if isinstance(fields, dict) else {}
 
 
-_LAUNCH_MODES: dict[str, LaunchMode] = {
+LAUNCH_MODES: dict[str, LaunchMode] = {
     "launches_block": "blocking",
     "launches_in_graph": "graph",
 }
@@ -175,14 +177,14 @@ def with_conditions(
             raise ConfigError(refusal("conditions.dispatch", named, "it must be a name"))
         library = None if named == "all_to_all" else load_dispatch(named)
         cluster = replace(cluster, dispatch=library)
-    stated = {name: values.pop(name) for name in _LAUNCH_MODES if name in values}
+    stated = {name: values.pop(name) for name in LAUNCH_MODES if name in values}
     for name, value in stated.items():
         if not isinstance(value, bool):
             raise ConfigError(refusal(f"conditions.{name}", value, "it must be true or false"))
-    if all(stated.get(name) for name in _LAUNCH_MODES):
+    if all(stated.get(name) for name in LAUNCH_MODES):
         accepted = "conditions.launches_block has the host launch operations one by one"
         raise ConfigError(refusal("conditions.launches_in_graph", True, accepted))
-    for name, mode in _LAUNCH_MODES.items():
+    for name, mode in LAUNCH_MODES.items():
         if stated.get(name):
             cluster = replace(cluster, launch_mode=mode)
         elif name in stated and cluster.launch_mode == mode:
@@ -302,11 +304,11 @@ def _cluster_tables(name_or_path: str, derived: tuple[str, ...] = ()) -> dict[st
     tables = _tables(kind, name_or_path, "clusters")
     beside = Path(name_or_path).parent
     shared = tables.get("shared")
-    for each in (tables, *(shared if isinstance(shared, list) else ())):
+    for each in shared if isinstance(shared, list) else ():
         if isinstance(each, dict):
-            _fill_in(each, "chip", "chips", beside)
-    _fill_in(tables, "library", "libraries", beside)
-    _fill_in(tables, "dispatch", "dispatch", beside)
+            _fill_in(each, "chip", NAMED_PARTS["chip"], beside)
+    for part, folder in NAMED_PARTS.items():
+        _fill_in(tables, part, folder, beside)
     if (base := tables.pop("based_on", None)) is None:
         return tables
     if not isinstance(base, str):

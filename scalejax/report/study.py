@@ -4,14 +4,12 @@ All of it follows from the study and the records of its runs, and holds no readi
 study that is repeated writes the same bytes.
 """
 
-import csv
-import io
 import os
 import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import groupby
 
@@ -21,7 +19,8 @@ from scalejax.config.run import RunConfig
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.config.training import BatchConfig, TrainConfig
 from scalejax.core.environment import nvidia_gpus, text_of
-from scalejax.core.serialization import JsonValue, flag_text, make_folder, save_text
+from scalejax.core.serialization import flag_text, make_folder, save_text
+from scalejax.core.tabular import to_csv
 from scalejax.core.units import UNKNOWN, counted
 from scalejax.report.figures import PrintWidth, study_panels
 from scalejax.report.html.charts import save_print
@@ -34,8 +33,9 @@ from scalejax.sweep.study import (
     FoundRate,
     Study,
     StudyFolder,
-    cell_lines,
-    rate_lines,
+    cell_rows,
+    lines_of,
+    rate_rows,
     run_lines,
 )
 
@@ -60,10 +60,14 @@ def write_study(
         ConfigError: if a file cannot be written.
     """
     make_folder(folder.data)
-    tables = {"cells": cell_lines(results), "runs": run_lines(results), "rates": rate_lines(rates)}
+    tables = {
+        "cells": lines_of(cell_rows(results)),
+        "runs": run_lines(results),
+        "rates": lines_of(rate_rows(rates)),
+    }
     for name, lines in tables.items():
         save_table(folder.data / f"{name}.parquet", lines)
-        save_text(_csv(lines), folder.data / f"{name}.csv")
+        save_text(to_csv(lines), folder.data / f"{name}.csv")
     figure = study_panels(study, results, width)
     for suffix in SUFFIXES:
         save_print(figure, folder.figure(suffix))
@@ -71,14 +75,6 @@ def write_study(
     save_text(latex(study, results), folder.latex)
     save_text(protocol(study, rates, results, cores), folder.protocol)
     save_text(commands(study, width, cores), folder.commands)
-
-
-def _csv(lines: Sequence[Mapping[str, JsonValue]]) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(lines[0]) if lines else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()
 
 
 # The table.

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from scalejax.config.grid import Fields
 from scalejax.config.run import ResolvedRun
+from scalejax.core.drawing import columns_of
 from scalejax.core.serialization import JsonValue, document, save, save_bytes
-from scalejax.core.tabular import Tabular
+from scalejax.core.tabular import Scalar, Tabular, scalar
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.intervals import CONFIDENCE, Interval, paired_difference, t_interval
 from scalejax.sweep.plan import (
@@ -39,7 +40,7 @@ FINISHED = ("completed", "stopped_early", "diverged")
 class ArmTable:
     """The arms of a sweep, with their means and intervals over seeds."""
 
-    arms: tuple[dict[str, Any], ...]
+    arms: tuple[dict[str, Scalar], ...]
     """A table for each; intervals hold 95 %, accuracies are 0..1, differences are to the first."""
     confidence: float = CONFIDENCE
     """Confidence level of the intervals."""
@@ -167,12 +168,12 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
 class ResultTable(Tabular):
     """The finished runs of a sweep."""
 
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[dict[str, Scalar], ...]
     """A table for each, as in results.parquet: its varied fields and its results."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The runs, a row for each."""
-        return list(self.rows)
+        return [{**row} for row in self.rows]
 
 
 def result_table(plan: SweepPlan, rows: Sequence[RunRow]) -> ResultTable:
@@ -196,13 +197,13 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
     save(ArmTable(arms=tuple(found)), folder.arms_json)
 
 
-def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, JsonValue]]:
+def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, Scalar]]:
     """A line for each arm: its varied fields, how many runs ended and diverged, and of each metric
     the mean over seeds, its deviation and interval, and the paired difference to the first arm."""
     found = arms(rows)
     return [
         {
-            **arm.varied,
+            **_cells(arm.varied),
             "runs": len(arm.rows),
             "diverged": len(arm.diverged),
             **{
@@ -215,7 +216,12 @@ def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, JsonValue]]:
     ]
 
 
-def _spread(arm: "Arm", baseline: "Arm", metric: Metric) -> dict[str, JsonValue]:
+def _cells(varied: Fields) -> dict[str, Scalar]:
+    """Varied fields, of which some are lists, as columns."""
+    return {name: scalar(value) for name, value in varied.items()}
+
+
+def _spread(arm: "Arm", baseline: "Arm", metric: Metric) -> dict[str, Scalar]:
     values = list(arm.by_seed(metric).values())
     over_seeds, beside = t_interval(values), arm.difference(baseline, metric)
     return {
@@ -231,13 +237,13 @@ def _spread(arm: "Arm", baseline: "Arm", metric: Metric) -> dict[str, JsonValue]
     }
 
 
-def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
+def _result(row: RunRow, target: Target | None) -> dict[str, Scalar]:
     final, best, tested = row.final, row.best, row.final_test
     validated = final if row.has_validation else None
     setup = {name: value for name, value in seedless(row).items() if name not in _BATCHES}
     return {
         "run": row.planned.index,
-        **row.planned.varied,
+        **_cells(row.planned.varied),
         # Column names that `scalejax plan --convergence` reads.
         "global_batch": row.planned.run.split.global_batch,
         "recipe": in_words(setup),
@@ -300,8 +306,7 @@ def save_table(path: Path, lines: Sequence[Mapping[str, JsonValue]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    names = list(lines[0]) if lines else []
-    columns = {name: _column([line[name] for line in lines]) for name in names}
+    columns = {name: _column([line.get(name) for line in lines]) for name in columns_of(lines)}
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     save_bytes(sink.getvalue().to_pybytes(), path)

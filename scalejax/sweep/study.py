@@ -9,11 +9,11 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from scalejax.config.grid import Extension, Fields, Grammar
 from scalejax.config.optimizer import OptimizerConfig
@@ -30,7 +30,7 @@ from scalejax.core.errors import (
 )
 from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, document, plain
-from scalejax.core.tabular import Tabular
+from scalejax.core.tabular import Tabular, flat
 from scalejax.data.facts import read_facts
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.intervals import Interval, t_interval
@@ -542,19 +542,95 @@ def predicted_seconds(study: Study, *, processes: int, cores: int | None) -> flo
 # What comes of it.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateRow:
+    """A learning rate that was tried or given."""
+
+    optimizer: str
+    """Its optimizer."""
+    learning_rate: float
+    """The rate."""
+    validation: float | None
+    """Metric of validation data at the end; None where the run diverged, or the rate was given."""
+    chosen: bool
+    """Whether the grid was trained with it."""
+    at_edge: bool
+    """Whether it was chosen, and a rate beyond those tried may be better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSummary:
+    """A metric of a cell: accuracies are 0..1, intervals hold 95 %; None where there is none."""
+
+    mean: float | None
+    """Mean over seeds that did not diverge."""
+    low: float | None
+    """Lower end of its interval."""
+    high: float | None
+    """Upper end of its interval."""
+    count: int
+    """Seeds in it."""
+    difference: float | None
+    """Mean difference to the cell without warmup, by pairs of one seed."""
+    difference_low: float | None
+    """Lower end of its interval."""
+    difference_high: float | None
+    """Upper end of its interval."""
+    difference_count: int
+    """Pairs in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRow:
+    """A cell with its results."""
+
+    optimizer: str
+    """Optimizer."""
+    scaling: str
+    """Scaling rule."""
+    warmup: str
+    """Warmup, as it was typed."""
+    batch: int
+    """Samples per update."""
+    base_learning_rate: float
+    """Learning rate at the reference batch."""
+    peak_learning_rate: float
+    """Learning rate after the warmup, as scaled."""
+    warmup_steps: float
+    """Updates of warmup, as scaled."""
+    runs: int
+    """Runs that ended."""
+    diverged: int
+    """Those of them that diverged."""
+    chosen: bool
+    """Whether its warmup is the best of those of its optimizer, rule and batch."""
+    trained_only: int
+    """Seeds with which this trains, and the cell without warmup diverges."""
+    diverged_only: int
+    """Seeds with which this diverges, and the cell without warmup trains."""
+    validation_accuracy: MetricSummary
+    """Accuracy on validation data."""
+    validation_loss: MetricSummary
+    """Loss on validation data."""
+    test_accuracy: MetricSummary
+    """Accuracy on test data."""
+    test_loss: MetricSummary
+    """Loss on test data."""
+
+
 @document("warmup_study")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyTable(Tabular):
     """What came of a study, as JSON."""
 
-    rates: tuple[dict[str, Any], ...]
-    """As `rate_lines`."""
-    cells: tuple[dict[str, Any], ...]
-    """As `cell_lines`."""
+    rates: tuple[RateRow, ...]
+    """The rates that were tried or given."""
+    cells: tuple[CellRow, ...]
+    """The cells."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The cells, a row for each."""
-        return list(self.cells)
+        return lines_of(self.cells)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -726,44 +802,45 @@ def _beside(cell: Cell) -> tuple[str, str, int]:
     return cell.optimizer.name, cell.scaling, cell.batch
 
 
-def cell_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
-    """A line for each cell: accuracies are 0..1, intervals hold 95 %, differences are to the cell
-    without warmup, of `difference_count` pairs; with `trained_only` seeds that cell alone diverged,
-    with `diverged_only` this one alone."""
-    return [
-        {
-            "optimizer": each.cell.optimizer.name,
-            "scaling": each.cell.scaling,
-            "warmup": each.cell.warmup.text,
-            "batch": each.cell.batch,
-            "base_learning_rate": each.rate,
-            "peak_learning_rate": each.peak_rate,
-            "warmup_steps": each.warmup_steps,
-            "runs": len(each.arm.rows),
-            "diverged": len(each.arm.diverged),
-            "chosen": each.is_chosen,
-            "trained_only": len(each.trained_only),
-            "diverged_only": len(each.diverged_only),
-            **{
-                f"{metric}{suffix}": value
-                for metric in get_args(Metric)
-                for suffix, value in (
-                    *_ends(each.over_seeds(metric), ""),
-                    *_ends(each.difference(metric), "_difference"),
-                )
-            },
-        }
+def cell_rows(results: Sequence[CellResult]) -> tuple[CellRow, ...]:
+    """A row for each cell."""
+    return tuple(
+        CellRow(
+            optimizer=each.cell.optimizer.name,
+            scaling=each.cell.scaling,
+            warmup=each.cell.warmup.text,
+            batch=each.cell.batch,
+            base_learning_rate=each.rate,
+            peak_learning_rate=each.peak_rate,
+            warmup_steps=each.warmup_steps,
+            runs=len(each.arm.rows),
+            diverged=len(each.arm.diverged),
+            chosen=each.is_chosen,
+            trained_only=len(each.trained_only),
+            diverged_only=len(each.diverged_only),
+            **{metric: _summary(each, metric) for metric in get_args(Metric)},
+        )
         for each in results
-    ]
-
-
-def _ends(found: Interval | None, name: str) -> tuple[tuple[str, float | int | None], ...]:
-    return (
-        (name or "_mean", found and found.mean),
-        (f"{name}_low", found and found.low),
-        (f"{name}_high", found and found.high),
-        (f"{name}_count", found.count if found else 0),
     )
+
+
+def _summary(result: CellResult, metric: Metric) -> MetricSummary:
+    over_seeds, beside = result.over_seeds(metric), result.difference(metric)
+    return MetricSummary(
+        mean=over_seeds and over_seeds.mean,
+        low=over_seeds and over_seeds.low,
+        high=over_seeds and over_seeds.high,
+        count=over_seeds.count if over_seeds else 0,
+        difference=beside and beside.mean,
+        difference_low=beside and beside.low,
+        difference_high=beside and beside.high,
+        difference_count=beside.count if beside else 0,
+    )
+
+
+def lines_of(rows: Sequence[CellRow | RateRow]) -> list[dict[str, JsonValue]]:
+    """The rows as lines of a table, with columns such as `test_loss_mean`."""
+    return [flat(asdict(each), separator="_") for each in rows]
 
 
 def run_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
@@ -791,16 +868,16 @@ def run_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
     return lines
 
 
-def rate_lines(found: Sequence[FoundRate]) -> list[dict[str, JsonValue]]:
-    """A line for each rate that was tried or given; diverged runs have no value."""
-    return [
-        {
-            "optimizer": each.optimizer,
-            "learning_rate": rate,
-            "validation": value,
-            "chosen": rate == each.rate,
-            "at_edge": rate == each.rate and each.is_at_edge,
-        }
+def rate_rows(found: Sequence[FoundRate]) -> tuple[RateRow, ...]:
+    """A row for each rate that was tried or given; diverged runs have no value."""
+    return tuple(
+        RateRow(
+            optimizer=each.optimizer,
+            learning_rate=rate,
+            validation=value,
+            chosen=rate == each.rate,
+            at_edge=rate == each.rate and each.is_at_edge,
+        )
         for each in found
         for rate, value in each.tried or ((each.rate, None),)
-    ]
+    )

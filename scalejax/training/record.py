@@ -432,7 +432,7 @@ class RunRecord(Tabular):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: how the run ended, its evaluations, and the curve of the loss."""
-        points = [(each.step, each.loss) for each in self.training if each.loss]
+        points = [(each.step, each.loss) for each in self.training if each.loss is not None]
         rows: list[dict[str, JsonValue]] = [
             {"step": each.step, "epoch": each.epoch, f"{each.kind} loss": each.loss,
              f"{each.kind} accuracy": each.accuracy}

@@ -17,15 +17,23 @@ from scalejax.cli.main import main
 from scalejax.cli.schema import schemas
 from scalejax.core import serialization
 from scalejax.core.tabular import Tabular, to_csv
-from scalejax.hardware import load_cluster
-from scalejax.measure.bench.results import BenchResults
+from scalejax.hardware import (
+    NO_SITE,
+    RunConditions,
+    Site,
+    load_cluster,
+    load_cluster_and_site,
+    save_cluster,
+)
+from scalejax.measure.bench.results import BenchResults, BenchRow
 from scalejax.measure.doctor import Finding, Findings
 from scalejax.report.listings import Calibrated
 from scalejax.simulator.comparison import compare
 from scalejax.simulator.explain import explain
 from scalejax.simulator.predict import ScalingPrediction, predict
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
-from scalejax.sweep.results import ArmTable
+from scalejax.sweep.results import ArmTable, ResultTable
+from scalejax.sweep.study import CellRow, MetricSummary, RateRow, StudyTable
 from scalejax.training.record import StatusChange, TrainMeasurement
 
 PACKAGE = Path(scalejax.__file__).parent
@@ -149,7 +157,21 @@ def _results() -> list[Tabular | ArmTable]:
         title="it", scaling="weak", baseline_devices=8, predictions=(one,), efficiencies=(1.0,)
     )
     finding = Finding(topic="host", name="cores", value="2", processes=(0, 1))
-    rows = ({"name": "a", "varied": {"devices": 2}, "median_step_seconds": 0.1},)
+    timed = BenchRow(
+        name="a", varied={"devices": 2}, global_batch=8, per_device_batch=4, rounds=1,
+        median_step_seconds=0.1,
+    )  # fmt: skip
+    metric = MetricSummary(
+        mean=0.5, low=None, high=None, count=1, difference=None, difference_low=None,
+        difference_high=None, difference_count=0,
+    )  # fmt: skip
+    cell = CellRow(
+        optimizer="sgd", scaling="sqrt", warmup="none", batch=8, base_learning_rate=0.1,
+        peak_learning_rate=0.1, warmup_steps=0.0, runs=1, diverged=0, chosen=False, trained_only=0,
+        diverged_only=0, validation_accuracy=metric, validation_loss=metric, test_accuracy=metric,
+        test_loss=metric,
+    )  # fmt: skip
+    rate = RateRow(optimizer="sgd", learning_rate=0.1, validation=None, chosen=True, at_edge=False)
     return [
         one,
         scaling,
@@ -159,9 +181,11 @@ def _results() -> list[Tabular | ArmTable]:
             title="it", phases=(PhasePrediction(first_epoch=0, epochs=1, study=scaling),)
         ),
         Findings(findings=(finding,)),
-        BenchResults(rows=rows),
+        BenchResults(rows=(timed,)),
         Calibrated(cluster=load_cluster("tpu-v5p"), processes=None, notes=("a note",)),
-        ArmTable(arms=({"seed": 0},)),
+        ArmTable(arms=({"optimizer.momentum": 0.9, "runs": 2},)),
+        ResultTable(rows=({"run": 0, "optimizer.nesterov": True},)),
+        StudyTable(rates=(rate,), cells=(cell,)),
     ]
 
 
@@ -175,6 +199,28 @@ def test_results_meet_their_schemas(found: Tabular, known, tmp_path: Path):
         head, *rows = csv.reader(to_csv(found.to_rows()).splitlines())
         assert rows
         assert {len(row) for row in rows} == {len(head)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("bench_results", "rows"),
+        ("sweep_results", "rows"),
+        ("sweep_arms", "arms"),
+        ("warmup_study", "rates"),
+        ("warmup_study", "cells"),
+    ],
+)
+def test_rows_hold_no_nonsense(kind: str, rows: str, known, tmp_path: Path):
+    """Nor do what sweeps vary, whose columns no class knows: their values are single."""
+    (result,) = (e for e in _results() if serialization.document_of(type(e))[0] == kind)
+    serialization.save(result, tmp_path / "out.json")
+    document = json.loads((tmp_path / "out.json").read_text())
+
+    has_own_columns = kind.startswith("sweep")
+    for value, is_accepted in ((0.1, has_own_columns), ([1], False), ({"a": [{}]}, False)):
+        more = document | {rows: [document[rows][0] | {"optimizer.own": value}]}
+        assert (refused(known[kind], more) == []) is is_accepted
 
 
 def test_lines_of_measurements_have_a_schema(known):
@@ -201,11 +247,81 @@ def test_run_files_have_a_schema(known):
     assert refused(known["run.toml"], serialization.load_toml(WARMUP) | {"optimzer": {}})
 
 
+@pytest.mark.parametrize(
+    ("model", "is_accepted"),
+    [
+        ({"name": "gpt2-124m"}, True),
+        ({"name": "gpt2-124m", "hidden": 512}, True),
+        ({"name": "deepseek-v3", "moe": {"experts": 64}}, True),
+        ({"name": "gpt2-124m", "hiden": 3}, False),
+        ({"name": "gpt2-124m", "hidden": "x"}, False),
+        ({"name": "deepseek-v3", "moe": {"expert": 64}}, False),
+        ({"name": "gpt2-124m", "kv_heads": 4}, False),
+        ({"name": "gpt2-125m"}, False),
+    ],
+)
+def test_a_published_network_has_the_fields_of_its_architecture(model, is_accepted: bool, known):
+    """All of which may be left out, those of tables within too."""
+    run = serialization.load_toml(WARMUP) | {"model": model}
+
+    assert (refused(known["run.toml"], run) == []) is is_accepted
+
+
+def test_cluster_files_have_a_schema(known, tmp_path: Path):
+    """Those of the catalogue, where chips and libraries are names, and those that calibrate writes,
+    whole or with chips in files of their own."""
+    schema = known["cluster.toml"]
+    files = [*(PACKAGE / "hardware/clusters").glob("*.toml")]
+    site = Site(conditions=RunConditions(step_cv=0.02))
+    parts = {"chip": "chip.toml", "shared": [{"device_count": 2, "chip": "chip-2.toml"}]}
+    for number, (where, replaced) in enumerate([(NO_SITE, None), (site, None), (site, parts)]):
+        files.append(tmp_path / f"{number}.toml")
+        save_cluster(load_cluster("dgx-h100"), where, files[-1], replaced)
+
+    Draft202012Validator.check_schema(schema)
+    assert {path.name: refused(schema, serialization.load_toml(path)) for path in files} == {
+        path.name: [] for path in files
+    }
+
+
+OWN_CLUSTER = """
+based_on = "dgx-h100"
+network.bytes_per_second = 2e11
+chip.attainable.matmul_fraction = 0.5
+[conditions]
+step_cv = 0.02
+launches_block = true
+dispatch = "deepep"
+"""
+
+
+def test_a_cluster_based_on_another_says_what_differs(known, tmp_path: Path):
+    """In any table; without what it is based on it must be whole, and nothing may be misspelt."""
+    (tmp_path / "own.toml").write_text(OWN_CLUSTER)
+    load_cluster_and_site(str(tmp_path / "own.toml"))
+    own = serialization.load_toml(tmp_path / "own.toml")
+    schema = known["cluster.toml"]
+
+    assert refused(schema, own) == []
+    assert refused(schema, {name: own[name] for name in own if name != "based_on"})
+    for wrong in (
+        {"chip": "h1000"},
+        {"library": "ncll"},
+        {"based_on": "dgx-h1000"},
+        {"network": {"bytes_per_secnd": 1e9}},
+        {"price": 3.0},
+        {"conditions": {"step_cvv": 0.1}},
+        {"conditions": {"dispatch": "deep"}},
+        {"netwrk": {}},
+    ):
+        assert refused(schema, own | wrong), wrong
+
+
 def test_tables_within_rows_are_columns():
     """As dotted names; lists are JSON, what is unknown is empty, and quotes are doubled."""
-    rows = [{"a": {"b": 1, "c": {"d": 'say "x"'}}, "e": [1, 2]}, {"e": None, "f": 0.5}]
+    rows: list[Any] = [{"a": {"b": 1, "c": {"d": 'say "x"'}}, "e": [1, 2]}, {"e": (), "f": 0.5}]
 
-    assert to_csv(rows) == 'a.b,a.c.d,e,f\n1,"say ""x""","[1, 2]",\n,,,0.5\n'
+    assert to_csv(rows) == 'a.b,a.c.d,e,f\n1,"say ""x""","[1, 2]",\n,,[],0.5\n'
 
 
 def test_schemas_are_listed_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -54,6 +54,28 @@ def test_arrow_takes_a_result_as_it_is():
     assert pyarrow.table(Steps()).to_pylist() == Steps().to_rows()
 
 
+@dataclass(frozen=True)
+class Entries(Tabular):
+    """A result whose rows have columns of their own."""
+
+    def to_rows(self):
+        """Two, of which the second has one more and one less."""
+        return [{"name": "h100", "chip": "x"}, {"name": "b200", "memory_bytes": 1}]
+
+
+@pytest.mark.parametrize("form", [pyarrow.table, "to_pandas", "to_polars"])
+def test_every_form_has_the_columns_of_all_rows(form):
+    """In the order in which they appear; where a row has none, nothing is known."""
+    pytest.importorskip(form[3:] if isinstance(form, str) else "pyarrow")
+    found = getattr(Entries(), form)() if isinstance(form, str) else form(Entries())
+    names = found.column_names if form is pyarrow.table else found.columns
+
+    assert list(names) == ["name", "chip", "memory_bytes"]
+    assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", Entries()._repr_html_()) == [
+        "name", "chip", "memory",
+    ]  # fmt: skip
+
+
 def test_a_table_has_units_and_no_column_of_which_nothing_is_known():
     """Names carry the units; markup in a name is text."""
     html = Steps()._repr_html_()
@@ -89,6 +111,21 @@ def test_curves_are_straight_where_the_figure_is_in_proportion():
 
     assert dashed.split("L") == ends
     assert drawing.curves({"a": [(8, 10.0)]}, "devices", "y") == ""
+
+
+@pytest.mark.parametrize("values", [(3.0, 0.0, -1.0), (-2.0, -2.0), (0.0, 0.0)])
+def test_a_curve_of_values_that_are_not_above_zero_has_an_even_axis(values):
+    """As of a loss that is negative; heights are in proportion to differences."""
+    svg = drawing.curves({"a": list(enumerate(values, start=1))}, "updates", "loss")
+    heights = [float(each) for each in re.findall(r'cy="([0-9.]+)"', svg)]
+    ticks = [float(each) for each in re.findall(r'text-anchor="end"[^>]*>([^<]+)<', svg)]
+
+    assert 2 <= len(ticks) <= 8
+    assert all(min(values) - 1 < each < max(values) + 1 for each in ticks)
+    if len(values) == 3:
+        assert heights[1] - heights[0] == pytest.approx(3 * (heights[2] - heights[1]), abs=0.3)
+    else:
+        assert heights[0] == heights[1]
 
 
 def test_spans_are_as_long_as_they_last():

@@ -39,7 +39,7 @@ from scalejax.sweep import (
 from scalejax.sweep.intervals import Interval, paired_difference, t_interval
 from scalejax.sweep.optuna import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target, written
-from scalejax.sweep.results import ArmTable, arms, best_arm
+from scalejax.sweep.results import ArmTable, arm_lines, arms, best_arm, result_table
 from scalejax.sweep.worker import JobTrainer
 from scalejax.training.record import (
     Evaluated,
@@ -710,6 +710,19 @@ def test_arms_have_intervals_and_differences_in_every_table(run_file, tmp_path):
     assert lines[1].startswith("global_batch=8 3 of 3 62.50 ± 31.05 % reference 0")
     # t(0.975; 1) = 12.706, s of 0.125 and 0.25 is 0.0884
     assert lines[2].startswith("global_batch=16 2 of 3 75.00 ± 158.83 % +18.75 ± 79.41 1")
+
+
+def test_a_varied_list_is_one_cell_of_every_table(run_file, tmp_path):
+    """As JSON: a row of results, or of an arm, is of single values."""
+    plan = plan_sweep(run_file, parse_grammar([], ["model.hidden=[[8],[16,16]]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in range(2):
+        record(folder.run(index), [0.5])
+    rows = read_rows(plan, folder)
+
+    for lines in (result_table(plan, rows).rows, arm_lines(rows)):
+        assert [line["model.hidden"] for line in lines] == ["[8]", "[16, 16]"]
+        assert not any(isinstance(e, list | dict) for line in lines for e in line.values())
 
 
 def test_target_is_written_as_it_was_given(run_file):

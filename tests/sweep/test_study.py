@@ -21,11 +21,12 @@ from scalejax.sweep.results import RunRow
 from scalejax.sweep.study import (
     StudyFolder,
     Warmup,
-    cell_lines,
     cell_results,
+    cell_rows,
     found_rates,
+    lines_of,
     plan_study,
-    rate_lines,
+    rate_rows,
 )
 from scalejax.training.record import (
     EvaluationMeasurement,
@@ -285,7 +286,7 @@ def test_rates_are_chosen_by_validation_data_at_the_reference_batch(run_file):
 
     assert (sgd.rate, sgd.is_at_edge) == (0.5, False)
     assert (lamb.rate, lamb.is_at_edge) == (0.01, True)
-    edges = [(line["optimizer"], line["at_edge"]) for line in rate_lines((sgd, lamb))]
+    edges = [(each.optimizer, each.at_edge) for each in rate_rows((sgd, lamb))]
     assert edges == [("sgd", False), ("lamb", True), ("lamb", False), ("lamb", False)]
     assert lamb.tried == ((0.01, 0.5), (0.1, 0.5), (1, None))
     with pytest.raises(ConfigError, match="no run of lamb got to an end"):
@@ -312,7 +313,7 @@ def test_a_cell_has_intervals_and_a_paired_difference(studied):
     """By hand: of 0.49, 0.59 and 0.69 the interval is 4.3027 x 0.1 / sqrt 3, and the differences
     of pairs are all 0.1; where a run diverged, its pair is left out, and it is in no mean."""
     study, results = studied
-    lines = {(c["scaling"], c["batch"], c["warmup"]): c for c in cell_lines(results)}
+    lines = {(c["scaling"], c["batch"], c["warmup"]): c for c in lines_of(cell_rows(results))}
 
     bare, warm = lines["sqrt", 32, "none"], lines["sqrt", 32, "gradual:50%"]
     assert bare["test_accuracy_mean"] == pytest.approx(0.59)
@@ -346,7 +347,7 @@ def test_seeds_that_only_warmup_trains_with_are_counted_where_no_pair_is_left(ru
             for planned in plan.runs
         ]
         results = cell_results(study, {"sgd": 0.01}, rows)
-        warm = cell_lines(results)[1]
+        warm = lines_of(cell_rows(results))[1]
 
         assert (warm["trained_only"], warm["diverged_only"]) == counts
         assert warm["test_accuracy_difference"] is None

@@ -188,3 +188,12 @@ def test_one_process_is_told_as_one():
 
     assert "went on in 1 process, of 8 before" in out.getvalue()
     assert "1 step again" in out.getvalue()
+
+
+def test_a_notebook_shows_a_loss_that_is_not_above_zero(tmp_path):
+    """As losses of one's own may be; each update with a loss is a point of the curve."""
+    lines = tuple(update(step, loss) for step, loss in ((1, 0.5), (2, 0.0), (3, -0.5), (4, None)))
+
+    html = RunRecord(folder=RunFolder(path=tmp_path), measurements=lines)._repr_html_()
+
+    assert html.count("<circle") == 3

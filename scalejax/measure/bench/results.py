@@ -4,20 +4,19 @@ Knows files and their statistics; starts no processes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from scalejax.config.grid import fields_of
 from scalejax.core import metrics, serialization
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import JsonValue, document, plain
-from scalejax.core.tabular import Tabular
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Scalar, Tabular, scalar
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.monitor import Usage
-from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
+from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job, Settings
 from scalejax.measure.bench.statistics import Speed, median_interval, speed
 from scalejax.measure.bench.tables import Scaling, ScalingTable, column_of
 from scalejax.measure.fit import FEWEST, MeasuredRun, spread
@@ -56,17 +55,49 @@ class BenchResult:
     """Samples of CPU, memory and threads of the processes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow(Settings):
+    """A benchmark: how it was timed, and its results over all rounds, None before the first."""
+
+    name: str
+    """Its folder."""
+    varied: dict[str, Scalar]
+    """Its values of the fields in which benchmarks of the bench differ; lists as JSON."""
+    global_batch: int
+    """Samples per step, all devices."""
+    per_device_batch: int
+    """Samples per step, each device."""
+    rounds: int
+    """Finished rounds."""
+    median_step_seconds: float | None = None
+    """Median time of a step."""
+    median_low_seconds: float | None = None
+    """Lower end of its 95 % interval."""
+    median_high_seconds: float | None = None
+    """Upper end of its 95 % interval."""
+    mean_step_seconds: float | None = None
+    """Mean time of a step."""
+    samples_per_second: float | None = None
+    """Throughput at the median."""
+    speed: Speed | None = None
+    """Throughput as tf_cnn_benchmarks reports it."""
+    wait_share: float | None = None
+    """Share of the time that the devices waited for a batch, 0..1."""
+    compile_seconds: float | None = None
+    """Median time to trace and compile the step."""
+
+
 @document("bench_results")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResults(Tabular):
     """What came of a bench."""
 
-    rows: tuple[dict[str, Any], ...]
-    """As `row_of`, one for each benchmark."""
+    rows: tuple[BenchRow, ...]
+    """The benchmarks, in order."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The benchmarks, a row for each."""
-        return list(self.rows)
+        return [{"name": each.name, **asdict(each)} for each in self.rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,31 +350,31 @@ def kept_share(
     )
 
 
-def row_of(summary: Summary) -> dict[str, JsonValue]:
+def row_of(summary: Summary) -> BenchRow:
     """Row of a benchmark in `results.json`."""
     benchmark = summary.benchmark
-    row: dict[str, JsonValue] = {
-        "name": benchmark.name,
-        "varied": dict(benchmark.varied),
-        **fields_of(benchmark.settings),
-        "global_batch": benchmark.run.split.global_batch,
-        "per_device_batch": benchmark.run.split.per_device_batch,
-        "rounds": len(summary.results),
-    }
+    row = BenchRow(
+        **asdict(benchmark.settings),
+        name=benchmark.name,
+        varied={name: scalar(value) for name, value in benchmark.varied.items()},
+        global_batch=benchmark.run.split.global_batch,
+        per_device_batch=benchmark.run.split.per_device_batch,
+        rounds=len(summary.results),
+    )
     if not summary.is_measured:
         return row
     low, high = summary.interval
-    return {
-        **row,
-        "median_step_seconds": summary.median_seconds,
-        "median_low_seconds": low,
-        "median_high_seconds": high,
-        "mean_step_seconds": summary.mean_seconds,
-        "samples_per_second": summary.global_batch / summary.median_seconds,
-        "speed": plain(summary.speed),
-        "wait_share": summary.wait_share,
-        "compile_seconds": median(each.compile_seconds for each in summary.results),
-    }
+    return replace(
+        row,
+        median_step_seconds=summary.median_seconds,
+        median_low_seconds=low,
+        median_high_seconds=high,
+        mean_step_seconds=summary.mean_seconds,
+        samples_per_second=summary.global_batch / summary.median_seconds,
+        speed=summary.speed,
+        wait_share=summary.wait_share,
+        compile_seconds=median(each.compile_seconds for each in summary.results),
+    )
 
 
 def measured_runs(

@@ -235,14 +235,18 @@ async def _tried(
     seconds = limits.total_seconds if is_seen else limits.first_seconds
     began, tries = time.monotonic(), 0
     failed: dict[type[_Problem], int] = {}
+    last: tuple[_Problem, Exception] | None = None
     while True:
         tries += 1
         left = began + seconds - time.monotonic()
         try:
             return await asyncio.wait_for(attempt(), max(left, try_seconds, 0.001))
         except Exception as error:  # noqa: BLE001  each store's package has its own; named below
-            problem = _problem(error)
-            cause = error
+            # A last try that the deadline cut short says less than the one before it.
+            is_cut = isinstance(error, TimeoutError) and left < limits.first_wait_seconds
+            if last is None or not is_cut:
+                last = (_problem(error), error)
+            problem, cause = last
         passed = time.monotonic() - began
         told = f"{problem}; {tries} {'try' if tries == 1 else 'tries'} in {passed:.1f} s"
         kind = type(problem)

@@ -227,7 +227,7 @@ class HostInput:
             return
         if self.rates.is_of_images != self.work.is_of_images:
             reads = "encoded images" if self.work.is_of_images else "no encoded images"
-            accepted = f"the run reads {reads}; scalejax data bench measures what it reads"
+            accepted = f"the run reads {reads}: give what scalejax data bench measures of it"
             raise ConfigError(refusal("input.is_of_images", self.rates.is_of_images, accepted))
         measured, asked = _kind(self.rates), _kind(self.work)
         if measured != asked:

@@ -513,7 +513,8 @@ class TrainingLoop:
         if saved is not None and saved != now:
             raise Damaged(
                 f"{self._checkpoints.folder / str(self._resumed.step)}: early stopping was at "
-                f"{saved}, and comes to {now} by the record in {member.logger.files.path}."
+                f"{saved}, and comes to {now} by the record in {member.logger.files.path}; delete "
+                "this checkpoint, and the run goes on from the one before."
             )
 
     def _evaluate(self, weights: Any) -> int:

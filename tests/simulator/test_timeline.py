@@ -118,15 +118,17 @@ def test_collectives_on_the_same_wires_queue():
     assert milliseconds(gather("a", 3), gather("b", 3), matmul("m", 4), wait("a"), wait("b")) == 6
 
 
+def send(size: float) -> Operation:
+    """As many bytes as a gather of `size` ms."""
+    made = gather("send", size)
+    assert made.collective is not None
+    return replace(made, collective=replace(made.collective, name="collective_permute"))
+
+
 def test_a_send_goes_beside_collectives_on_the_same_wires():
     """A send started behind a gather of 6 ms has half of the wires: it takes twice as long, and the
     gather longer by what the send takes alone; of a longer send the gather takes twice as long.
     Alone it has all, and a gather waits for it. The trace has the same ends."""
-
-    def send(size: float) -> Operation:
-        made = gather("send", size)
-        assert made.collective is not None
-        return replace(made, collective=replace(made.collective, name="collective_permute"))
 
     for size in (1, 12):
         alone, gathering = milliseconds(send(size), wait("send")), 6
@@ -140,6 +142,26 @@ def test_a_send_goes_beside_collectives_on_the_same_wires():
         assert ends["send"] == pytest.approx((alone + shared) / 1e3)
         after = (send(size), gather("g", 6), wait("g"), wait("send"))
         assert milliseconds(*after) == pytest.approx(alone + gathering)
+
+
+@pytest.mark.parametrize("size", [1, 5, 12])
+def test_a_send_delays_each_collective_by_what_it_sends_until_then(size):
+    """Two gathers of 6 ms, one after the other on the half of the wires that a send leaves: the
+    first ends by 12 ms however long the send is, and the second begins then."""
+    alone = milliseconds(send(size), wait("send"))
+    first, second = 6 + min(alone, 6), 12 + min(alone, 12)
+    program = program_of(
+        gather("a", 6), gather("b", 6), send(size), wait("a"), matmul("m", 0.1), wait("b")
+    )
+
+    traced = {each.name: each for each in trace_step(program, PAPER).events}
+    waits = dict(timeline(program, PAPER).exposed_by_name)
+
+    assert traced["a"].end_seconds == pytest.approx(first / 1e3)
+    assert traced["b"].start_seconds == pytest.approx(first / 1e3)
+    assert traced["b"].end_seconds == pytest.approx(second / 1e3)
+    assert traced["send"].end_seconds == pytest.approx((alone + min(alone, 12)) / 1e3)
+    assert waits["a"] == pytest.approx(first / 1e3)
 
 
 def test_collectives_between_nodes_overlap_with_those_within_them():

@@ -12,8 +12,9 @@ xla_gpu_experimental_parallel_collective_overlap_limit), and frameworks have a s
 group. Collectives on the same links run one after the other. A synchronous one runs on the compute
 stream, but on the same links: it starts after those in flight there. A send from one device to the
 next (a ring of context, a pipeline) does not wait for them, as a ring that waits at each of its
-steps would stand behind the gathers of a whole layer: both take half of the links meanwhile, so
-that each takes longer by what the other does. Left out: the bandwidth that
+steps would stand behind the gathers of a whole layer: it takes half of the links, and what was
+started before it shares the rest in its order, so that each ends later by what the send does until
+then. Left out: the bandwidth that
 a collective between nodes takes from the links within them. Copies to the memory of the host and
 from there have streams too (XLA: h2d and d2h); copy engines make them, and compute does not slow
 down beside them. Knows no hardware: seconds in, seconds
@@ -108,12 +109,11 @@ class Streams:
         seconds = self._collective_seconds[event.collective]
         if self._collective_is_send[event.collective] and idle_from > self.now:
             begin = self.now
-            shared = min(seconds, idle_from - begin)
-            end = begin + seconds + shared
+            end = begin + seconds + min(seconds, idle_from - begin)
             for name, finish in self._finish.items():
                 if finish > begin and self._links[name] == links:
-                    self._delay(name, shared)
-            self._idle_from[links] = max(idle_from + shared, end)
+                    self._slow_down(name, seconds)
+            self._idle_from[links] = max(self._beside_send(idle_from, seconds), end)
         else:
             begin = self.now if self.now > idle_from else idle_from
             self._idle_from[links] = end = begin + seconds
@@ -122,9 +122,14 @@ class Streams:
             self._wait(event.name, end)
         return begin, end
 
-    def _delay(self, name: str, seconds: float) -> None:
-        """Let a collective in flight end later."""
-        self._finish[name] += seconds
+    def _slow_down(self, name: str, seconds: float) -> None:
+        """Let a collective in flight end later, as a send of `seconds` alone begins now."""
+        self._finish[name] = self._beside_send(self._finish[name], seconds)
+
+    def _beside_send(self, at: float, seconds: float) -> float:
+        """When happens what would at `at`, if a send of `seconds` alone begins now: at half the
+        speed until the send has ended."""
+        return at + max(0.0, min(seconds, at - self.now))
 
     def repeat(self, loop: Repeat) -> None:
         """Simulate iterations until the state of the streams repeats; the rest are equal."""

@@ -192,12 +192,18 @@ class _TracedStreams(Streams):
         self._add(event.name, stream, begin, end, "communication", operation)
         return begin, end
 
-    def _delay(self, name: str, seconds: float) -> None:
-        super()._delay(name, seconds)
+    def _slow_down(self, name: str, seconds: float) -> None:
+        super()._slow_down(name, seconds)
         for place in range(len(self.events) - 1, -1, -1):
             event = self.events[place]
             if event.name == name:
-                self.events[place] = replace(event, end_seconds=event.end_seconds + seconds)
+                # Of iterations that are left out the last one that is not has ended.
+                if event.end_seconds > self.now:
+                    self.events[place] = replace(
+                        event,
+                        start_seconds=self._beside_send(event.start_seconds, seconds),
+                        end_seconds=self._beside_send(event.end_seconds, seconds),
+                    )
                 return
 
     def repeat(self, loop: Repeat) -> None:

@@ -163,8 +163,9 @@ def portrait():
 
 
 def operated_by_pillow(image, name, magnitude, is_negative, *, is_wide):
-    """`_apply_op` of torchvision 0.26 on Pillow's images, with the magnitudes of `RandAugment` or
-    `TrivialAugmentWide`."""
+    """The paper's operation by Pillow's own functions, with the magnitudes of torchvision's
+    `RandAugment` or `TrivialAugmentWide`. Shears go to the other side than torchvision's for the
+    same sign, which is drawn: `Image.transform` takes where a pixel comes from."""
     picture = Image.fromarray(image.squeeze())
     width, height = picture.size
     largest = {

@@ -5,7 +5,8 @@ Arrays in, arrays out: knows no random numbers and no files.
 Source: Cubuk et al. 2019, arXiv 1909.13719, section 3 and its operations, whose ranges are those of
 AutoAugment (arXiv 1805.09501, table 6); Müller & Hutter 2021, arXiv 2103.10158. Ranges in 31 steps,
 order and rounding as `RandAugment` and `TrivialAugmentWide` of torchvision 0.26; what comes in is
-black, and pixels are the nearest, as there.
+black, and pixels are the nearest, as there. Shears of a sign go to the other side than there: both
+signs are as likely.
 """
 
 import math

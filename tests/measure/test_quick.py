@@ -1,6 +1,6 @@
 """This machine as a cluster: measured, and good to predict with."""
 
-import time
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,14 +112,16 @@ def test_a_run_is_costed_by_its_own_shapes(mesh, monkeypatch):
 
 def test_a_mean_holds_what_other_programs_take():
     """The time of a step is the sum of its parts' means, not of their fastest calls."""
-    clock = iter(range(100))
+    calls, now = iter(range(100)), [0.0]
 
     def call():
-        time.sleep(0.02 if next(clock) % 4 == 3 else 0.0)
+        now[0] += 0.021 if next(calls) % 4 == 3 else 0.001
 
-    (mean,) = timing.seconds_in_turn([call], rounds=16, seconds=10.0, turn_seconds=0.0)
+    (mean,) = timing.seconds_in_turn(
+        [call], rounds=16, seconds=math.inf, turn_seconds=0.0, clock=lambda: now[0]
+    )
 
-    assert 0.005 <= mean < 0.02  # a quarter of the calls takes 20 ms
+    assert mean == pytest.approx(0.006)  # 1 ms, and 20 more in a quarter of the calls
 
 
 @pytest.mark.parametrize(("steps", "is_worth"), [(10, False), (10_000, True)])

@@ -22,7 +22,9 @@ from scalejax.launch.watchdog import Watch
 ROOT = Path(__file__).parents[2]
 CODE = "import sys; from scalejax.cli.main import main; sys.exit(main())"
 SECONDS = 0.5
-"""Limit without progress, in place of 60."""
+"""Limit without progress, in place of 60, where it is passed, whatever else holds up a process."""
+LONG_SECONDS = 1.5
+"""Where it is not to be passed: a process may be held up for half a second by a busy machine."""
 
 
 class Shelf:
@@ -72,10 +74,10 @@ def watched(shelf):
     """Starts the watch of one of two processes; its codes at the end."""
     watches, codes = [], {}
 
-    def start(process, **changes):
+    def start(process, seconds=SECONDS, **changes):
         place = Place(process=process, processes=2, coordinator=None, told_by="a test")
         leave = partial(codes.setdefault, process)
-        watch = PeerWatch(place, SECONDS, store=shelf, leave=leave, **changes)
+        watch = PeerWatch(place, seconds, store=shelf, leave=leave, **changes)
         watches.append(watch)
         return watch
 
@@ -85,18 +87,28 @@ def watched(shelf):
         watch.close()
 
 
+def blamed(capfd):
+    """What was said of a process that hangs: some time before any leaves."""
+    return re.findall("error: .*", capfd.readouterr().err)
+
+
 def until(codes, count):
     """Wait for so many codes."""
+    wait_for(lambda: len(codes) >= count)
+
+
+def wait_for(is_so):
+    """Wait until something is so, a minute at most."""
     end = time.monotonic() + 60
-    while len(codes) < count and time.monotonic() < end:
-        time.sleep(0.02)
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def test_processes_without_progress_name_one_and_leave(watched, heart, capfd):
     """All write where they are, and end with the code of a lost process."""
     start, codes = watched
-    start(0)
-    start(1)
+    start(0, 2 * SECONDS)  # else one that is held up for a moment is named
+    start(1, 2 * SECONDS)
 
     until(codes, 2)
 
@@ -108,17 +120,17 @@ def test_processes_without_progress_name_one_and_leave(watched, heart, capfd):
     assert "in until" in said  # the main thread of this one, which is both
 
 
-def test_progress_of_any_keeps_all(watched, heart):
-    """Five times the limit."""
-    start, codes = watched
-    start(0)
-    start(1)
+def test_progress_of_any_keeps_all(watched, heart, capfd):
+    """For longer than the limit and the three rounds in which it is noticed."""
+    start, _ = watched
+    start(0, LONG_SECONDS)
+    start(1, LONG_SECONDS)
 
-    for step in range(3, 53):
+    for step in range(3, 71):
         heart.at("training", step)
-        time.sleep(SECONDS / 10)
+        time.sleep(LONG_SECONDS / 40)
 
-    assert codes == {}
+    assert blamed(capfd) == []
 
 
 def test_a_first_process_that_does_not_answer_is_left(watched, heart, shelf, capfd):
@@ -126,9 +138,7 @@ def test_a_first_process_that_does_not_answer_is_left(watched, heart, shelf, cap
     start, codes = watched
     start(0)
     start(1)
-    end = time.monotonic() + 60
-    while shelf.reads < 2 and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: shelf.reads >= 2)
     shelf.answers.clear()
 
     until(codes, 2)
@@ -139,27 +149,37 @@ def test_a_first_process_that_does_not_answer_is_left(watched, heart, shelf, cap
     assert re.search(words, said)
 
 
-def test_one_that_has_ended_is_not_missed(watched, heart):
+def test_one_that_has_ended_is_not_missed(watched, heart, shelf, capfd):
     """The others go on to their own end."""
-    start, codes = watched
-    first = start(0)
-    start(1)
-    time.sleep(SECONDS)
+    start, _ = watched
+    first = start(0, LONG_SECONDS)
+    start(1, LONG_SECONDS)
+    wait_for(lambda: shelf.reads)
     first.close()
 
-    time.sleep(3 * SECONDS)
+    time.sleep(1.7 * LONG_SECONDS)
 
-    assert codes == {}
+    assert blamed(capfd) == []
 
 
-def test_a_function_without_heartbeat_is_only_to_be_there(watched, heart, shelf, capfd):
-    """As of a `Runner`: no progress for a long time, and then one that is silent."""
+def test_a_function_without_heartbeat_makes_no_progress_and_goes_on(watched, heart, capfd):
+    """As of a `Runner`."""
+    start, _ = watched
+    start(0, LONG_SECONDS, has_progress=False)
+    start(1, LONG_SECONDS, has_progress=False)
+
+    time.sleep(1.7 * LONG_SECONDS)
+
+    assert blamed(capfd) == []
+
+
+def test_a_function_without_heartbeat_is_to_be_there(watched, heart, shelf, capfd):
+    """One of two is silent."""
     start, codes = watched
     start(0, has_progress=False)
     start(1, has_progress=False)
+    wait_for(lambda: "scalejax/beats/1" in shelf.values)
 
-    time.sleep(3 * SECONDS)
-    assert codes == {}
     shelf.mute = "scalejax/beats/1"
     until(codes, 2)
 
@@ -183,14 +203,14 @@ from scalejax.launch.peers import PeerWatch
 heart = Heartbeat(None)
 for step in range(3):
     heart.at("training", step)
-with PeerWatch(None, 0.2):
+with PeerWatch(None, 0.4):
     breakpoint()
     print("went on")
 """
 
 
 def test_a_process_at_a_breakpoint_does_not_hang():
-    """Alone, with a person before it, who takes five times the limit."""
+    """Alone, with a person before it, who takes more than twice the limit."""
     process = subprocess.Popen(
         [sys.executable, "-c", AT_A_BREAKPOINT],
         stdin=subprocess.PIPE,

@@ -34,7 +34,7 @@ _LARGEST_WINOGRAD_SHARE = 2.4
 1509.09308, section 4.3)."""
 
 
-_SLOWEST_UNIT = 1e6
+SLOWEST_UNIT = 1e6
 """FLOP per second that any unit exceeds: a smaller number is of another unit."""
 
 
@@ -299,7 +299,7 @@ class Chip:
                 refusal("peak_flop_per_second", list(self.peak_flop_per_second), accepted)
             )
         for dtype, rate in self.peak_flop_per_second.items():
-            require_at_least(f"peak_flop_per_second.{dtype}", rate, _SLOWEST_UNIT)
+            require_at_least(f"peak_flop_per_second.{dtype}", rate, SLOWEST_UNIT)
             require_at_most(f"peak_flop_per_second.{dtype}", rate, 1e20)
         require_physical("", self)
         require_above("memory_bytes", self.memory_bytes, 0)

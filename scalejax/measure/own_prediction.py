@@ -4,6 +4,7 @@ Takes the step that is compiled already, and the constants that were measured he
 run folder holds a prediction beside the measurement.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
@@ -19,6 +20,7 @@ from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
 from scalejax.planning.scaling_study import phase_alone
 from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Program
 from scalejax.training.compile import RunPrograms
 from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
@@ -39,6 +41,8 @@ def predict_run(
 
     Of a batch that grows, the steps of every phase are predicted and told, and nothing is written:
     what is beside the measurement is of one step.
+
+    A run whose devices cannot be measured, or whose step cannot be predicted, says so and goes on.
     """
     if broadcast_from_first(files.prediction.exists()):
         return
@@ -49,7 +53,12 @@ def predict_run(
     if is_known and calibrated is not None:
         (cluster, site), how = calibrated, "as scalejax calibrate measured these devices"
     else:
-        cluster, site = _measured_cluster(run, mesh, programs, begin), NO_SITE
+        measured = _measured_cluster(run, mesh, programs, begin)
+        if isinstance(measured, str):
+            if is_first():
+                reporter.say(f"no prediction: {measured}")
+            return
+        cluster, site = measured, NO_SITE
         how = "as its products and convolutions took here, just before"
         if cluster is local_cluster(mesh):
             how = "with devices measured for a second; scalejax calibrate does better"
@@ -62,16 +71,16 @@ def predict_run(
         of_phase = run if len(phases) == 1 else phase_alone(run, phase)
         try:
             program = read_step(update, mesh, of_phase)
-        except ProfileError as error:
+            prediction = predict(
+                program,
+                cluster,
+                site=replace(site, input=measured_input(run.config)),
+                train_examples=of_phase.samples_per_epoch,
+                epochs=end - phase.first_epoch,
+            )
+        except ScalejaxError as error:
             reporter.say(f"no prediction: {error}")
             return
-        prediction = predict(
-            program,
-            cluster,
-            site=replace(site, input=measured_input(run.config)),
-            train_examples=of_phase.samples_per_epoch,
-            epochs=end - phase.first_epoch,
-        )
         steps = max(1, (end - phase.first_epoch) * phase.steps_per_epoch)
         left = min(1.0, max(0.0, (phase.first_step + steps - begin) / steps))
         total += left * (prediction.run_seconds or 0.0)
@@ -97,20 +106,36 @@ WORTH_SECONDS = 10.0
 that takes."""
 
 
-def _measured_cluster(run: ResolvedRun, mesh: Mesh, programs: RunPrograms, begin: int) -> Cluster:
+def _measured_cluster(
+    run: ResolvedRun, mesh: Mesh, programs: RunPrograms, begin: int
+) -> Cluster | str:
     """The devices of `mesh`, measured for the first program of a run that is worth it, else in
-    general; by all processes alike."""
-    cluster = local_cluster(mesh)
-    if mesh.devices.flat[0].platform != "cpu":
+    general, by all processes alike; why not, where the measurement fails in one of them."""
+    cluster = _measured(mesh)
+    if isinstance(cluster, str) or mesh.devices.flat[0].platform != "cpu":
         return cluster
     try:
         of_phase = run if len(run.phases) == 1 else phase_alone(run, run.phases[0])
         program = read_step(programs.update, mesh, of_phase)
     except ProfileError:
         return cluster
-    left = (run.total_steps - begin) * predict(program, cluster).step_seconds
+    left = 0.0
+    with suppress(ScalejaxError):  # said when the run is predicted
+        left = (run.total_steps - begin) * predict(program, cluster).step_seconds
     is_worth = bool(broadcast_from_first(left > WORTH_SECONDS))
-    return local_cluster(mesh, program) if is_worth else cluster
+    return _measured(mesh, program) if is_worth else cluster
+
+
+def _measured(mesh: Mesh, *program: Program) -> Cluster | str:
+    """As `local_cluster`; in all processes why not, where it fails in one of them."""
+    found: Cluster | str = ""
+    failure = ""
+    try:
+        found = local_cluster(mesh, *program)
+    except Exception as error:  # noqa: BLE001  whatever a probe meets, a run does not end by it
+        failure = f"{type(error).__name__}: {error}".split("\n")[0]
+    failed = [each for each in all_gather_text(failure) if each]
+    return f"these devices could not be measured ({failed[0]})" if failed else found
 
 
 def measured_input(config: RunConfig) -> HostInput | None:

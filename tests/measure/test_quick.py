@@ -11,11 +11,15 @@ import pytest
 
 from scalejax.config.parallelism import Layout
 from scalejax.measure import own_prediction
-from scalejax.measure.devices import timing
+from scalejax.measure.devices import probes, quick, timing
+from scalejax.measure.devices.machine import mesh_of
 from scalejax.measure.devices.quick import local_cluster, work_of
 from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Operation
 from scalejax.training.mesh import build_mesh
+from scalejax.training.reporter import Silent
+from scalejax.xla.compiled import read_compiled
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,203 @@ def test_a_run_is_costed_by_its_own_shapes(mesh, monkeypatch):
     product, convolution = (operation_time(each, cluster.chip) for each in (PRODUCT, CONVOLUTION))
     assert product.seconds == pytest.approx(4e-3 + launch)  # of the fifth, without the first
     assert convolution.busy_seconds == pytest.approx(5e-3)
-    assert cluster.chip.attainable.step_overhead_seconds == pytest.approx(4e-3)
+    assert cluster.chip.attainable.step_overhead_seconds == pytest.approx(4e-3 - 24 * launch)
+
+
+SMALL = (None, (1, 64, 64, 64))
+STEP_SECONDS = 45e-6
+TIMES = {
+    "empty call": 7e-6,
+    "one": 20e-6,
+    "pairs": 52e-6,  # 32 launches more: 1 us each
+    "step": STEP_SECONDS,
+    SMALL: 20e-6,
+    **{("stream", 2**22, index): 5e-3 for index in range(3)},
+    **{("sum", size, is_reduced): 1e-4 for size in (4, 2**20) for is_reduced in (False, True)},
+}
+
+
+def cluster_of(mesh, times, *shapes):
+    """The cluster of these times of probes; further shapes are timed besides `SMALL`."""
+    work = quick.Work(shapes=(SMALL, *shapes))
+    return quick._cpu_cluster(tuple(mesh.devices.flat), work, {**TIMES, **times})
+
+
+def test_the_probe_of_a_step_is_predicted_to_take_what_it_took(mesh):
+    """Its additions are launched once, not in the time outside of operations too; where launches
+    alone would take longer, no time is left for it, and none below zero."""
+    arguments = [(4,)] * probes.STATE
+    alone = mesh_of(tuple(mesh.devices.flat))
+    compiled = timing.compiled_function(lambda *each: [x + 1 for x in each], alone, arguments)
+    program = read_compiled(compiled, alone, name="a step")
+    slow_launches = cluster_of(mesh, {"pairs": 20e-6 + 32 * 3e-6})
+
+    found = predict(program, cluster_of(mesh, {})).step_seconds
+
+    assert found == pytest.approx(STEP_SECONDS, rel=0.01)  # the additions move 768 bytes: 0.2 us
+    assert slow_launches.chip.attainable.step_overhead_seconds == 0
+    assert predict(program, slow_launches).step_seconds == pytest.approx(24 * 3e-6, rel=0.01)
+
+
+def test_what_a_call_hides_is_no_rate(mesh):
+    """A product that takes what nothing takes says nothing of its FLOP/s; where none says any, the
+    machine is not slower than what was measured of any."""
+    hidden = (None, (1, 16, 16, 16))
+
+    def rates(times, *shapes):
+        chip = cluster_of(mesh, times, *shapes).chip
+        assert chip.measured is not None
+        return chip.measured.matmul["f32"], chip.peak_flop_per_second["f32"]
+
+    with_other, _ = rates({hidden: 7.1e-6}, hidden)
+    _, alone = rates({SMALL: 7.1e-6})
+    _, slow = rates({SMALL: 9.0})
+
+    assert [row[:-1] for row in with_other] == [SMALL[1]]
+    assert alone == pytest.approx(2 * 64**3 / 7.1e-7)  # a tenth of it
+    assert slow == 1e6  # 58 kFLOP/s: other programs had the cores
+
+
+def test_products_of_few_flop_are_left_to_their_launch():
+    """Of 8 to 16 FLOP the time is that of a call, whatever the machine."""
+    few = replace(PRODUCT, shape=(1, 2, 2, 2), flop=16)
+
+    assert work_of(program_of((few, 1))).shapes == quick.Work().shapes
+    assert work_of(program_of((few, 10**6), (PRODUCT, 1))).shapes == ((None, PRODUCT.shape),)
+
+
+@pytest.mark.parametrize("large_seconds", [1e-4, 0.9e-4, 1e-4 + 1e-9])
+def test_no_link_is_faster_than_the_memory_it_goes_through(mesh, large_seconds):
+    """A sum of 1 MiB that is no slower than one of 4 bytes resolves no rate."""
+    cluster = cluster_of(mesh, {("sum", 4, True): 2e-4, ("sum", 2**20, True): 1e-4 + large_seconds})
+
+    assert cluster.link.bytes_per_second == cluster.chip.memory_bytes_per_second
+
+
+class Machine:
+    """Runs products at 1 GFLOP/s beyond a millisecond, which all other probes take."""
+
+    def __init__(self):
+        self.rounds: list[list[float]] = []
+
+    def calls(self, _, functions):
+        """The arguments' shapes of each probe, in place of the compiled probe."""
+        return [shapes for _, shapes in functions]
+
+    def in_turn(self, calls, **_):
+        """The seconds of each."""
+        found = []
+        for shapes in calls:
+            seconds = 1e-3
+            if len(shapes) == 2 and len(shapes[0]) == 3:
+                n = shapes[1][-1]
+                seconds += 2 * n * np.prod(shapes[0]) / 1e9  # the left operand has b m k elements
+            found.append(seconds)
+        self.rounds.append(found)
+        return found
+
+
+def test_large_shapes_are_costed_by_smaller_ones_within_the_budget(mesh, monkeypatch):
+    """Two products of 5000^3, which take minutes at 1 GFLOP/s, are called in seconds, and what is
+    touched of a terabyte takes no longer."""
+    machine, touched = Machine(), []
+    monkeypatch.setattr(probes, "touch", touched.append)
+    monkeypatch.setattr(quick, "_calls", machine.calls)
+    monkeypatch.setattr(quick, "seconds_in_turn", machine.in_turn)
+    shapes = ((1, 5000, 5000, 5000), (1, 500, 500, 50_000))
+    products = [replace(PRODUCT, flop=2 * np.prod(shape), shape=shape) for shape in shapes]
+
+    runs = ((each, 1) for each in products)
+
+    cluster = local_cluster(mesh, program_of(*runs, temporary_bytes=2**40))
+
+    first, found = machine.rounds
+    assert sum(first) + 8 * sum(found) < 5  # four seconds, and a millisecond for each other probe
+    assert touched == [2**26, pytest.approx(2**26 * 4 / (8 * 3) / 1e-3)]  # as many as fit
+    for product in products:
+        seconds = operation_time(product, cluster.chip).busy_seconds
+        assert seconds == pytest.approx(product.flop / 1e9)  # a millisecond is an empty call's
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "expected"),
+    [
+        ((None, (64, 512, 512, 64)), 2**26, (None, (2, 512, 512, 64))),
+        ((None, (1, 512, 512, 512)), 2**26, (None, (1, 256, 512, 256))),
+        ((None, (1, 256, 256, 4096)), 2**26, (None, (1, 256, 256, 512))),
+        (("forward", (32, 1024, 64, 64, 9)), 2**26, ("forward", (1, 256, 64, 64, 9))),
+        ((None, (1, 8, 8, 8)), 2**26, (None, (1, 8, 8, 8))),
+    ],
+)
+def test_a_smaller_shape_is_of_the_same_kind(shape, most, expected):
+    """Operands of a gradient stay transposed, windows whole and images square."""
+    assert quick._smaller(shape, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "call_seconds", "calls"),
+    [
+        (1, 10.0, 2),  # one to warm up, and one that is timed
+        (1, 0.5, 1 + 4),  # two probes: a round a second, four within the budget
+        (1, 1e-3, 1 + 100),
+        (2, 10.0, 2),
+        (2, 0.5, 1 + 4),
+        (2, 1e-3, 1 + 100),
+    ],
+)
+def test_rounds_end_within_the_budget(monkeypatch, processes, call_seconds, calls):
+    """Chosen by what the first calls took; by several processes alike."""
+    now, made = 0.0, []
+
+    def call():
+        nonlocal now
+        now += call_seconds
+        made.append(now)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(timing.jax, "process_count", lambda: processes)
+    monkeypatch.setattr(timing, "slowest_process", lambda seconds: seconds)
+
+    found = timing.seconds_in_turn(
+        [call, call], rounds=100, seconds=4.0, turn_seconds=0.0, clock=lambda: now
+    )
+
+    assert found == pytest.approx([call_seconds] * 2)
+    assert len(made) == 2 * calls
+
+
+class Told(Silent):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+
+    def say(self, text):
+        """Keep it."""
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize("others", [(), ("ConfigError: of another process",)])
+def test_a_run_goes_on_where_its_devices_cannot_be_measured(monkeypatch, tmp_path, others):
+    """A prediction is no reason to stop training: one line says why there is none, also in the
+    processes that have measured."""
+
+    def measure(*_):
+        if not others:
+            raise RuntimeError("out of memory\nwhile a probe ran")
+        return "a cluster"
+
+    monkeypatch.setattr(own_prediction, "calibrated_cluster", lambda mesh: None)
+    monkeypatch.setattr(own_prediction, "local_cluster", measure)
+    monkeypatch.setattr(own_prediction, "all_gather_text", lambda said: (said, *others))
+    predict_run: Any = own_prediction.predict_run  # what it is not asked for is not given
+    files, told = SimpleNamespace(prediction=tmp_path / "prediction.json"), Told()
+
+    predict_run(files, None, None, None, told)
+
+    (line,) = told.lines
+    why = others[0] if others else "RuntimeError: out of memory"
+    assert line == f"no prediction: these devices could not be measured ({why})"
 
 
 def test_a_mean_holds_what_other_programs_take():

@@ -3,7 +3,8 @@
 `train` predicts its own step with it, so that every run folder holds a prediction beside the
 measurement. All devices are measured at once, as they will run: virtual devices of one CPU share
 its cores. On a CPU, whose rates differ by shape, those of the largest products and convolutions of
-a program are timed, each alone. All probes are called in turn and their means taken, so that they
+a program are timed, each alone, smaller ones of the same kind in place of those that would take
+too long. All probes are called in turn and their means taken, so that they
 are as slow as a step is beside the other work of the machine. Knows no model, and of a program only
 shapes and sizes.
 """
@@ -11,7 +12,7 @@ shapes and sizes.
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -21,6 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from scalejax.hardware import Attainable, Chip, Cluster, Link, MeasuredRates, RateType
+from scalejax.hardware.chip import SLOWEST_UNIT
 from scalejax.measure.devices import NAME, probes
 from scalejax.measure.devices.collectives import Ring, library_of
 from scalejax.measure.devices.machine import memory_bytes, mesh_of, rate_types
@@ -31,6 +33,7 @@ from scalejax.measure.devices.timing import (
     noise,
     seconds_in_turn,
     seconds_of_function,
+    slowest_process,
 )
 from scalejax.simulator.program import ConvolutionPass, Program
 
@@ -55,6 +58,8 @@ class Work:
 
     shapes: tuple[Shape, ...] = ((None, (1, 256, 256, 256)), ("forward", _CONVOLUTION.shape))
     """Products and convolutions to time."""
+    smaller: tuple[tuple[Shape, Shape], ...] = ()
+    """Shapes that would take too long, each with the one that is timed in its place."""
     temporary_bytes: int = 0
     """Temporary memory of a step, whose first touch is timed."""
     streamed: tuple[int, ...] = (2**22,)
@@ -80,14 +85,20 @@ def local_cluster(mesh: Mesh, program: Program | None = None) -> Cluster:
 
 _MOST_SHAPES = 16  # each takes the compiler a tenth of a second
 _SHARE_OF_SHAPES = 0.97  # of the FLOP of a program
+_FEWEST_FLOP = 2**14  # about a microsecond of a core, as a launch: fewer show no rate
 
 
 def work_of(program: Program) -> Work:
-    """The shapes with most FLOP of a program, and its temporary memory."""
+    """The shapes with most FLOP of a program, and its temporary memory.
+
+    Shapes of few FLOP are left to the launch of an operation, which is longer.
+    """
     flop: Counter[Shape] = Counter()
     moved = _STREAMED[-1]
     for item, runs in program.walk():
         moved = max(moved, item.read_bytes + item.write_bytes)
+        if item.flop < _FEWEST_FLOP:
+            continue
         if item.kind == "matmul" and len(item.shape) == 4 and item.grouped_pass is None:
             flop[None, item.shape] += runs * item.flop
         elif item.kind == "convolution" and len(item.shape) == 5 and item.convolution_groups == 1:
@@ -119,6 +130,8 @@ _PAIRS, _SIDE = 17, 24  # beyond the sizes up to which the runtime stays on one 
 def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
     """A CPU whose operations, called in turn with each other, take as long as they did here."""
     mesh = mesh_of(devices)
+    work = _within_budget(mesh, work)
+    in_place_of = dict(work.smaller)
     functions: dict[Any, Probe] = {
         _SMALL: (lambda x: x + 1, [(4,)]),
         "one": (partial(_pairs, count=1), [(_SIDE, _SIDE)]),
@@ -126,7 +139,8 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
         "step": (lambda *arrays: [each + 1 for each in arrays], [(4,)] * probes.STATE),
     }
     for shape in work.shapes:
-        functions[shape] = _function(shape)
+        timed = in_place_of.get(shape, shape)
+        functions[timed] = _function(timed)
     for size in work.streamed:
         for index, function in enumerate(probes.FUSIONS):
             blocks = (size // (8 * probes.TILE**2), probes.TILE, probes.TILE)
@@ -137,13 +151,82 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
         for size in (4, _REDUCED_BYTES):
             for is_reduced in (False, True):
                 functions["sum", size, is_reduced] = probes.reduction(size, is_reduced=is_reduced)
-    is_alone = jax.process_count() == 1  # several must do the same in the same order
-    with ThreadPoolExecutor(os.cpu_count() if is_alone else 1) as pool:
-        # The compiler takes most of the time.
-        calls = list(pool.map(lambda probe: _call(mesh, *probe), functions.values()))
-    rounds = _ROUNDS if is_alone else _ROUNDS_TOGETHER
-    found = seconds_in_turn(calls, rounds=rounds, seconds=work.seconds, turn_seconds=_TURN_SECONDS)
+    rounds = _ROUNDS if jax.process_count() == 1 else _ROUNDS_TOGETHER
+    found = seconds_in_turn(
+        _calls(mesh, functions.values()),
+        rounds=rounds,
+        seconds=work.seconds,
+        turn_seconds=_TURN_SECONDS,
+    )
     return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
+
+
+_FIRST_FLOP, _FIRST_BYTES = 2**26, 2**26  # timed first of what is larger, to tell how long it takes
+
+
+def _within_budget(mesh: Mesh, work: Work) -> Work:
+    """`work` with smaller shapes, and less memory, in place of what takes so long that as many
+    rounds as several processes make would take more than its seconds."""
+    large = [shape for shape in work.shapes if _flop(shape) > _FIRST_FLOP]
+    functions = [_function(_smaller(shape, _FIRST_FLOP)) for shape in large]
+    is_much = work.temporary_bytes > _FIRST_BYTES
+    if is_much:
+        functions.append((probes.touch(_FIRST_BYTES), [(4,)]))
+    if not functions:
+        return work
+    call_seconds = work.seconds / (_ROUNDS_TOGETHER * (len(work.shapes) + is_much))
+    calls = _calls(mesh, functions)
+    found = seconds_in_turn(calls, rounds=1, seconds=0.0, turn_seconds=0.0)
+    shares = [call_seconds / slowest_process(seconds) for seconds in found]  # of what was timed
+    smaller = []
+    for shape, share in zip(large, shares, strict=False):
+        most = share * _flop(_smaller(shape, _FIRST_FLOP))
+        if most < _flop(shape):
+            smaller.append((shape, _smaller(shape, max(_FEWEST_FLOP, most))))
+    touched = work.temporary_bytes
+    if is_much:  # in proportion beyond these, and never less: few bytes are mapped otherwise
+        touched = min(touched, max(_FIRST_BYTES, int(shares[-1] * _FIRST_BYTES)))
+    return replace(work, smaller=tuple(smaller), temporary_bytes=touched)
+
+
+def _flop(shape: Shape) -> int:
+    kind, sizes = shape
+    return 2 * math.prod(sizes) if kind is None else _convolution(sizes).flop
+
+
+def _smaller(shape: Shape, most_flop: float) -> Shape:
+    """A shape of the same kind with at most so many FLOP: sizes are halved, those of samples first,
+    then the largest."""
+    while _flop(shape) > most_flop:
+        kind, sizes = shape
+        by_size = sorted(range(1, len(sizes)), key=lambda at: -sizes[at])
+        if kind is not None:  # windows stay
+            by_size = [1, *(at for at in by_size if at in (2, 3))]
+        for at in (0, *by_size):
+            factor = 4 if kind is not None and at == 1 else 2  # positions are of height and width
+            halved = (*sizes[:at], sizes[at] // factor, *sizes[at + 1 :])
+            # Gradients of weights, whose inner size is the largest, have their operands otherwise.
+            is_alike = kind is not None or _is_gradient(halved) == _is_gradient(sizes)
+            if halved[at] and is_alike:
+                shape = kind, halved
+                break
+        else:
+            break
+    return shape
+
+
+def _is_gradient(sizes: tuple[int, ...]) -> bool:
+    """As `probes.product_of` tells them."""
+    _, m, n, k = sizes
+    return k > max(m, n)
+
+
+def _calls(mesh: Mesh, functions: Iterable[Probe]) -> list[Callable[[], Any]]:
+    """The probes, compiled: by several threads, unless other processes must do the same in the same
+    order."""
+    with ThreadPoolExecutor(os.cpu_count() if jax.process_count() == 1 else 1) as pool:
+        # The compiler takes most of the time.
+        return list(pool.map(lambda probe: _call(mesh, *probe), functions))
 
 
 def _pairs(x: jax.Array, count: int) -> list[jax.Array]:
@@ -193,10 +276,14 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
         return max(times[key] - empty, times[key] / 10)
 
     launch = max(0.0, seconds("pairs") - seconds("one")) / (2 * (_PAIRS - 1))
+    in_place_of = dict(work.smaller)
+    timed = {shape: in_place_of.get(shape, shape) for shape in work.shapes}
+    # One that takes hardly more than an empty call shows no rate.
+    resolved = [shape for shape in timed if times[timed[shape]] - empty > times[timed[shape]] / 10]
     products, convolutions = [], {}
-    for kind, sizes in work.shapes:
-        flop = 2 * math.prod(sizes) if kind is None else _convolution(sizes).flop
-        row = (*sizes, flop / seconds((kind, sizes)))
+    for kind, sizes in resolved or work.shapes:
+        instead = timed[kind, sizes]
+        row = (*sizes, _flop(instead) / seconds(instead))
         if kind is None:
             products.append(row)
         else:
@@ -215,7 +302,7 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
     chip = Chip(
         name=devices[0].platform,
         title=devices[0].device_kind,
-        peak_flop_per_second={"f32": best},
+        peak_flop_per_second={"f32": max(best, SLOWEST_UNIT)},
         memory_bytes=memory_bytes(devices),
         memory_bytes_per_second=max(rate for _, rate in streams),
         attainable=Attainable(
@@ -224,7 +311,7 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
             convolution_fraction=1.0,
             memory_fraction=streams[-1][1] / max(rate for _, rate in streams),
             launch_seconds=launch,
-            step_overhead_seconds=times["step"],
+            step_overhead_seconds=max(0.0, times["step"] - probes.STATE * launch),
         ),
         runtime_reserve_bytes=0,
         measured=MeasuredRates(
@@ -254,7 +341,9 @@ def _cluster(devices: tuple[Any, ...], chip: Chip, sums: dict[int, float]) -> Cl
     count, link_rate, base = len(devices), chip.memory_bytes_per_second, 0.0
     if count > 1:
         sent_bytes = 2 * (count - 1) / count * _REDUCED_BYTES  # by each device of a ring
-        link_rate = sent_bytes / max(sums[_REDUCED_BYTES] - sums[4], 1e-9)
+        beyond_small = sums[_REDUCED_BYTES] - sums[4]
+        # Where more bytes take no longer, all that is known is that they come from memory.
+        link_rate = min(link_rate, sent_bytes / beyond_small) if beyond_small > 0 else link_rate
         base = sums[4]  # measured whole, so that its messages are in the base
     ring = Ring(base_seconds=base, hop_seconds=0.0, bytes_per_second=link_rate)
     return Cluster(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ALL = "all"
@@ -127,20 +128,26 @@ def seconds_in_turn(
 
     Args:
         calls: functions without arguments; each waits for its results.
-        rounds: most turns of each.
-        seconds: after which no further round begins; with several processes, which must make
-            equally many calls, it does not count.
+        rounds: most turns of each, after one that is not timed; at least one is.
+        seconds: in which further rounds must end, by how long the longest has taken. Several
+            processes, which must make equally many calls, agree on as many as the first calls of
+            the slowest say.
         turn_seconds: for how long a function is called again in its turn, where it is short; not
             with several processes.
         clock: by which each call is timed, in seconds.
     """
+    begin = time.perf_counter()
     for call in calls:
         call()
     is_alone = jax.process_count() == 1
     spent: list[list[float]] = [[] for _ in calls]
-    begin = time.perf_counter()
+    longest = slowest_process(time.perf_counter() - begin)
+    if not is_alone:
+        rounds = min(rounds, max(1, int(seconds / longest)))
+    end = time.perf_counter() + seconds
     for done in range(rounds):
-        if is_alone and done >= _FEWEST_CALLS and time.perf_counter() - begin > seconds:
+        start_of_round = time.perf_counter()
+        if is_alone and done and start_of_round + longest > end:
             break
         for call, found in zip(calls, spent, strict=True):
             turn = 0.0
@@ -149,7 +156,15 @@ def seconds_in_turn(
                 call()
                 found.append(clock() - start)
                 turn += found[-1]
+        longest = max(longest, time.perf_counter() - start_of_round)
     return [fmean(found) for found in spent]
+
+
+def slowest_process(seconds: float) -> float:
+    """The largest of what all processes measured; every process must call it."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(multihost_utils.process_allgather(np.float32(seconds)).max())
 
 
 def noise(mesh: Mesh, shape: tuple[int, ...]) -> jax.Array:

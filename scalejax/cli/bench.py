@@ -243,11 +243,14 @@ class DataBench(RunFileCommand):
         output = self.output or user_folder() / "this-machine" / "input.toml"
         serialization.require_writable("output", output)
         choose_platform()
-        from scalejax.measure.input.bench import bench, paces, stage_count
+        from scalejax.measure.input.bench import batch_life, bench, paces, stage_count
         from scalejax.report.terminal.bench import input_side
+        from scalejax.report.terminal.data import life
 
         with progress.measuring(stage_count(config.data)) as on_progress:
             rates = bench(config.data, on_progress=on_progress)
         serialization.save_toml(rates, output)
         tables.show(input_side(rates, paces(rates, config)))
+        print()
+        tables.show(life(*batch_life(rates, config)))
         print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")

@@ -30,7 +30,7 @@ from scalejax.core.errors import ConfigError, ExitCode
 from scalejax.launch.peers import PeerWatch, require_stuck_seconds
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
-from scalejax.training.record import RunFolder, facts_of
+from scalejax.training.record import RunFolder, RunRecord, facts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,21 @@ class Train(RunFileCommand):
         if place is None or place.process == 0:
             if traces is not None:
                 print(f"traces are in {folder / 'traces'}, by their first step")
+            _show_life(record)
             print(f"scalejax report {folder} draws its curves.")
         if record.status == "diverged":
             raise SystemExit(ExitCode.DIVERGED)
+
+
+def _show_life(record: RunRecord) -> None:
+    """Print the life of the batches of the last epoch, if it was measured."""
+    if not record.input:
+        return
+    from scalejax.training.run_folder import kept_prediction
+    from scalejax.training.sample_life import life_of
+
+    measured = record.input[-1]
+    tables.show(data_tables.life(measured, life_of(measured, kept_prediction(record.folder))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ class InputPace:
     """(stage, processor seconds per sample): read, take, hand over; stages of 0 omitted."""
     storage_bytes_per_sample: float
     """Bytes read from storage per sample."""
+    storage_seconds_per_sample: float = 0.0
+    """Wait for storage per sample; 0 if its rate is not known."""
 
 
 def input_wait_seconds(
@@ -116,7 +118,30 @@ def input_pace(
         limit=limit,
         stages=tuple((name, seconds) for name, seconds in stages.items() if seconds),
         storage_bytes_per_sample=stored,
+        storage_seconds_per_sample=waiting,
     )
+
+
+def stage_seconds(
+    given: HostInput, samples_per_node: float, *, nodes: int = 1, batch_parts: float | None = None
+) -> tuple[tuple[str, float], ...]:
+    """(stage, seconds) of one batch of a host, where one worker, or the threads of the training
+    process, make it: storage, with the work of reading and its wait; decode; hand over, with the
+    copy to the device. Augmentation is not known.
+
+    Args:
+        given: as for `input_pace`, like the others.
+        samples_per_node: samples of the batch on one host.
+        nodes: hosts that read from shared storage at once.
+        batch_parts: parts of every batch; if None, `nodes`.
+    """
+    pace = input_pace(given, samples_per_node, nodes=nodes, batch_parts=batch_parts)
+    stages = dict(pace.stages)
+    read = stages.get("read", 0.0) + pace.storage_seconds_per_sample
+    of_sample = {"storage": read} | {
+        name: stages.get(of, 0.0) for name, of in (("decode", "take"), ("hand over", "hand over"))
+    }
+    return tuple((name, samples_per_node * each) for name, each in of_sample.items() if each)
 
 
 def workers_needed(

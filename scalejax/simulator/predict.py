@@ -24,7 +24,7 @@ from scalejax.simulator.frameworks import known_framework
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import MemoryVerdict, memory_verdict
 from scalejax.simulator.program import Program, ReservedBytes
-from scalejax.simulator.site_effects import RunTerms, StepTerms, run_terms, step_terms
+from scalejax.simulator.site_effects import RunTerms, StepTerms, input_stages, run_terms, step_terms
 from scalejax.simulator.timeline.timeline import NOMINAL, Scales, Timeline, what_if
 from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.simulator.uncertainty import Band, band, residuals
@@ -127,6 +127,9 @@ class Prediction(Tabular):
     """Lower end of the error band of that: one run in ten should reserve less."""
     p90_reserved_memory_bytes: int | None = None
     """Upper end of the error band of that: one run in ten should reserve more."""
+    input_stages: tuple[tuple[str, float], ...] = ()
+    """(stage, seconds) of the input of one batch of a node, where it runs: storage, decode, hand
+    over; none where the rates of the host are not known."""
     price: Price | None = None
     """Price of a device of the cluster as it was predicted; None if none is known, and in files of
     versions that did not keep it."""
@@ -297,6 +300,7 @@ def predict(
         communication_seconds=times.communication_seconds,
         backend=program.backend,
         framework=program.framework,
+        input_stages=input_stages(program, cluster, site),
         price=cluster.price,
         notes=(
             *input_notes(program, cluster, site, step_seconds - (conditions.input_seconds or 0.0)),

@@ -12,7 +12,7 @@ import numpy as np
 from scalejax.config.parallelism import AXES, BATCH_AXES, DATA
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.hardware import Cluster, RunConditions, Site
-from scalejax.simulator.input import input_pace, input_wait_seconds
+from scalejax.simulator.input import input_pace, input_wait_seconds, stage_seconds
 from scalejax.simulator.program import Program
 from scalejax.simulator.reliability import (
     best_interval_seconds,
@@ -61,6 +61,15 @@ def step_terms(program: Program, cluster: Cluster, site: Site, step_seconds: flo
     if samples is not None and rate is not None:
         wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate)
     return StepTerms(stragglers_seconds=stragglers, input_seconds=wait)
+
+
+def input_stages(program: Program, cluster: Cluster, site: Site) -> tuple[tuple[str, float], ...]:
+    """(stage, seconds) of the input of one batch of a node; none where its rates are not known."""
+    samples = samples_per_node(program, cluster)
+    if samples is None or site.input is None:
+        return ()
+    nodes, parts = node_count(program, cluster), batch_parts(program, cluster)
+    return stage_seconds(site.input, samples, nodes=nodes, batch_parts=parts)
 
 
 def samples_per_node(program: Program, cluster: Cluster) -> float | None:

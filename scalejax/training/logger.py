@@ -14,15 +14,19 @@ from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax.config.data import MixtureConfig, Split
 from scalejax.config.run import ResolvedRun, RunConfig
+from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.data.loader.loader import InputSeconds
 from scalejax.data.readers.mixture import Turns
+from scalejax.data.stage_clock import STAGES
 from scalejax.models.moe import ROUTER_METRICS, WINDOW_METRIC
 from scalejax.training.multihost import is_first
 from scalejax.training.record import (
     Choice,
     Evaluated,
     EvaluationMeasurement,
+    InputMeasurement,
     Measurement,
     MeasurementLog,
     RecordPosition,
@@ -218,6 +222,51 @@ def _loss_by_source(parts: Sequence[Mapping[str, Any]]) -> tuple[float | None, .
     return tuple(
         finite(loss / count) if count else None
         for loss, count in zip(losses.tolist(), counts.tolist(), strict=True)
+    )
+
+
+def input_measurement(
+    seconds: InputSeconds,
+    *,
+    workers: int,
+    shares_cores: bool,
+    step: int = 0,
+    epoch: float = 0.0,
+    of_updates_seconds: float | None = None,
+    elapsed_seconds: float = 0.0,
+) -> InputMeasurement:
+    """Life of a batch: the means of `seconds`.
+
+    Args:
+        seconds: time of at least one batch by stage.
+        workers: worker processes that made them.
+        shares_cores: whether the devices are the host's CPU.
+        step: updates made.
+        epoch: passes over the data made.
+        of_updates_seconds: time of the updates of these batches, with the waits for them; None if
+            none was made.
+        elapsed_seconds: time since training began.
+    """
+    count = seconds.batches
+    *stages, processor = (seconds.stages / count).tolist()
+    means = dict(zip(STAGES, stages, strict=True))
+    of_step = of_updates_seconds
+    return InputMeasurement(
+        step=step,
+        epoch=epoch,
+        batches=count,
+        workers=workers,
+        cores=machine_cores(),
+        shares_cores=shares_cores,
+        storage_seconds=means["storage"],
+        decode_seconds=means["decode"],
+        augment_seconds=means["augment"],
+        hand_over_seconds=means["hand over"],
+        processor_seconds=processor,
+        copy_seconds=seconds.copy / count,
+        step_seconds=None if of_step is None else max(0.0, of_step - seconds.waited) / count,
+        wait_seconds=seconds.waited / count,
+        elapsed_seconds=elapsed_seconds,
     )
 
 

@@ -42,6 +42,7 @@ from scalejax.training.logger import (
     MetricsLogger,
     UpdateClock,
     evaluation_measurement,
+    input_measurement,
     train_measurement,
 )
 from scalejax.training.manifest import Manifest, RunAtStep
@@ -160,6 +161,9 @@ class TrainingLoop:
             for part in dict.fromkeys((self._monitored, "test"))
         }
         self._clock = UpdateClock()
+        self._batches: Batches | None = None
+        self._update_seconds = 0.0
+        """Time of updates since the life of a batch was told, with the waits for their batches."""
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()
 
@@ -248,6 +252,7 @@ class TrainingLoop:
         self._clock.restart(self._step)
         self._signals.restart_pace()
         self._logger.clock.enter("step")
+        self._batches, self._update_seconds = batches, 0.0
         with closing(batches):
             state = self._run_batches(state, batches, update, end)
         self._settle()
@@ -266,12 +271,14 @@ class TrainingLoop:
                 self._recorder.cross(self._step)
                 self._clock.restart(self._step)
             self._logger.heartbeat.at("waiting for input", self._step)
+            begin = time.perf_counter()
             with self._recorder.step(self._step + 1):
                 batch, waited_seconds = batches.next_beside(self._is_updating)
                 self._clock.waited_seconds += waited_seconds
                 self._logger.clock.waited(waited_seconds)
                 self._logger.heartbeat.at("training", self._step)
                 state, metrics = update(state, batch)
+            self._update_seconds += time.perf_counter() - begin
             self._settle()  # the previous update: this one is queued behind it
             self._step += 1
             self._logger.clock.at(self._step)
@@ -334,7 +341,9 @@ class TrainingLoop:
         if self._queued is None:
             return
         metrics, self._queued = self._queued, None
+        begin = time.perf_counter()
         jax.block_until_ready(metrics["loss"])
+        self._update_seconds += time.perf_counter() - begin
         self._tell_change()
         if self._step % self._config.log_every_steps and not self._is_last:
             # A checkpoint is saved next, or the run stops early, with no logged line of this step.
@@ -364,6 +373,8 @@ class TrainingLoop:
         """
         clock = self._logger.clock
         self._tell_unreadable("train")
+        if self._is_last or signal_number or self._run.epoch_of(self._step) % 1 == 0:
+            self._tell_input()
         if self._run.is_evaluated(self._step) and not signal_number:
             self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
@@ -608,6 +619,27 @@ class TrainingLoop:
                     elapsed_seconds=each.logger.elapsed_seconds,
                 )
                 self._write(each, measurement)
+
+    def _tell_input(self) -> None:
+        """Log the life of a batch by stage, of the batches since the last such line."""
+        if self._batches is None or self._programs.together:  # together there are no workers
+            return
+        seconds, of_updates = self._batches.taken_seconds(), self._update_seconds
+        self._update_seconds = 0.0
+        if not seconds.batches:
+            return
+        workers = self._run.config.input.workers
+        for each in self._open:
+            measurement = input_measurement(
+                seconds,
+                workers=workers if isinstance(workers, int) else 0,
+                shares_cores=jax.devices()[0].platform == "cpu",
+                step=self._step,
+                epoch=each.run.epoch_of(self._step),
+                of_updates_seconds=of_updates,
+                elapsed_seconds=each.logger.elapsed_seconds,
+            )
+            self._write(each, measurement)
 
     def _write(self, member: _Member, measurement: Measurement) -> None:
         member.logger.write(measurement)

@@ -16,7 +16,7 @@ from scalejax.config.data import Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
 from scalejax.core import drawing
-from scalejax.core.errors import ConfigError, Damaged, Unavailable, refusal
+from scalejax.core.errors import ConfigError, Damaged, Unavailable, refusal, require_at_least
 from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, load, plain, save_bytes
 from scalejax.core.tabular import Tabular
@@ -245,6 +245,49 @@ class UnreadableExamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputMeasurement:
+    """Life of the batches of an epoch in the first process: mean seconds of a batch by stage,
+    each measured where it runs. Stages of several batches run side by side."""
+
+    kind: Literal["input"] = "input"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    epoch: float
+    """Passes over the data made."""
+    batches: int
+    """Batches that the means are of: those since the previous line of this kind."""
+    workers: int
+    """Worker processes that made them; 0 for a thread of the training process."""
+    cores: int
+    """CPU cores of this host."""
+    shares_cores: bool
+    """Whether the devices are the CPU of the host, on whose cores the input runs too."""
+    storage_seconds: float
+    """Reading files or arrays, with their decompression."""
+    decode_seconds: float
+    """Making examples of what was read."""
+    augment_seconds: float
+    """Random changes of examples."""
+    hand_over_seconds: float
+    """Passing the batch from a worker process to the training process."""
+    processor_seconds: float
+    """Processor time of all threads that read, decoded and augmented it."""
+    copy_seconds: float
+    """The training process's call that copies it to its devices, or begins to."""
+    step_seconds: float | None = None
+    """An update with its exchange and without the wait for its batch; None where none was made."""
+    wait_seconds: float
+    """Time that the devices waited for the batch."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "cores"):
+            require_at_least(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessesChange:
     """A change of the processes of an elastic run, which went on from a copy or a checkpoint."""
 
@@ -268,7 +311,7 @@ class ProcessesChange:
 
 Evaluated = EvaluationMeasurement | ValidationMeasurement
 """The metrics of an evaluation, of test or of validation data."""
-Measurement = (
+Told = (
     TrainMeasurement
     | Evaluated
     | SharpnessMeasurement
@@ -276,6 +319,8 @@ Measurement = (
     | ProcessesChange
     | StatusChange
 )
+"""What is told while a run trains; the life of a batch is a table at its end."""
+Measurement = Told | InputMeasurement
 """One line of `measurements.jsonl`."""
 
 _KINDS: dict[str, type[Measurement]] = {
@@ -284,6 +329,7 @@ _KINDS: dict[str, type[Measurement]] = {
     "validation": ValidationMeasurement,
     "sharpness": SharpnessMeasurement,
     "unreadable": UnreadableExamples,
+    "input": InputMeasurement,
     "processes": ProcessesChange,
     "status": StatusChange,
 }
@@ -484,6 +530,11 @@ class RunRecord(Tabular):
     def unreadable(self) -> tuple[UnreadableExamples, ...]:
         """Examples skipped as unreadable, where the config allows it."""
         return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
+
+    @property
+    def input(self) -> tuple[InputMeasurement, ...]:
+        """The lives of the batches of each epoch, by stage."""
+        return tuple(m for m in self.measurements if isinstance(m, InputMeasurement))
 
     @property
     def processes(self) -> tuple[ProcessesChange, ...]:

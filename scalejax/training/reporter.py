@@ -24,9 +24,11 @@ from scalejax.core.units import UNKNOWN, counted, format_count, format_fraction,
 from scalejax.training.input_stalls import wait_in_words, wait_share
 from scalejax.training.record import (
     EvaluationMeasurement,
+    InputMeasurement,
     Measurement,
     ProcessesChange,
     SharpnessMeasurement,
+    Told,
     TrainMeasurement,
     UnreadableExamples,
     ValidationMeasurement,
@@ -121,6 +123,8 @@ class PlainLines(Reporter):
 
     def measured(self, measurement: Measurement) -> None:
         """Write a line; for an update only if the last line is older than a few seconds."""
+        if isinstance(measurement, InputMeasurement):
+            return
         now = time.monotonic()
         if isinstance(measurement, TrainMeasurement):
             if now < self._last_line + _SECONDS_BETWEEN_LINES:
@@ -175,6 +179,8 @@ class ProgressBar(Reporter):
 
     def measured(self, measurement: Measurement) -> None:
         """Move the bar, or write a line above it."""
+        if isinstance(measurement, InputMeasurement):
+            return
         if isinstance(measurement, TrainMeasurement):
             self._progress.update(
                 self._task,
@@ -212,6 +218,8 @@ class Cell(Reporter):
 
     def measured(self, measurement: Measurement) -> None:
         """Change the line."""
+        if isinstance(measurement, InputMeasurement):
+            return
         words = _sentence(measurement, self._total_steps)
         self._line.show(words, measurement.step, self._total_steps)
 
@@ -228,7 +236,7 @@ def _broken(line: str, width: int) -> str:
     return wrapper.fill(line)
 
 
-def _sentence(measurement: Measurement, total_steps: int) -> str:
+def _sentence(measurement: Told, total_steps: int) -> str:
     if isinstance(measurement, TrainMeasurement):
         return f"step {measurement.step}/{total_steps}: {_figures(measurement)}"
     if isinstance(measurement, EvaluationMeasurement | ValidationMeasurement):

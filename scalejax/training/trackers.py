@@ -44,6 +44,7 @@ _PARTS = {
     "validation": "validation",
     "evaluation": "test",
     "sharpness": "sharpness",
+    "input": "input",
 }
 _SECONDS_BETWEEN_BATCHES = 2.0
 """Time between two transactions of MLflow's database, each of which takes some 10 ms."""

@@ -38,7 +38,7 @@ from scalejax.measure.input import probes
 from scalejax.measure.input.bench import sized, write_sized
 from scalejax.measure.input.work import host_input, sample_work
 from scalejax.simulator.explain.what_if import improvements
-from scalejax.simulator.input import input_pace, with_workers, workers_needed
+from scalejax.simulator.input import input_pace, stage_seconds, with_workers, workers_needed
 from scalejax.simulator.predict import predict
 from scalejax.simulator.site_effects import batch_parts
 
@@ -103,6 +103,17 @@ def test_two_workers_take_twice_as_many_images_as_one():
     assert pace.samples_per_second == pytest.approx(2 / 700e-6)
     assert pace.limit == "workers"
     assert dict(pace.stages) == pytest.approx({"take": 700e-6, "hand over": 60e-6})
+
+
+def test_a_batch_takes_in_each_stage_what_its_samples_do():
+    """Of 100 samples in 1,000 of the first epoch: both workers read 10 groups at 1 ms and 40 MB at
+    1 ns a byte, and 20 MB come from storage at 100 MB/s, 300 ms; the others are as above."""
+    first = replace(HOST, is_first_epoch=True)
+
+    assert dict(stage_seconds(first, 100)) == pytest.approx(
+        {"storage": 0.030, "decode": 0.070, "hand over": 0.006}
+    )
+    assert dict(stage_seconds(with_workers(HOST, 0), 100)) == pytest.approx({"decode": 0.030})
 
 
 def test_threads_of_the_process_hand_nothing_over():

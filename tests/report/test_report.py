@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from test_sample_life import MEASURED
 
 from scalejax.cli.main import main
 from scalejax.core import serialization
@@ -267,6 +268,27 @@ def test_waiting_for_input_is_drawn_where_it_was_worth_a_word(page: Page, tmp_pa
     assert "time without a batch" not in json.dumps(of_fed.charts)
     shown = [each.cells[each.cells.index("-20%") + 1] for each in (of_waited, of_fed, page)]
     assert shown == ["40.0 %", "2.0 %", "n/a"]
+
+
+def test_the_life_of_a_batch_is_shown_where_it_was_measured(page: Page, tmp_path: Path):
+    """That of the last epoch, beside the prediction."""
+    folder = write_run(tmp_path / "lived", [0.5])
+    with closing(MeasurementLog(folder / "measurements.jsonl")) as log:
+        log.append(replace(MEASURED, decode_seconds=1.0))
+        log.append(MEASURED)
+
+    cells = Page(render(read_sources([folder]), "")).cells
+
+    assert cells[cells.index("decode") :][:5] == [
+        "decode",
+        "20 ms",
+        "n/a",
+        "training process",
+        "in part",
+    ]
+    assert cells[cells.index("compute + exchange") :][:3] == ["compute + exchange", "30 ms", "4 ms"]
+    assert cells.count("augment") == 1
+    assert "augment" not in page.cells
 
 
 def test_report_compares_prediction_and_measurement(page: Page):

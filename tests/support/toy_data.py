@@ -1,5 +1,6 @@
-"""A data set in one file: its config, what follows from it, and its examples."""
+"""A data set in one file: its config, what follows from it, its examples; and a slow one."""
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import numpy as np
 from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.data.source import Reader, Split
+from scalejax.data.stage_clock import timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +49,21 @@ class Stripes(Reader, names=("stripes",)):
         rows = 255 * np.eye(self._side, dtype=np.uint8)[classes]
         images = np.repeat(rows[:, :, None, None], self._side, axis=2)
         return {"inputs": images, "targets": classes}
+
+
+class Pausing:
+    """Examples that take `seconds` a batch to read, and no core."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        """Any number."""
+        return 1000
+
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
+        """Zeros."""
+        with timed("storage"):
+            time.sleep(self._seconds)
+        count = len(indices)
+        return {"inputs": np.zeros((count, 2), np.float32), "targets": np.zeros(count, np.int32)}

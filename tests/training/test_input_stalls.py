@@ -10,9 +10,14 @@ from test_train import run
 
 from scalejax.config.input import InputConfig
 from scalejax.config.run import load_config
+from scalejax.core.units import format_seconds
 from scalejax.data.readers.synthetic import SyntheticImages
+from scalejax.report.terminal import tables
+from scalejax.report.terminal.data import life
 from scalejax.training.input_stalls import wait_in_words, wait_share, wait_with_advice
 from scalejax.training.record import RunFolder, figures
+from scalejax.training.run_folder import kept_prediction
+from scalejax.training.sample_life import life_of
 
 
 def waited(*seconds):
@@ -97,3 +102,24 @@ def test_a_run_chooses_its_processes_and_says_why(tmp_path, plain):
     of_plain = figures(plain.folder.path)
     assert figures(record.folder.path) == of_plain
     assert figures(other.folder.path)[-1] == of_plain[-1]
+
+
+def test_a_run_records_the_life_of_its_batches(plain, capsys):
+    """A line an epoch; the table has 80 columns, and the prediction beside the measurement."""
+    assert [each.epoch for each in plain.input] == [1, 2, 3]
+    assert {each.batches for each in plain.input} == {plain.input[0].step}
+    for each in plain.input:
+        assert each.decode_seconds > 0
+        assert (each.step_seconds or 0) > each.copy_seconds > 0
+    prediction, measured = kept_prediction(plain.folder), plain.input[-1]
+    assert prediction is not None
+    known = replace(prediction, input_stages=(("decode", 0.025),))
+    tables.show(life(measured, life_of(measured, known)))
+    lines = capsys.readouterr().out.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    (decode,) = [line for line in lines if line.startswith("decode ")]
+    assert "25 ms" in decode
+    (step,) = [line for line in lines if line.startswith("compute + exchange ")]
+    for seconds in (measured.step_seconds, prediction.step_seconds):
+        assert format_seconds(seconds) in step

@@ -134,7 +134,10 @@ def test_changes_of_processes_are_kept_whatever_is_measured_again(tmp_path, is_p
     ("line", "message"),
     [
         ("{", "line 2 is no measurement"),
-        ("[]", "one of train, evaluation, validation, sharpness, unreadable, processes, status"),
+        (
+            "[]",
+            "one of train, evaluation, validation, sharpness, unreadable, input, processes, status",
+        ),
         ('{"kind": "gossip"}', "its kind must be one of"),
         ('{"kind": "status", "step": 1}', "status is missing"),
     ],

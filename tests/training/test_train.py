@@ -410,7 +410,7 @@ def test_a_report_says_that_a_completed_run_has_too_few_lines(finished, tmp_path
     main(["report", str(folder), "--output", str(page)])
     assert "is damaged" not in page.read_text()
 
-    cut_record(folder, lambda lines: [*lines[:2], *lines[3:]])
+    cut_record(folder, lambda lines: [*lines[:3], *lines[4:]])
     main(["report", str(folder), "--output", str(page)])
 
     assert RunRecord.load(folder).status == "completed"

@@ -11,6 +11,7 @@ import numpy as np
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.loader.skip_unreadable import READABLE, without_unreadable
 from scalejax.data.source import Source
+from scalejax.data.stage_clock import STAGE_SECONDS, reading
 
 LocalBatch = dict[str, np.ndarray]
 """The rows that devices of this process hold, for each array of a batch."""
@@ -38,3 +39,10 @@ def take_batches(source: Source, batches: Sequence[Rows]) -> list[LocalBatch]:
             rows = {name: values[part] for name, values in taken.items()} | batch.beside
             filled.append(without_unreadable(rows, batch) if READABLE in taken else rows)
     return filled
+
+
+def timed_batches(source: Source, batches: Sequence[Rows]) -> list[LocalBatch]:
+    """The batches of `take_batches`, each with its `STAGE_SECONDS`."""
+    with reading(len(batches)) as seconds:
+        taken = take_batches(source, batches)
+    return [batch | {STAGE_SECONDS: seconds.copy()} for batch in taken]

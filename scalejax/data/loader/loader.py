@@ -9,6 +9,7 @@ Knows no network and no optimizer.
 """
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,11 +27,26 @@ from scalejax.data.loader.prefetch import Prefetcher, one_by_one, prefetch_depth
 from scalejax.data.loader.sampler import EvaluationSampler, TrainingSampler
 from scalejax.data.loader.skip_unreadable import LOST, ReadableExamples, Skipped
 from scalejax.data.source import Source
+from scalejax.data.stage_clock import STAGE_SECONDS, STAGES
 
 Batch = dict[str, jax.Array]
 """The arrays of one global batch, sharded over the mesh."""
 AS_USUAL = InputConfig()
 """Default input settings."""
+
+
+class InputSeconds:
+    """Time of the batches used since the last `taken`, by stage of the input."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        """Number of them."""
+        self.stages = np.zeros(len(STAGES) + 1)
+        """Seconds in each of `STAGES`, where these ran, and processor seconds of reading."""
+        self.copy = 0.0
+        """Seconds in which the training process copied them to its devices, or began to."""
+        self.waited = 0.0
+        """Seconds that the devices waited for them."""
 
 
 class Batches:
@@ -45,12 +61,13 @@ class Batches:
     ) -> None:
         self._prefetcher = prefetcher
         self._put = put
+        self._seconds = InputSeconds()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return self._put(next(self._prefetcher))
+        return self.next_beside(lambda: False)[0]
 
     def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Batch, float]:
         """The next batch, and the seconds that the devices waited for it.
@@ -64,7 +81,19 @@ class Batches:
             ConfigError: if a file cannot be read.
         """
         local, waited_seconds = self._prefetcher.next_beside(is_busy)
-        return self._put(local), waited_seconds
+        seconds = self._seconds
+        seconds.stages += local.pop(STAGE_SECONDS, 0.0)
+        begin = time.perf_counter()
+        batch = self._put(local)
+        seconds.copy += time.perf_counter() - begin
+        seconds.waited += waited_seconds
+        seconds.batches += 1
+        return batch, waited_seconds
+
+    def taken_seconds(self) -> InputSeconds:
+        """The time of the batches used since the last call."""
+        found, self._seconds = self._seconds, InputSeconds()
+        return found
 
     def close(self) -> None:
         """Stop prefetching."""

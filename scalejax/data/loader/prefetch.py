@@ -17,7 +17,7 @@ from scalejax.config.input import InputConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import format_bytes
 from scalejax.data.datasets import for_process
-from scalejax.data.loader.batching import LocalBatch, take_batches, unchanged
+from scalejax.data.loader.batching import LocalBatch, timed_batches, unchanged
 from scalejax.data.loader.sampler import EvaluationSampler, Rows, TrainingSampler
 from scalejax.data.loader.worker_pool import Workers
 from scalejax.data.source import Grouped, Source
@@ -189,7 +189,7 @@ def prefetched_batches(
     wanted = grain.MapDataset.range(start, len(order), together).map(rows_from)
     if not workers:
         reader = wrap(source)
-        groups = one_by_one(wanted.map(lambda several: take_batches(reader, several)))
+        groups = one_by_one(wanted.map(lambda several: timed_batches(reader, several)))
         return Prefetcher(groups, ahead=ahead if together == 1 else 1)
     processes = Workers(share, workers, wrap=wrap, slots=ahead if together == 1 else 2)
     return Prefetcher(

@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,10 @@ import numpy as np
 
 from scalejax.core.environment import keep_pages, limit_cores
 from scalejax.data.datasets import Opening
-from scalejax.data.loader.batching import LocalBatch, take_batches
+from scalejax.data.loader.batching import LocalBatch, timed_batches
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.source import Source
+from scalejax.data.stage_clock import STAGE_SECONDS, STAGES
 
 _ALIGNMENT = 64  # bytes of a cache line
 
@@ -68,7 +70,13 @@ class BatchReader:
         slot, batches = request
         if self._opened is None:
             self._opened = self._open()
-        return self._memory.put(slot, take_batches(self._opened, batches))
+        taken = timed_batches(self._opened, batches)
+        begin = time.perf_counter()
+        placed = self._memory.put(slot, taken)
+        seconds = (time.perf_counter() - begin) / len(taken)
+        for batch in taken:  # whose array of seconds is in what is sent, not in the memory
+            batch[STAGE_SECONDS][STAGES.index("hand over")] += seconds
+        return placed
 
     def _open(self) -> Source:
         for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides when to end
@@ -104,7 +112,8 @@ class _Memory:
         for batch in batches:
             placed: dict[str, Place | np.ndarray] = {}
             for name, values in batch.items():
-                if values.dtype.hasobject or begin + values.nbytes > end:
+                is_no_row = values.dtype.hasobject or name == STAGE_SECONDS
+                if is_no_row or begin + values.nbytes > end:
                     placed[name] = values
                     continue
                 place = Place(begin=begin, shape=values.shape, dtype=values.dtype)

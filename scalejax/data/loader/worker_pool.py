@@ -9,6 +9,7 @@ A batch does not depend on the worker that reads it. Knows no devices, and needs
 import mmap
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
@@ -22,6 +23,7 @@ from scalejax.data.loader.batching import LocalBatch, unchanged
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.loader.worker import BatchReader, PlacedBatches, array_at
 from scalejax.data.source import Source
+from scalejax.data.stage_clock import STAGE_SECONDS, STAGES
 
 
 class Workers:
@@ -105,12 +107,16 @@ class _InputWorker(Worker):
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), 0)  # all that the worker made room for
         for batch in answer:
-            yield {
+            begin = time.perf_counter()
+            copied = {
                 name: place
                 if isinstance(place, np.ndarray)
                 else np.array(array_at(self._map, place))
                 for name, place in batch.items()
             }
+            seconds = time.perf_counter() - begin
+            copied[STAGE_SECONDS][STAGES.index("hand over")] += seconds
+            yield copied
 
     def close(self) -> None:
         """End the process, and close its connection and shared memory."""

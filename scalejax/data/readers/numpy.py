@@ -16,6 +16,7 @@ from scalejax.data.source import (
     UnreadableExample,
     UsedPart,
 )
+from scalejax.data.stage_clock import timed
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
 MOST_SAMPLED_ROWS = 2**16
@@ -77,7 +78,8 @@ class NumpyArrays(Reader, names=("numpy",)):
             UnreadableExample: if a row of numbers has one that is not finite, naming it.
             ConfigError: if a file cannot be read.
         """
-        inputs = _rows(self._field, self._headers.inputs)(indices, 1)
+        with timed("storage"):
+            inputs = _rows(self._field, self._headers.inputs)(indices, 1)
         if self._headers.is_table:
             inputs = self._normalized(inputs, indices)
         else:

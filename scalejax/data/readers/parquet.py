@@ -33,6 +33,7 @@ from scalejax.data.source import (
     UnreadableExample,
     UsedPart,
 )
+from scalejax.data.stage_clock import timed_items
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.transforms.images import decoded_all
 
@@ -166,7 +167,7 @@ class ParquetExamples(Reader, names=("parquet",)):
         numbers = np.flatnonzero(np.diff(ends, prepend=0)).tolist()
         groups = [self._files.groups[number] for number in numbers]
         tables = self._groups.tables(self._files.field, groups, self._config.columns)
-        for number, table in zip(numbers, tables, strict=True):
+        for number, table in zip(numbers, timed_items("storage", tables), strict=True):
             part = slice(int(ends[number - 1]) if number else 0, int(ends[number]))
             rows = ascending[part] - (self._ends[number] - self._counts[number])
             if self._files.kept is not None:

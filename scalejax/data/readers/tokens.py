@@ -11,6 +11,7 @@ from scalejax.data.formats.tokens import own_part, token_files, token_span, toke
 from scalejax.data.readers.documents import token_rows
 from scalejax.data.readers.memmap import FlatFile, gathered
 from scalejax.data.source import Reader, Split, UnreadableExample, UsedPart
+from scalejax.data.stage_clock import timed
 from scalejax.data.transforms.augmentation import Augmentation
 
 SCANNED_TOKENS = 2**22
@@ -89,7 +90,8 @@ class TokenExamples(Reader, names=("tokens",)):
             begins, ends = begins + shift, ends + shift
         which, begins, ends = cut(begins, ends, self._file_ends)
         before = (self._file_ends - [file.count for file in self._files])[which]
-        tokens = gathered(self._files, which, begins - before, ends - before)
+        with timed("storage"):
+            tokens = gathered(self._files, which, begins - before, ends - before)
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self._config.vocabulary))
         if wrong.size:
             ranges = np.cumsum(ends - begins)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalejax.config.input import MOST_MAGNITUDE, AugmentationConfig
+from scalejax.data.stage_clock import timed
 from scalejax.data.transforms.images import Box, in_threads
 from scalejax.data.transforms.pixels import COLOUR_CHANGES, enlarged, flipped, recoloured, shifted
 from scalejax.data.transforms.rand_augment import (
@@ -137,10 +138,11 @@ class Changes:
                     part = enlarged(part, boxes)
                 changed[rows] = self.finished(part, rows)
 
-        if len(parts) == len(images):
-            in_threads(change, len(parts))
-        else:  # of small ones Python takes much of the time, and threads would wait for each other
-            change(slice(None))
+        with timed("augment"):
+            if len(parts) == len(images):
+                in_threads(change, len(parts))
+            else:  # of small ones Python takes much of the time, and threads would wait for others
+                change(slice(None))
         return examples | beside | {"inputs": changed}
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import io
 import math
 import os
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -19,6 +20,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from scalejax.core.environment import usable_cores
 from scalejax.core.errors import ConfigError
 from scalejax.data.source import UnreadableExample
+from scalejax.data.stage_clock import add_processor_seconds, add_seconds
 
 _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
 """Pillow's exceptions for damaged EXIF data."""
@@ -170,8 +172,10 @@ def decoded_all(
             that says nothing of the example.
     """
     images = np.empty((count, size, size, channels), np.uint8)
+    busy: list[tuple[float, float]] = []  # seconds of decoding and of changing, of each part
 
     def decode(part: slice) -> None:
+        begin = time.perf_counter()
         for number in range(count)[part]:
             try:
                 crop = partial(changes.crop, number)
@@ -182,9 +186,15 @@ def decoded_all(
                 ) from error
             except OSError as error:
                 raise ConfigError(f"{named(number)} cannot be read ({error}).") from error
+        middle = time.perf_counter()
         images[part] = changes.finished(images[part], np.arange(count)[part])
+        busy.append((middle - begin, time.perf_counter() - middle))
 
+    begin = time.perf_counter()
     in_threads(decode, count)
+    seconds = time.perf_counter() - begin
+    decoding, changing = (math.fsum(each) for each in zip(*busy, strict=True)) if busy else (1, 0)
+    add_seconds("augment", seconds * changing / (decoding + changing))  # the threads' share
     return images
 
 
@@ -195,12 +205,14 @@ def in_threads(function: Callable[[slice], None], count: int) -> None:
     width = max(1, min(16, count // (16 * threads)))
     parts = iter([slice(begin, begin + width) for begin in range(0, count, width)])
 
-    def work() -> None:
+    def work() -> float:
+        begin = time.thread_time()
         for part in parts:  # an idle thread takes the next part
             function(part)
+        return time.thread_time() - begin
 
-    for working in [_executor(threads).submit(work) for _ in range(threads)]:
-        working.result()
+    working = [_executor(threads).submit(work) for _ in range(threads)]
+    add_processor_seconds(math.fsum(each.result() for each in working))
 
 
 @cache

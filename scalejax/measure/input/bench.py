@@ -7,7 +7,7 @@ for sizes that were not measured. Knows no program and no step.
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,7 +26,10 @@ from scalejax.measure.devices.host import source_of
 from scalejax.measure.input import probes
 from scalejax.measure.input.probes import TAKEN, ReadyBatches
 from scalejax.measure.input.work import encoded_images, sample_work, stored_share
-from scalejax.simulator.input import InputPace, input_pace
+from scalejax.simulator.input import InputPace, input_pace, stage_seconds
+from scalejax.training.logger import input_measurement
+from scalejax.training.record import InputMeasurement
+from scalejax.training.sample_life import LifeStage, life_of
 
 _LIBRARIES = ("scalejax", "jax", "grain", "pillow", "pyarrow")
 
@@ -134,6 +137,28 @@ def paces(rates: InputRates, config: RunConfig) -> list[tuple[int, InputPace]]:
         (count, input_pace(HostInput(rates=rates, work=work, workers=count), samples))
         for count in counts
     ]
+
+
+def batch_life(
+    rates: InputRates, config: RunConfig, grid: Grid = GRID
+) -> tuple[InputMeasurement, tuple[LifeStage, ...]]:
+    """Stages of the input of a batch of a run on the first device, measured with its number of
+    workers (threads for "auto") and its augmentation, and as `rates` predict them.
+
+    Raises:
+        UnreadableExample: if an example cannot be read or decoded.
+        ConfigError: if a file cannot be read.
+    """
+    workers = 0 if config.input.workers == "auto" else config.input.workers
+    source = open_source(
+        config.data, "train", seed=config.seed, augmentation=config.input.augmentation
+    )
+    samples = min(len(source), config.batch.global_batch or config.batch.per_device_batch or TAKEN)
+    how = replace(config.input, workers=workers)
+    seconds, shares_cores = probes.batch_seconds(source, how, samples, grid.seconds)
+    measured = input_measurement(seconds, workers=workers, shares_cores=shares_cores)
+    given = HostInput(rates=rates, work=sample_work(config.data), workers=workers)
+    return measured, life_of(measured, input_stages=dict(stage_seconds(given, samples)))
 
 
 def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:

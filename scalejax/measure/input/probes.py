@@ -21,7 +21,7 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
-from scalejax.data.loader.loader import training_batches
+from scalejax.data.loader.loader import InputSeconds, training_batches
 from scalejax.data.source import Source
 
 Times = tuple[float, float]
@@ -85,6 +85,24 @@ def sample_seconds(source: Source, workers: int, samples: int, seconds: float) -
         return (time.perf_counter() - begin) / count / samples
     finally:
         batches.close()
+
+
+def batch_seconds(
+    source: Source, how: InputConfig, samples: int, seconds: float
+) -> tuple[InputSeconds, bool]:
+    """Time of batches of `samples` by stage, delivered on the first device, for `seconds` after
+    the prefetched ones are used up; and whether that device is the CPU."""
+    shapes = on_first_device(source.take(np.arange(1), 0), samples)
+    batches = training_batches(source, shapes, seed=0, start_step=0, stop_step=10**9, how=how)
+    with closing(batches):
+        for _ in range(8 + 4 * max(1, int(how.workers))):
+            jax.block_until_ready(next(batches))
+        batches.taken_seconds()
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds or count < _LEAST_BATCHES:
+            jax.block_until_ready(next(batches))
+            count += 1
+        return batches.taken_seconds(), jax.devices()[0].platform == "cpu"
 
 
 def on_first_device(

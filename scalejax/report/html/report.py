@@ -23,12 +23,14 @@ from scalejax.report.html.head import add_head
 from scalejax.report.html.page import Page
 from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
+from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.simulator.frameworks import XLA, known_framework
 from scalejax.simulator.predict import ScalingPrediction, merged_notes
 from scalejax.training.input_stalls import WORTH_SAYING
 from scalejax.training.record import EvaluationMeasurement
+from scalejax.training.sample_life import life_of
 
 # Time accounting: where the wall time of runs went.
 
@@ -89,6 +91,8 @@ def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
             )
 
 
+_MOST_LIVES = 4
+"""Most runs whose life of a batch is shown."""
 _MOST_REASONS = 5
 """Causes of unreadable examples that are listed."""
 
@@ -268,6 +272,23 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
             "examples reduce it; the first line includes starting the input workers.",
             charts.input_wait(runs),
         )
+    if lived := [run for run in runs if run.record.input]:
+        _add_lives(page, lived)
+
+
+def _add_lives(page: Page, runs: Sequence[RunSource]) -> None:
+    """Append the life of a batch of the first runs, without those that differ in the seed."""
+    page.add("<h3>The life of a batch</h3>")
+    page.add(
+        "<p>Mean seconds of a batch in each stage of the last epoch, measured where it runs, and "
+        "as predicted before training. Stages of several batches run side by side; the devices "
+        "wait where the slowest makes less than they take.</p>"
+    )
+    first = {run.family: run for run in reversed(runs)}
+    for run in [run for run in runs if first[run.family] is run][:_MOST_LIVES]:
+        measured = run.record.input[-1]
+        page.add(f"<p>{escape(run.label)}</p>")
+        page.add_parts(data_tables.life(measured, life_of(measured, run.prediction)))
 
 
 def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:

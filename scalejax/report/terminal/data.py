@@ -12,9 +12,11 @@ from rich.text import Text
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.serialization import plain
-from scalejax.core.units import UNKNOWN, counted, format_bytes, format_count
+from scalejax.core.units import UNKNOWN, counted, format_bytes, format_count, format_seconds
 from scalejax.data.inspect import Inspection
 from scalejax.report.terminal.tables import facts, figures
+from scalejax.training.record import InputMeasurement
+from scalejax.training.sample_life import LifeStage, other_settings
 
 
 def update(
@@ -169,3 +171,32 @@ def _verified(found: Inspection) -> Text:
     if (more := found.unreadable_rows - len(found.unreadable)) > 0:
         lines.append(f"  and {more:,} more")
     return Text("\n".join(lines))
+
+
+def life(measured: InputMeasurement, stages: Sequence[LifeStage]) -> Iterator[RenderableType]:
+    """Life of a batch: seconds of each stage, measured beside predicted, where it runs and whether
+    the step hides it; then what other settings would change.
+
+    Args:
+        measured: what was measured.
+        stages: the stages of it (`training.sample_life.life_of`).
+    """
+    yield Text.assemble(("Life of a batch", "bold"), f" (mean of {measured.batches:,})")
+    table = figures("stage", "measured", "predicted", "runs in", "hidden")
+    for each in stages:
+        seconds = (each.measured_seconds, each.predicted_seconds)
+        table.add_row(each.stage, *map(format_seconds, seconds), each.place, each.hidden or "")
+    yield table
+    if measured.step_seconds is None:
+        return
+    if measured.shares_cores:
+        busy = format_seconds(measured.processor_seconds)
+        yield Text(
+            f"The devices are the CPU: {busy} of processor time a batch are taken from the "
+            f"{measured.cores} cores of the step."
+        )
+    table = figures("from one update to the next, with", "now", "then", "")
+    for setting, then, now in other_settings(measured):
+        change = "no change" if abs(then / now - 1) < 0.01 else f"{then / now - 1:+.0%}"
+        table.add_row(setting, format_seconds(now), format_seconds(then), change)
+    yield table

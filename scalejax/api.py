@@ -153,7 +153,7 @@ def predict(
             accepted = "its batch grows: scalejax.planning.scaling_study.ramp_study predicts that"
             raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
         counts = _counts(devices)
-        with in_cell(compiling(len(set(counts)))) as on_progress:
+        with in_cell(compiling(len(counts))) as on_progress:
             found = study(
                 config,
                 where,
@@ -181,10 +181,7 @@ def predict(
         return predict_program(program, where, site=at)
     _refuse_framework(framework)
     function = _function(subject)
-    counts = sorted(set(_counts(devices)))
-    if not counts:
-        raise ConfigError(refusal("devices", [], "at least one number is needed"))
-    require_at_least("devices", counts[0], 1)
+    counts = sorted(_counts(devices))
     of_each = {count: arguments for count in counts}
     if scaling == "weak":
         for count in counts[1:]:
@@ -303,7 +300,7 @@ def explain(
         program = _program(subject, arguments, batch_argnums, where, devices, framework)
         return explain_program(program, where, site=at)
     _refuse_arguments(arguments, batch_argnums)
-    (count,) = _counts(devices)
+    count = _one_count(devices)
     config, facts = _read(subject)
     by = _framework(framework)
     with in_cell(compiling(CASES)) as on_progress:
@@ -395,7 +392,7 @@ def compare(
         subject, arguments = _unpacked(each, ())
         if isinstance(subject, RunConfig | Path | str):
             config, facts = _read(subject)
-            run = resolve(config, devices, facts)
+            run = resolve(config, None if devices is None else _one_count(devices), facts)
             jobs.append(ProfileJob(run=run, cluster=where, framework=by))
             takes_devices = True
         elif isinstance(subject, Program) or _run_of(subject) is not None:
@@ -496,10 +493,10 @@ def search(
 
 def plan(
     run: Run,
-    clusters: Sequence[Cluster | Path | str],
-    devices: Sequence[int],
+    clusters: Cluster | Path | str | Sequence[Cluster | Path | str],
+    devices: int | Sequence[int],
     *,
-    prices_per_device_hour: Sequence[float] | None = None,
+    prices_per_device_hour: float | Sequence[float] | None = None,
     global_batches: Sequence[int] = (),
     convergence: str | None = None,
     target: float | None = None,
@@ -521,8 +518,9 @@ def plan(
 
     Args:
         run: a config or a run file; a `layout.data` in it is replaced.
-        clusters: clusters to choose from, their names in the catalogue, or paths of their files.
-        devices: numbers of devices to choose from.
+        clusters: clusters to choose from, their names in the catalogue, or paths of their files;
+            or one.
+        devices: numbers of devices to choose from, or one.
         prices_per_device_hour: a price for each cluster, in any currency; None for their list
             prices, in dollars, where all have one.
         global_batches: batches to choose from; if none, the batch per device is kept.
@@ -543,20 +541,16 @@ def plan(
         ProfileError: if the compiler refuses a step.
     """
     config, facts = _read(run)
-    prices = [None] * len(clusters) if prices_per_device_hour is None else prices_per_device_hour
-    if len(prices) != len(clusters):
-        accepted = f"there must be one for each of {len(clusters)} clusters"
-        raise ConfigError(refusal("prices_per_device_hour", list(prices), accepted))
-    options = []
-    for cluster, price in zip(clusters, prices, strict=True):
-        where, at = _placed(cluster, site)
-        options.append(ClusterOption(cluster=where, site=at, price_per_device_hour=price))
+    options = [
+        ClusterOption(cluster=where, site=at, price_per_device_hour=price)
+        for where, at, price in _priced(clusters, prices_per_device_hour, site)
+    ]
     convergence_points = find_convergence(config, convergence, target=target, facts=facts)
     with in_cell(compiling_programs()) as on_progress:
         return plan_run(
             config,
             options,
-            devices,
+            _counts(devices),
             global_batches=global_batches,
             facts=facts,
             convergence=convergence_points,
@@ -571,14 +565,14 @@ def plan(
 
 def cost(
     run: "Run | tuple[Callable[..., Any], Sequence[Any]]",
-    clusters: Sequence[Cluster | Path | str],
-    devices: Sequence[int],
+    clusters: Cluster | Path | str | Sequence[Cluster | Path | str],
+    devices: int | Sequence[int],
     *,
     tokens: float | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     tokens_per_step: float | None = None,
-    prices_per_device_hour: Sequence[float] | None = None,
+    prices_per_device_hour: float | Sequence[float] | None = None,
     watts_per_device: float | None = None,
     pue: float | None = None,
     grid_grams_per_kwh: float | None = None,
@@ -599,8 +593,8 @@ def cost(
         run: a config, a run file (a path that ends in .toml), a published decoder by name,
             "llama-like:N=1b", or (function, arguments), which keeps its layout and its batch on any
             number of devices.
-        clusters: clusters, their names in the catalogue, or paths of their files.
-        devices: numbers of devices.
+        clusters: clusters, their names in the catalogue, or paths of their files; or one.
+        devices: numbers of devices, or one.
         tokens: tokens to train on; with neither these nor epochs or steps those published of a
             decoder by name, and of others the epochs of the run.
         epochs: passes over the data of a config or a run file, in place of tokens.
@@ -621,13 +615,8 @@ def cost(
         ConfigError: if a name, a number or the run is refused.
         ProfileError: if the compiler refuses a function.
     """
-    prices: Sequence[float | None] = prices_per_device_hour or [None] * len(clusters)
-    if len(prices) != len(clusters):
-        accepted = f"one is needed for each of {len(clusters)} clusters"
-        raise ConfigError(refusal("prices_per_device_hour", prices, accepted))
     options = []
-    for cluster, price in zip(clusters, prices, strict=True):
-        where, at = _placed(cluster, site)
+    for where, at, price in _priced(clusters, prices_per_device_hour, site):
         rates = rates_of(
             where,
             price_per_device_hour=price,
@@ -636,12 +625,13 @@ def cost(
             grid_grams_per_kwh=grid_grams_per_kwh,
         )
         options.append(CostOption(cluster=where, rates=rates, site=at))
+    counts = _counts(devices)
+    steps = None if steps is None else _whole("steps", steps)
     work = Work(tokens=tokens, epochs=epochs, steps=steps)
     if isinstance(run, tuple):
         _refuse_framework(framework)
         subject, arguments = _unpacked(run, ())
         updates = work.updates_of_function(tokens_per_step)
-        counts = _counts(devices)
         cases = [(arguments, option.cluster, count) for option in options for count in counts]
         programs = _programs(_function(subject), cases, None)
         return cost_programs(programs, [o for o in options for _ in counts], updates)
@@ -657,12 +647,12 @@ def cost(
             work = Work(tokens=published_tokens(run, tokens=tokens, epochs=epochs))
     else:
         config, facts = _read(run)
-    rows = len(options) * len(devices)
+    rows = len(options) * len(counts)
     with in_cell(costing()) as on_progress, in_cell(compiling(rows)) as on_compiled:
         found, _ = cost_run(
             config,
             options,
-            devices,
+            counts,
             work,
             name=name,
             framework=_framework(framework),
@@ -716,7 +706,7 @@ def _program(
     """The program of whatever is predicted, on one number of devices."""
     if isinstance(subject, RunConfig | Path | str):
         _refuse_arguments(arguments, batch_argnums)
-        (count,) = _counts(devices)
+        count = _one_count(devices)
         config, facts = _read(subject)
         run = resolve(config, count, facts)
         job = ProfileJob(run=run, cluster=cluster, framework=_framework(framework))
@@ -728,10 +718,8 @@ def _program(
         _refuse_arguments(arguments, batch_argnums)
         _refuse_devices(devices, "a program" if run is None else "a step")
         return subject if run is None else profile(run, cluster)
-    function = _function(subject)
-    if devices is None or (isinstance(devices, Sequence) and not isinstance(devices, str)):
-        raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
-    return _programs(function, [(arguments, cluster, _count(devices))], batch_argnums)[0]
+    function, count = _function(subject), _one_count(devices)
+    return _programs(function, [(arguments, cluster, count)], batch_argnums)[0]
 
 
 def _programs(
@@ -772,22 +760,64 @@ def _framework(framework: Framework | str) -> Framework:
     return framework_named(framework) if isinstance(framework, str) else framework
 
 
-def _counts(devices: int | Sequence[int] | None) -> Sequence[int]:
-    if devices is None:
-        raise ConfigError(refusal("devices", None, "the number of devices is needed for a run"))
-    if isinstance(devices, Sequence) and not isinstance(devices, str):
-        return [_count(each) for each in devices]
-    return [_count(devices)]
+def _priced(
+    clusters: Cluster | Path | str | Sequence[Cluster | Path | str],
+    prices: float | Sequence[float] | None,
+    site: Site | None,
+) -> list[tuple[Cluster, Site, float | None]]:
+    """Each cluster, its site, and the price given for a device-hour of it: None if none is.
+
+    Raises:
+        ConfigError: if there is no cluster, or not a price for each.
+    """
+    if isinstance(clusters, Cluster | Path | str):
+        clusters = [clusters]
+    if not isinstance(clusters, Sequence) or not clusters:
+        raise ConfigError(refusal("clusters", clusters, "at least one cluster, or name, is needed"))
+    if prices is None:
+        given = [None] * len(clusters)
+    else:
+        several = [prices] if isinstance(prices, int | float) else prices
+        try:
+            given = [float(each) for each in several]
+        except (TypeError, ValueError):
+            given = []
+        if len(given) != len(clusters):
+            accepted = f"there must be one number for each of {len(clusters)} clusters"
+            raise ConfigError(refusal("prices_per_device_hour", prices, accepted))
+    return [
+        (*_placed(cluster, site), price) for cluster, price in zip(clusters, given, strict=True)
+    ]
 
 
-def _count(devices: Any) -> int:
-    """A number of devices as an int, NumPy's too."""
+def _counts(devices: int | Sequence[int] | None) -> list[int]:
+    """Numbers of devices, each once; one is several too."""
+    several = (
+        devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    )
+    if devices is None or not several:
+        raise ConfigError(refusal("devices", devices, "at least one number is needed"))
+    counts = list(dict.fromkeys(_whole("devices", each, ", or a list of them") for each in several))
+    require_at_least("devices", min(counts), 1)
+    return counts
+
+
+def _one_count(devices: int | Sequence[int] | None) -> int:
+    """The number of devices where only one is meant."""
+    counts = [] if devices is None else _counts(devices)
+    if len(counts) != 1:
+        raise ConfigError(refusal("devices", devices, "one number is needed"))
+    return counts[0]
+
+
+def _whole(field: str, value: Any, more: str = "") -> int:
+    """A whole number as an int, NumPy's too; `more` is what else is accepted."""
     try:
-        if not isinstance(devices, bool):
-            return index(devices)
+        if not isinstance(value, bool):
+            return index(value)
     except TypeError:
         pass
-    raise ConfigError(refusal("devices", devices, "it must be a whole number, or a list of them"))
+    raise ConfigError(refusal(field, value, f"it must be a whole number{more}"))
 
 
 def _refuse_framework(framework: Framework | str) -> None:

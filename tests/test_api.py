@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from program_cases import matmul, program_of
 
 import scalejax
 from scalejax import predict, xla
-from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
+from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError, UnknownHardware
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
@@ -231,6 +233,92 @@ def test_cost_refuses_work_that_a_function_does_not_say(given, message):
 
     with pytest.raises(ConfigError, match=message):
         scalejax.cost(run, ["dgx-h100"], [8], **given)
+
+
+PAIR = product, (WEIGHTS, ROWS)
+
+
+def as_any(value: Any) -> Any:
+    """A value of a type that is not taken."""
+    return value
+
+
+@pytest.mark.parametrize("subject", [EXAMPLE, PAIR], ids=["run", "function"])
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (
+            lambda it: scalejax.explain(it, "dgx-h100", as_any([1, 2])),
+            r"devices=\[1, 2\] .*one number is",
+        ),
+        (
+            lambda it: scalejax.timeline(it, "dgx-h100", as_any([1, 2])),
+            r"devices=\[1, 2\] .*one number is",
+        ),
+        (lambda it: scalejax.timeline(it, "dgx-h100"), r"devices=None .*one number is"),
+        (
+            lambda it: scalejax.compare(it, it, "dgx-h100", as_any([1, 2])),
+            r"devices=\[1, 2\] .*one number",
+        ),
+        (lambda it: scalejax.predict(it, "dgx-h100", []), r"devices=\[\] .*at least one"),
+        (lambda it: scalejax.predict(it, "dgx-h100", [0, 2]), r"devices=0 .*at least 1"),
+        (lambda it: scalejax.cost(it, ["dgx-h100"], [], steps=9), r"devices=\[\] .*at least one"),
+        (lambda it: scalejax.cost(it, [], 2, steps=9), r"clusters=\[\] .*at least one"),
+        (lambda it: scalejax.cost(it, as_any(7), 2, steps=9), r"clusters=7 .*at least one"),
+        (lambda it: scalejax.cost(it, "dgx-h1000", 2, steps=9), r"'dgx-h1000'.*dgx-h100"),
+        (
+            lambda it: scalejax.cost(it, "dgx-h100", 2, steps=as_any(1.5)),
+            r"steps=1\.5 .*whole number",
+        ),
+        (
+            lambda it: scalejax.cost(it, "dgx-h100", as_any("2"), steps=9),
+            r"devices='2' .*whole number",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_of_runs_and_of_functions(subject, ask, message: str):
+    """In one line, before anything is compiled."""
+    with pytest.raises(ScalejaxError, match=message):
+        ask(subject)
+
+
+@pytest.mark.parametrize("prices", [[], [1.0, 2.0], "cheap", ["cheap"], np.ones((1, 2))])
+@pytest.mark.parametrize("verb", [scalejax.cost, scalejax.plan])
+def test_prices_are_one_for_each_cluster(verb, prices):
+    """Or none is given: an empty list is not that."""
+    with pytest.raises(ConfigError, match=r"prices_per_device_hour=.* one number for each of 1"):
+        verb(EXAMPLE, "dgx-h100", 2, prices_per_device_hour=prices)
+
+
+@pytest.mark.parametrize("subject", [EXAMPLE, PAIR], ids=["run", "function"])
+def test_one_cluster_and_one_number_stand_for_lists_of_one(subject, tmp_path: Path, monkeypatch):
+    """A number that is named twice counts once; a price may be NumPy's."""
+    step = replace(program_of(matmul("m", 1.0), devices=2), global_batch=64)
+
+    def compiled(jobs, on_done, on_error=None):
+        for position in range(len(jobs)):
+            on_done(position, Compiled(program=step))
+
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", compiled)
+    monkeypatch.setattr(
+        "scalejax.api.profile_calls", lambda _, cases, **given: [step for _ in cases]
+    )
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+
+    asked: list[tuple[Any, Any, Any, Any]] = [
+        ("dgx-h100", 2, 3, 9),
+        (["dgx-h100"], [2, 2], np.array([3.0]), 9),
+        (load_cluster("dgx-h100"), np.int64(2), [np.float32(3)], np.int64(9)),
+    ]
+    for clusters, devices, prices, steps in asked:
+        (row,) = scalejax.cost(
+            subject, clusters, devices, steps=steps, prices_per_device_hour=prices
+        ).rows
+        assert row.updates == 9
+        assert row.device_hours is not None
+        assert row.price == pytest.approx(3 * row.device_hours)
+    found = scalejax.plan(EXAMPLE, "dgx-h100", 2, prices_per_device_hour=3, layouts="file")
+    assert {(point.cluster, point.device_count) for point in found.points} == {("dgx-h100", 2)}
 
 
 def test_a_function_without_shardings_is_data_parallel():

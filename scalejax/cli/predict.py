@@ -25,7 +25,7 @@ from scalejax.cli.command import (
     write_result,
 )
 from scalejax.config.presets import PRESETS, costed_note
-from scalejax.config.run import RunConfig, given_name, load_config
+from scalejax.config.run import ResolvedRun, RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import (
@@ -35,6 +35,7 @@ from scalejax.core.errors import (
     require_at_least,
     unknown_name,
 )
+from scalejax.core.serialization import JsonValue
 from scalejax.hardware import (
     HARDWARE_TABLES,
     Cluster,
@@ -102,17 +103,39 @@ class Predict(CostCommand):
             found.append(self._predict(name, names, overrides))
         if len(names) > 1:
             print()
-            tables.show(scaling_tables.beside(found))
-        words = ["scalejax", "explain", str(self.run_file), "--cluster", names[0]]
-        words += ["--devices", str(parse_counts(self.devices)[-1]), *flags_of(overrides)]
+            tables.show(scaling_tables.beside([prediction for prediction, _ in found]))
+        prediction, last = found[0]
+        if isinstance(prediction, ScalingPrediction):  # of a batch that grows, explain knows one
+            suggest("To see where the time goes", *self._explained(names[0], overrides, *last))
+
+    def _explained(
+        self, cluster_name: str, overrides: Overrides, config: RunConfig, run: ResolvedRun
+    ) -> list[str]:
+        """The words that explain `run`: `config` on the most devices, with its batch scaled."""
+        scaled: dict[str, tuple[JsonValue, JsonValue]] = {
+            "batch.global_batch": (config.batch.global_batch, run.split.global_batch),
+            "batch.per_device_batch": (config.batch.per_device_batch, run.split.per_device_batch),
+            "layout.data": (config.layout.data, run.layout.data),
+        }
+        changed = {
+            name: after
+            for name, (before, after) in scaled.items()
+            if before is not None and before != after
+        }
+        words = ["scalejax", "explain", str(self.run_file), "--cluster", cluster_name]
+        words += ["--devices", str(run.layout.device_count)]
+        words += flags_of({**overrides, **changed})
         words += [] if self.framework == "xla" else ["--framework", self.framework]
-        suggest("To see where the time goes", *words)
+        for flag_name, path in (("--facts", self.facts), ("--input-rates", self.input_rates)):
+            words += [] if path is None else [flag_name, str(path)]
+        return words
 
     def _predict(
         self, cluster_name: str, names: Sequence[str], overrides: Overrides
-    ) -> ScalingPrediction | RampPrediction:
-        """Predict for one of the clusters, print its tables, write its files."""
-        from scalejax.planning.scaling_study import ramp_study, study
+    ) -> tuple[ScalingPrediction | RampPrediction, tuple[RunConfig, ResolvedRun]]:
+        """Predict for one of the clusters, print its tables, write its files; the run, and what it
+        is on the most devices, come with what was predicted."""
+        from scalejax.planning.scaling_study import ramp_study, resolve_all, study
         from scalejax.simulator.perfetto import write_trace
 
         framework = framework_named(self.framework)
@@ -152,7 +175,7 @@ class Predict(CostCommand):
             path_for(self.csv, cluster_name, names),
             more="; scalejax report draws it",
         )
-        return prediction
+        return prediction, (config, resolve_all(config, counts, self.scaling, facts)[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,9 +333,8 @@ class Models(PlainCommand):
         }
         _require_found("grep", self.grep, found, PRESETS)
         tables.show(tables.models(found))
-        if any(each.tokens for each in found.values()):
-            name = next(name for name, each in found.items() if each.tokens)
-            words = ("scalejax", "cost", name, "--tokens", "1T", "--cluster", "dgx-h100")
+        if decoders := [name for name, each in found.items() if each.is_decoder]:
+            words = ("scalejax", "cost", decoders[0], "--tokens", "1T", "--cluster", "dgx-h100")
             suggest("To see what one costs", *words, "--devices", "64..1024")
         write_result(models(found), self.json, self.csv)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import ModelConfig
+from scalejax.config.model import DecoderConfig, ModelConfig
 from scalejax.core.errors import ConfigError, unknown_name
 from scalejax.core.serialization import JsonValue, build, load_toml
 
@@ -80,6 +80,12 @@ class Preset:
     """How it was trained; None if that is not kept here."""
     pretraining: Pretraining | None = None
     """Samples, batch and tokens of it; None if they are not kept here."""
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is trained on plain text of known vocabulary and context, as `cost` takes."""
+        model = build(ModelConfig, {"name": self.network, **self.sizes}, where="model")
+        return isinstance(model, DecoderConfig) and None not in (self.tokens, self.vocabulary)
 
     @property
     def pretraining_tokens(self) -> int | None:

@@ -485,7 +485,7 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
     Raises:
         ConfigError: if there is no such decoder, or one line per problem.
     """
-    decoders = {key: each for key, each in PRESETS.items() if each.tokens and each.vocabulary}
+    decoders = {key: each for key, each in PRESETS.items() if each.is_decoder}
     if (preset := decoders.get(name)) is None:
         raise ConfigError(unknown_name("model", name, decoders))
     batch = preset.published_batch

@@ -360,7 +360,7 @@ def published_decoder(
     Raises:
         ConfigError: if there is no such decoder, or as `published_run` does.
     """
-    decoders = [each for each, preset in PRESETS.items() if preset.tokens and preset.vocabulary]
+    decoders = [each for each, preset in PRESETS.items() if preset.is_decoder]
     if name not in decoders:
         known = unknown_name("model", name, decoders)
         raise ConfigError(f"{known} A run file ends in .toml, and Python's is MODULE:NAME.")

@@ -8,7 +8,7 @@ when it is first used, so that `import scalejax` starts no JAX.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from scalejax.core.environment import quiet_absent_plugin
+from scalejax.core.environment import shorten_absent_plugin
 
 if TYPE_CHECKING:
     from scalejax.api import compare, cost, explain, plan, predict, search, timeline, train
@@ -108,7 +108,7 @@ _HOMES = {
 """Module of each public name."""
 
 
-quiet_absent_plugin()
+shorten_absent_plugin()
 
 
 def __getattr__(name: str) -> object:

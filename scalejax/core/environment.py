@@ -103,31 +103,41 @@ def avoid_absent_accelerator() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-class _WithoutAbsentGPU(logging.Filter):
-    """Drops the traceback that JAX logs of the plug-in for NVIDIA GPUs where there is none, and
-    nothing else: JAX goes on with what is there, as it would have."""
+class _AbsentGPUInOneLine(logging.Filter):
+    """Shortens the traceback that JAX logs of the plug-in for NVIDIA GPUs where there is none to a
+    line, and nothing else: JAX goes on with what is there, as it would have."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record of JAX is shown."""
-        is_of_plugin = "jax_plugins.xla_cuda" in str(record.args)
-        return not (is_of_plugin and record.exc_info and not _has_nvidia_driver())
+        """Keeps a record of JAX, shortened."""
+        plugin = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        error = record.exc_info[1] if record.exc_info else None
+        is_of_plugin = plugin.startswith("jax_plugins.xla_cuda")
+        if is_of_plugin and isinstance(error, Exception) and not _has_nvidia_driver():
+            record.msg = (
+                "JAX's plug-in %s could not be initialized: no NVIDIA driver (there is no %s); JAX "
+                "goes on without NVIDIA GPUs (%s)"
+            )
+            record.args = (plugin, _NVIDIA_DRIVER, in_one_line(error))
+            record.exc_info = None
+        return True
 
 
 def _has_nvidia_driver() -> bool:
     return any(Path(name).exists() for name in (_NVIDIA_DRIVER, "/dev/dxg"))
 
 
-def quiet_absent_plugin() -> None:
-    """Have JAX say nothing of the compiler for NVIDIA GPUs where it is installed to compile alone.
+def shorten_absent_plugin() -> None:
+    """Have JAX say in a line that the compiler for NVIDIA GPUs has none, where it is installed to
+    compile alone.
 
     The package jax-cuda13-pjrt registers itself with every JAX in its environment (entry point
     `jax_plugins`), looks for cuDNN as JAX starts, and fails: twenty lines, in a session that asked
     for no GPU. In processes of its own scalejax has JAX look for the CPU alone (`choose_platform`);
-    a user's own session keeps its platforms, and loses only these lines.
+    a user's own session keeps its platforms, and the line says why it has no GPU.
     """
     logger = logging.getLogger("jax._src.xla_bridge")
-    if not any(isinstance(each, _WithoutAbsentGPU) for each in logger.filters):
-        logger.addFilter(_WithoutAbsentGPU())
+    if not any(isinstance(each, _AbsentGPUInOneLine) for each in logger.filters):
+        logger.addFilter(_AbsentGPUInOneLine())
 
 
 def choose_platform(cpu_devices: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """Promises of where JAX runs."""
 
+import logging
 import os
 import sys
 
@@ -35,6 +36,40 @@ def test_without_a_driver_jax_looks_for_the_cpu_alone(driver):
 
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     assert "XLA_FLAGS" not in os.environ
+
+
+def logged(caplog: pytest.LogCaptureFixture, plugin: str) -> str:
+    """What JAX's log says of a plug-in that fails, as `discover_pjrt_plugins` logs it."""
+    try:
+        raise RuntimeError("Unable to load cuDNN.")
+    except RuntimeError:
+        logging.getLogger("jax._src.xla_bridge").exception(
+            "Jax plugin configuration error: Exception when calling %s.initialize()", plugin
+        )
+    (record,) = caplog.records
+    return logging.Formatter("%(message)s").format(record)
+
+
+def test_a_gpu_plugin_without_a_driver_is_told_in_one_line(driver, caplog):
+    """Whose driver is broken has no other explanation; twenty lines of cuDNN explain less."""
+    assert logged(caplog, "jax_plugins.xla_cuda13") == (
+        "JAX's plug-in jax_plugins.xla_cuda13 could not be initialized: no NVIDIA driver (there is "
+        f"no {driver}); JAX goes on without NVIDIA GPUs (RuntimeError: Unable to load cuDNN.)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plugin", "has_driver"), [("jax_plugins.xla_cuda13", True), ("jax_plugins.own", False)]
+)
+def test_other_failures_of_plugins_are_told_in_full(plugin, has_driver, driver, caplog):
+    """With a driver the traceback is what to look at; other plug-ins are none of ours."""
+    if has_driver:
+        driver.touch()
+
+    said = logged(caplog, plugin)
+
+    assert said.startswith(f"Jax plugin configuration error: Exception when calling {plugin}")
+    assert "Traceback" in said
 
 
 def test_what_the_user_chose_stays(driver, monkeypatch):

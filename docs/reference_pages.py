@@ -283,6 +283,10 @@ def _docstring_of(module: str, name: str | None) -> str:
         raise RuntimeError(f"::: {module}:{name}: there is none, or it has no docstring.")
     left_out = r"^(Args|Raises|Example|Returns):.*?(?=^\S|\Z)"
     shown = re.sub(left_out, "", text, flags=re.MULTILINE | re.DOTALL).strip()
+    if not Path(found.origin).is_relative_to(ROOT):
+        raise RuntimeError(
+            f"scalejax is installed from elsewhere ({found.origin}): pip install -e '.[docs]'."
+        )
     where = f"`{Path(found.origin).relative_to(ROOT)}`"
     title = where if name is None else f"`{name}`, {where}"
     return f"{title}:\n\n``` {{.text .docstring}}\n{shown}\n```"

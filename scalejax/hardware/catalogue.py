@@ -256,9 +256,19 @@ def _with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster
     sources = tables.get("sources")
     if isinstance(sources, dict):
         for name, value in values.items():
-            sources[name.removeprefix("cluster.")] = f"given: {value}"
+            sources[name.removeprefix("cluster.")] = f"{_GIVEN}{value}"
     given = ", ".join(f"{name} {value}" for name, value in values.items())
     return replace(build(Cluster, tables), title=f"{cluster.title}, {given}")
+
+
+def replaced_in_words(cluster: Cluster) -> str:
+    """What `with_hardware` replaced of a cluster, as its title says it; "" if nothing."""
+    given = {name: said for name, said in cluster.sources.items() if said.startswith(_GIVEN)}
+    return ", ".join(f"{name} {said.removeprefix(_GIVEN)}" for name, said in given.items())
+
+
+_GIVEN = "given: "
+"""Begins the source of a field that was replaced."""
 
 
 def _is_field(name: str) -> bool:

@@ -33,6 +33,7 @@ from scalejax.hardware import (
     Site,
     cluster_names,
     load_cluster,
+    replaced_in_words,
     require_own_names,
 )
 from scalejax.planning.bill import MWH_JOULES, Rates, bill, of_other_dates, updates_for
@@ -480,8 +481,7 @@ def cost_run(
             most = max(_TRIED, confirm)
             _search(row, searched, facts, framework, processes, most, progressed)
     _compile(rows, framework, confirm if searched is not None else 1, on_compiled)
-    clusters = ", ".join(option.cluster.name for option in options)
-    where = clusters if len(options) > 1 else options[0].cluster.title
+    where = _clusters(options) if len(options) > 1 else options[0].cluster.title
     report = _report(
         rows,
         updates,
@@ -527,10 +527,16 @@ def cost_programs(
         rows,
         updates,
         [next(o for o in options if o.cluster.name == name) for name in each],
-        title=f"{programs[0].name} on {', '.join(each)}",
+        title=f"{programs[0].name} on {_clusters(options)}",
         work=f"{updates:,} updates" + ("" if batch is None else f" of {batch:,} samples"),
         notes=[],
     )
+
+
+def _clusters(options: Sequence[CostOption]) -> str:
+    """Names of the clusters, and what was replaced of them."""
+    names = list(dict.fromkeys(option.cluster.name for option in options))
+    return ", ".join([*names, *filter(None, [replaced_in_words(options[0].cluster)])])
 
 
 def _report(

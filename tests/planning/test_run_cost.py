@@ -216,12 +216,13 @@ def test_a_cluster_without_what_is_multiplied_is_left_out(
     """And named; the others are costed, each at its own price. Alone it is refused."""
     flags = "gpt3-125m --tokens 1B --devices 2 --confirm 0 --network.bytes_per_second 2x "
 
-    report = costed(flags + "--price 7,2 --cluster tpu-v5p,dgx-h100", tmp_path)
+    report = costed(flags + "--price 7,2,2 --cluster tpu-v5p,dgx-h100,dgx-a100", tmp_path)
     capsys.readouterr()
     assert main(["cost", *flags.split(), "--cluster", "tpu-v5p"]) == 2
     refused = " ".join(capsys.readouterr().err.split())
 
-    (row,) = report.rows
+    assert report.title.endswith("on dgx-h100, dgx-a100, network.bytes_per_second 2x")
+    row, _ = report.rows
     assert row.cluster == "dgx-h100"
     assert row.device_hours is not None
     assert row.price == pytest.approx(2 * row.device_hours)

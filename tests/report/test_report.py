@@ -387,7 +387,7 @@ def test_a_run_that_diverged_is_a_cross_and_leaves_the_axis_to_the_others(tmp_pa
     ends at twice the largest of the other."""
     good = write_run(tmp_path / "good", [0.6, 0.8])
     bad = write_run(tmp_path / "bad", [0.3, 0.1], loss=1e35, status="diverged")
-    runs = read_sources([good, bad]).runs
+    runs = read_sources([bad, good]).runs
 
     curves, crosses = report_charts.accuracy(runs, "test")["layer"]
     losses, above = report_charts.training_loss(runs)["layer"]
@@ -396,6 +396,8 @@ def test_a_run_that_diverged_is_a_cross_and_leaves_the_axis_to_the_others(tmp_pa
     assert {row["run"] for row in curves["data"]["values"]} == {"good"}
     assert [(row["run"], row["epoch"]) for row in crosses["data"]["values"]] == [("bad", 2)]
     assert crosses["mark"]["shape"] == "cross"
+    for chart in (curves, losses):  # colours agree between charts
+        assert chart["encoding"]["color"]["scale"]["domain"] == ["bad", "good"]
     assert losses["encoding"]["y"]["scale"]["domainMax"] == 4.0
     assert len(losses["data"]["values"]) == 4
     assert above["encoding"]["y"] == {"value": 8}

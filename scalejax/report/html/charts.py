@@ -204,7 +204,9 @@ def accuracy(runs: Sequence[RunSource], part: str) -> Spec:
     ]
     y = alt.Y("accuracy:Q", title=f"{part} accuracy", axis=alt.Axis(format=".0%"))
     tooltip = alt.Tooltip("accuracy:Q", format=".2%")
-    return _curves(rows, y, tooltip, has_points=True, lost=_lost(runs), lost_at=_HEIGHT - 8)
+    return _curves(
+        rows, y, tooltip, has_points=True, runs=runs, lost=_lost(runs), lost_at=_HEIGHT - 8
+    )
 
 
 def training_loss(runs: Sequence[RunSource]) -> Spec:
@@ -220,7 +222,8 @@ def training_loss(runs: Sequence[RunSource]) -> Spec:
     is_cut = any(float(row["loss"] or 0) > most for row in rows)
     scale = alt.Scale(type="log", domainMax=most) if is_cut else alt.Scale(type="log")
     y = alt.Y("loss:Q", title="training loss", scale=scale)
-    return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"), lost=_lost(runs), lost_at=8)
+    tooltip = alt.Tooltip("loss:Q", format=".4g")
+    return _curves(rows, y, tooltip, runs=runs, lost=_lost(runs), lost_at=8)
 
 
 _ABOVE_LOSSES = 2.0
@@ -249,7 +252,8 @@ def learning_rate(runs: Sequence[RunSource]) -> Spec:
     rows = _logged(runs, "rate", lambda m: m.learning_rate)
     y = alt.Y("rate:Q", title="learning rate")
     # The rate of an update holds from the update before to this one.
-    return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"), interpolate="step-before")
+    tooltip = alt.Tooltip("rate:Q", format=".4g")
+    return _curves(rows, y, tooltip, runs=runs, interpolate="step-before")
 
 
 def noise_scale(runs: Sequence[RunSource]) -> Spec:
@@ -460,16 +464,19 @@ def _curves(
     *,
     has_points: bool = False,
     interpolate: Literal["linear", "step-before"] = "linear",
+    runs: Sequence[RunSource] = (),
     lost: Sequence[Row] = (),
     lost_at: int = 0,
 ) -> Spec:
     """Line chart over epochs, a colour for each family of runs; a click in the legend picks one.
 
-    Curves that coincide with an earlier one are dashed, so that both are visible. `lost` are
-    crosses, pixels `lost_at` below the top.
+    Curves that coincide with an earlier one are dashed, so that both are visible. Families have
+    their colours in the order of `runs`, if given, so that charts of the same runs agree. `lost`
+    are crosses, pixels `lost_at` below the top.
     """
     picked = alt.selection_point(fields=["run"], bind="legend")
-    families = list(dict.fromkeys(str(row["run"]) for row in [*rows, *lost]))
+    drawn = (str(row["run"]) for row in [*rows, *lost])
+    families = list(dict.fromkeys([*(run.family for run in runs), *drawn]))
     value = str(y.shorthand).partition(":")[0]  # type: ignore[union-attr]
     covered = _covered(rows, value)
     rows = [{**row, "covers": covered[str(row["label"])] % len(DASHES)} for row in rows]

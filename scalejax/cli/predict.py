@@ -300,6 +300,10 @@ class Hardware(PlainCommand):
                 tables.show(tables.entry(chip))
             clusters = ()
             if not chips or name in cluster_names():
+                if not name.endswith(".toml"):
+                    known = {*cluster_names(), *chip_names(), *FRAMEWORKS}
+                    if name not in known:
+                        raise ConfigError(unknown_name("NAME", name, known))
                 cluster, site = load_cluster_and_site(name)
                 clusters = (cluster,)
                 tables.show(tables.entry(cluster, site))

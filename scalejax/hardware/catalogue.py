@@ -289,6 +289,11 @@ def _multiplied(name: str, old: JsonValue, value: JsonValue) -> JsonValue:
     """`value`, or of "2x" twice the number `old`."""
     found = _TIMES.fullmatch(value) if isinstance(value, str) else None
     if found is None:
+        if isinstance(value, str) and isinstance(old, int | float) and not isinstance(old, bool):
+            accepted = (
+                f"it must be a number, which is {old:g} there, or a multiple of it, such as 2x"
+            )
+            raise ConfigError(refusal(name, value, accepted))
         return value
     if isinstance(old, bool) or not isinstance(old, int | float):
         known = f"it is {old!r} there" if old is not None else "there is none"

@@ -205,6 +205,7 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("predict x.toml --cluster a --devices 8 --scaling wek", "Expected one of ('weak', 'stro"),
         ("hardware --train.epochs 3", "reads no run.toml, so it takes no --train.epochs"),
         ("hardware dgx-h10", "did you mean 'dgx-h100'?"),
+        ("hardware h1000", "did you mean 'h100'?"),
         ("hardware my.toml", "there is no such file"),
     ],
 )

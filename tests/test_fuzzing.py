@@ -27,6 +27,7 @@ import pytest
 
 from scalejax import hardware
 from scalejax.cli.main import main
+from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import parse_toml, plain
@@ -272,6 +273,13 @@ def test_an_end_of_a_schedule_that_is_no_number_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"schedule\.multipliers\.0\.end_epoch=nan is refused"):
         load_config(Path(run_toml(tmp_path, RUN + text)))
+
+
+@pytest.mark.parametrize("devices", [2**40, 2**62])
+def test_a_batch_over_more_devices_than_any_is_refused_at_once(devices):
+    """The counts of devices that would divide it were tried one by one, for ever."""
+    with pytest.raises(ConfigError, match=r"batch\.global_batch=7 is refused"):
+        BatchSplit(global_batch=7, layout=Layout(data=devices))
 
 
 def test_a_batch_of_more_samples_than_there_are_is_refused(tmp_path):

@@ -143,6 +143,10 @@ ContextStrategy = Literal["all_gather", "ring", "all_to_all"]
 """How attention sees keys and values of tokens on other devices of the context axis."""
 
 
+_MOST_DEVICES = 2**20
+"""For which others are suggested."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
     """How the samples of one optimizer update are divided over devices and in time."""
@@ -169,8 +173,10 @@ class BatchSplit:
 
     def _fitting_devices(self) -> list[int]:
         """The nearest fewer and more devices with the same other axes that the batch divides over,
-        up to twice as many."""
+        up to twice as many; none for more devices than any cluster has, which would take long."""
         shards, devices = self.layout.batch_shards, self.layout.device_count
+        if devices > _MOST_DEVICES:
+            return []
         others = devices // shards
         fewer = next((n for n in range(shards - 1, 0, -1) if self.global_batch % n == 0), None)
         most = 2 * shards

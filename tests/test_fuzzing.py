@@ -29,7 +29,7 @@ from scalejax import hardware
 from scalejax.cli.main import main
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import load_config
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, Damaged, refusal
 from scalejax.core.serialization import parse_toml, plain
 from scalejax.data.facts import resolve
 from scalejax.data.formats.parquet import find_files
@@ -38,6 +38,7 @@ from scalejax.planning.convergence import read_data
 from scalejax.planning.time_to_target.notes import format_steps
 from scalejax.planning.time_to_target.plan import PlanPoint
 from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
+from scalejax.training.record import RecordPosition
 from scalejax.validation.kinds import read_any
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
@@ -273,6 +274,14 @@ def test_an_end_of_a_schedule_that_is_no_number_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"schedule\.multipliers\.0\.end_epoch=nan is refused"):
         load_config(Path(run_toml(tmp_path, RUN + text)))
+
+
+def test_a_record_shorter_than_its_checkpoint_says_takes_no_memory(tmp_path):
+    """As many bytes as a damaged manifest says were asked for at once."""
+    path = tmp_path / "measurements.jsonl"
+    path.write_bytes(b"{}")
+    with pytest.raises(Damaged, match="the record has 2 bytes of the 4,611,686"):
+        RecordPosition(size_bytes=2**62, sha256="").part_of(path)
 
 
 @pytest.mark.parametrize("devices", [2**40, 2**62])

@@ -605,7 +605,8 @@ class RecordPosition:
             return b""
         try:
             with path.open("rb") as file:
-                found = file.read(self.size_bytes)
+                has = os.fstat(file.fileno()).st_size
+                found = file.read(min(self.size_bytes, has))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise Damaged(f"the record cannot be read ({error})") from error
         except OSError as error:

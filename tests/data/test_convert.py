@@ -128,6 +128,17 @@ def test_arrays_become_images_and_classes(kind, tmp_path):
     assert table["label"].to_pylist() == labels.tolist()
 
 
+@pytest.mark.parametrize("shape", [(5, 0, 6), (5, 0)])
+def test_rows_that_hold_nothing_are_refused(shape, tmp_path):
+    """A damaged header says so; how many fit a chunk was a division by zero."""
+    np.savez(tmp_path / "a.npz", x=np.zeros(shape, np.uint8), y=np.zeros(5, np.int64))
+
+    with pytest.raises(ConfigError, match=r"must hold something, and this array is of \[5, 0"):
+        ConfigError, match=r"a row must hold something, and this array is of \[5, 0"
+    ):
+        convert(str(tmp_path / "a.npz"), tmp_path / "out")
+
+
 def test_numbers_of_an_array_and_of_a_csv_become_columns(tmp_path):
     """A column of whole numbers that meets a fraction in its last row is of fractions."""
     values = np.arange(40.0, dtype=np.float32).reshape(20, 2)

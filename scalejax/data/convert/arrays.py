@@ -104,6 +104,9 @@ class ArrayRows:
     def _schema(self) -> pa.Schema:
         shape, dtype = self._values.row_shape, self._values.dtype
         label = pa.field("label", pa.int64())
+        if 0 in shape:
+            accepted = f"a row must hold something, and this array is of {list(self._values.shape)}"
+            raise ConfigError(refusal("source", self.location, accepted))
         if len(shape) in (2, 3):
             channels = shape[2] if len(shape) == 3 else 1
             if dtype != np.uint8 or channels not in (1, 3):

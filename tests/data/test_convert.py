@@ -134,8 +134,6 @@ def test_rows_that_hold_nothing_are_refused(shape, tmp_path):
     np.savez(tmp_path / "a.npz", x=np.zeros(shape, np.uint8), y=np.zeros(5, np.int64))
 
     with pytest.raises(ConfigError, match=r"must hold something, and this array is of \[5, 0"):
-        ConfigError, match=r"a row must hold something, and this array is of \[5, 0"
-    ):
         convert(str(tmp_path / "a.npz"), tmp_path / "out")
 
 

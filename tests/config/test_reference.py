@@ -39,9 +39,13 @@ def test_defaults_are_as_toml_wants_them():
     assert len(values) > 100
 
 
+OF_TESTS = ("[data] name = stripes",)
+"""What `toy_data` registers where it is imported."""
+
+
 def test_every_kind_of_a_table_is_listed():
-    """Every member of each union."""
-    titles = [table.title for table in run_reference()]
+    """Every member of each union, but for those that other tests register in this process."""
+    titles = [table.title for table in run_reference() if table.title not in OF_TESTS]
 
     assert sum(title.startswith("[model]") for title in titles) == 9
     assert sum(title.startswith("[data]") for title in titles) == 12

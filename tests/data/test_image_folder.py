@@ -183,7 +183,7 @@ def test_a_failure_of_the_system_is_no_unreadable_image(root, monkeypatch, is_ur
     with pytest.raises(Unavailable if is_url else ConfigError, match=words) as caught:
         reader.take(np.arange(7), 0)
     monkeypatch.setattr(*changed, usual)
-    monkeypatch.setenv(STORE_SECONDS, "2")  # in which a read that works surely ends
+    monkeypatch.setenv(STORE_SECONDS, "0.5")  # in which a read that works surely ends
 
     assert not isinstance(caught.value, UnreadableExample)
     assert reader.take(np.arange(7), 0)["readable"].all()

@@ -67,7 +67,9 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        return self.next_beside(lambda: False)[0]
+        local = next(self._prefetcher)
+        local.pop(STAGE_SECONDS, None)
+        return self._put(local)
 
     def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Batch, float]:
         """The next batch, and the seconds that the devices waited for it.

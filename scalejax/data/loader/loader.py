@@ -67,9 +67,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        local = next(self._prefetcher)
-        local.pop(STAGE_SECONDS, None)
-        return self._put(local)
+        return self._placed(*self._prefetcher.next_beside(lambda: False))
 
     def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Batch, float]:
         """The next batch, and the seconds that the devices waited for it.
@@ -83,6 +81,10 @@ class Batches:
             ConfigError: if a file cannot be read.
         """
         local, waited_seconds = self._prefetcher.next_beside(is_busy)
+        return self._placed(local, waited_seconds), waited_seconds
+
+    def _placed(self, local: LocalBatch, waited_seconds: float) -> Batch:
+        """The batch on the mesh; its time is counted."""
         seconds = self._seconds
         seconds.stages += local.pop(STAGE_SECONDS, 0.0)
         begin = time.perf_counter()
@@ -90,7 +92,7 @@ class Batches:
         seconds.copy += time.perf_counter() - begin
         seconds.waited += waited_seconds
         seconds.batches += 1
-        return batch, waited_seconds
+        return batch
 
     def taken_seconds(self) -> InputSeconds:
         """The time of the batches used since the last call."""

@@ -59,6 +59,9 @@ def replay(
         for number, content in zip(each.outputs, contents, strict=True):
             values[number] = Value(number, content)
         if each.operation in ("trained", "evaluated", "tested"):
+            if not inputs or (len(inputs) > 1 and each.operation != "trained"):
+                accepted = f"it must be 1 for {each.operation!r}: the log is damaged"
+                raise ConfigError(refusal(f"inputs of row {place + 1}", len(inputs), accepted))
             lines.tell(each.operation, each.at_seconds, int(each.factors[0]), inputs)
         del inputs, contents
         for number in {*each.inputs, *each.outputs}:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from emulated_outcomes import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
@@ -134,6 +135,12 @@ def test_a_log_of_another_run_is_refused(tmp_path):
         replay(run_of(), other, ran.log, lambda line: None)
     with pytest.raises(ConfigError, match="inputs of row 1=0 is refused: it must be of values"):
         replay(run_of(), emulation, ran.log[1:], lambda line: None)
+    damaged = [
+        replace(each, inputs=each.inputs * 2) if each.operation == "evaluated" else each
+        for each in ran.log
+    ]
+    with pytest.raises(ConfigError, match="2 is refused: it must be 1 for 'evaluated': the log"):
+        replay(run_of(), emulation, damaged, lambda line: None)
     with pytest.raises(ConfigError, match="cannot be read as the log"):
         read_events(tmp_path / "none")
 

@@ -243,7 +243,7 @@ def test_refusal_is_the_same_with_and_without_utf8(
 
     assert without.stderr == capsys.readouterr().err
     assert without.stderr == (
-        "error: missing: --cluster A,B,..., --devices N..M (see scalejax predict\n       --help)\n"
+        "error: missing: --cluster A,B,..., --devices N..M (see scalejax predict --help)\n"
     )
 
 

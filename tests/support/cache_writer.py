@@ -24,10 +24,9 @@ def table_of(number: int) -> pa.Table:
     return pa.table({"values": values, "negative": -values})
 
 
-def write(folder: Path, limit_bytes: int, seed: int) -> NoReturn:
+def write(folder: Path, limit_bytes: int, seed: int, tables: list[pa.Table]) -> NoReturn:
     """Ask for one table after another, in an order of its own, for ever."""
     cache, generator = DiskCache(folder, limit_bytes), np.random.default_rng(seed)
-    tables = [table_of(number) for number in range(TABLES)]
     while True:
         number = int(generator.integers(TABLES))
         if not cache.of(str(number), lambda n=number: tables[n]).equals(tables[number]):
@@ -37,10 +36,12 @@ def write(folder: Path, limit_bytes: int, seed: int) -> NoReturn:
 def main() -> None:
     """Take the folder and its limit from the arguments."""
     folder, limit_bytes = Path(sys.argv[1]), int(sys.argv[2])
+    # Before the children: pyarrow imports pandas for a first array, if it is there, for 0.2 s.
+    tables = [table_of(number) for number in range(TABLES)]
     for seed, _ in enumerate(sys.stdin):
         child = os.fork()
         if child == 0:
-            write(folder, limit_bytes, seed)
+            write(folder, limit_bytes, seed, tables)
         print(child, flush=True)
         os.waitpid(child, 0)
         print("dead", flush=True)

@@ -270,7 +270,8 @@ or of memory, a hundred exaFLOP/s, a day or so, a terahertz, a gigabyte in a mul
 million of anything."""
 
 
-_SLOWEST_RATE = 1e6
+SLOWEST_RATE = 1e6
+"""Bytes per second that any link or memory exceeds: a smaller number is of another unit."""
 
 
 def require_byte_rates(where: str, machine: object) -> None:
@@ -286,7 +287,7 @@ def require_byte_rates(where: str, machine: object) -> None:
     """
     for each in dataclasses.fields(machine):  # type: ignore[arg-type]  any dataclass
         value = getattr(machine, each.name)
-        if each.name.endswith("bytes_per_second") and value is not None and value < _SLOWEST_RATE:
+        if each.name.endswith("bytes_per_second") and value is not None and value < SLOWEST_RATE:
             meant = ""
             if value > 0:
                 meant = f"; {value:g} Gb/s is {value / 8:g}e9, and {value:g} GB/s is {value:g}e9"

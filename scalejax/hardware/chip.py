@@ -38,7 +38,7 @@ SLOWEST_UNIT = 1e6
 """FLOP per second that any unit exceeds: a smaller number is of another unit."""
 
 
-_LARGEST_RESIDUAL = 2.0
+LARGEST_RESIDUAL = 2.0
 """Of a standard deviation of logarithms: times that are off by a factor of seven."""
 
 
@@ -48,8 +48,8 @@ def require_residual(field: str, value: float | None) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    if value is not None and not 0 <= value <= _LARGEST_RESIDUAL:
-        accepted = f"it must be from 0 to {_LARGEST_RESIDUAL}: 0.1 is about 10 %"
+    if value is not None and not 0 <= value <= LARGEST_RESIDUAL:
+        accepted = f"it must be from 0 to {LARGEST_RESIDUAL}: 0.1 is about 10 %"
         raise ConfigError(refusal(field, value, accepted))
 
 

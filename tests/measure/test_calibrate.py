@@ -1,6 +1,7 @@
 """This machine measured and written down: what the files hold, and what they are good for."""
 
 import re
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from hardware_cases import CHIP, cluster_of
+from jax.sharding import Mesh
 
 from scalejax.cli.main import main
 from scalejax.core import serialization
@@ -250,6 +252,81 @@ def test_ring_is_found_again_in_its_own_times():
     assert ring.hop_seconds == pytest.approx(10e-6)
     assert ring.bytes_per_second == pytest.approx(2e9)
     assert ring.residual == pytest.approx(0, abs=1e-9)
+
+
+def ring_seconds(count: int, size: int) -> float:
+    """Base 100 us, message 10 us, 2 GB/s."""
+    return 100e-6 + 2 * (count - 1) * 10e-6 + 2 * (count - 1) / count * size / 2e9
+
+
+def all_reduces(
+    monkeypatch: pytest.MonkeyPatch, disturbed: Callable[[int, int, int], float]
+) -> list[tuple[int, int]]:
+    """Calibration times nothing but all-reduces, which take what a ring does and `disturbed` of
+    devices, bytes and round besides; returns those that were timed, as they are timed."""
+    timed = []
+
+    def all_reduce_round(mesh: Mesh, size: int, calls: int) -> Callable[[], tuple[float, ...]]:
+        del calls
+
+        def seconds() -> tuple[float, ...]:
+            done = timed.count((mesh.size, size))
+            timed.append((mesh.size, size))
+            alone = probes.BUFFERS * ring_seconds(mesh.size, size)
+            return alone + 1 + disturbed(mesh.size, size, done), 1.0, alone / 2, 0.0
+
+        return seconds
+
+    monkeypatch.setattr("scalejax.measure.devices.probes.all_reduce_round", all_reduce_round)
+    monkeypatch.setattr("scalejax.measure.devices._process_counts", list)
+    monkeypatch.setattr("scalejax.measure.devices._device_counts", lambda: [2, 4])
+    monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64, 2**20))
+    monkeypatch.setattr("scalejax.measure.devices.machine.measure_chip", lambda *_: CHIP)
+    return timed
+
+
+def test_a_disturbance_of_a_round_is_not_measured(tmp_path, monkeypatch):
+    """Other programs run for the first round and a half: the third is quiet, and the least of each
+    counts, of sizes and device counts in turn."""
+    timed = all_reduces(
+        monkeypatch, lambda count, size, done: 9.0 * (done == 0 or (done == 1 and count == 2))
+    )
+
+    found = calibrate(tmp_path, TINY_GRID)
+
+    assert timed[:4] == [(2, 64), (2, 2**20), (4, 64), (4, 2**20)]
+    assert len(timed) == 3 * 4
+    assert found.cluster.library.residual == pytest.approx(0, abs=1e-6)
+    assert found.cluster.library.methods[0].base_seconds == pytest.approx(100e-6)
+    assert found.notes == ()
+
+
+def test_what_is_far_off_a_ring_is_measured_again(tmp_path, monkeypatch):
+    """A sum of 64 bytes between four takes 9 s in five rounds: the sixth mends it."""
+    timed = all_reduces(
+        monkeypatch, lambda count, size, done: 9.0 * ((count, size) == (4, 64) and done < 5)
+    )
+
+    found = calibrate(tmp_path, TINY_GRID)
+
+    assert len(timed) == 6 * 4
+    assert found.cluster.library.residual == pytest.approx(0, abs=1e-6)
+
+
+def test_a_busy_machine_is_calibrated_with_a_note(tmp_path, monkeypatch):
+    """A sum that is disturbed in every round is farther off than the files hold, which are written
+    all the same."""
+    all_reduces(monkeypatch, lambda count, size, done: 9.0 * ((count, size) == (4, 64)))
+
+    found = calibrate(tmp_path, TINY_GRID)
+    found.save(tmp_path)
+
+    cluster, _ = load_cluster_and_site(str(tmp_path / "cluster.toml"))
+    assert cluster.library.residual == 2.0
+    assert (
+        "between devices of one process: the times of all-reduces are no measure"
+        in (found.notes[0])
+    )
 
 
 @pytest.mark.slow  # two processes import JAX, and measure this machine

@@ -152,23 +152,29 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         storage_bytes_per_second=storage, device_to_host_bytes_per_second=to_host
     )
     inside = _inside(grid.calls, on_progress)
-    notes: tuple[str, ...] = ()
+    notes = []
+    cluster, note = _cluster(chips, inside, source)
+    if note:
+        notes.append(f"between devices of one process: {note}")
     try:
         between = _between(grid, source, on_progress)
     except ConfigError as error:  # the rest is valid without it
-        between, notes = {}, (f"nothing was measured between processes: {error}",)
+        between = {}
+        notes.append(f"nothing was measured between processes: {error}")
     processes = None
     if between:
         alone, _ = min(chips.items())
         process_chips = {alone: chips[alone]} | {n: each.chip for n, each in between.items()}
         measured = [found for each in between.values() for found in each.collectives]
-        processes = _cluster(process_chips, measured, source, nodes=True)
+        processes, note = _cluster(process_chips, measured, source, nodes=True)
+        if note:
+            notes.append(f"between processes: {note}")
     return Calibration(
-        cluster=_cluster(chips, inside, source),
+        cluster=cluster,
         processes=processes,
         site=Site(conditions=conditions),
         host_to_device_bytes_per_second=to_device,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
@@ -185,14 +191,19 @@ def _process_counts() -> list[int]:
 
 
 def _inside(calls: int, on_progress: OnProgress) -> list[MeasuredCollective]:
-    found = []
+    rounds = {}
     for count in _device_counts():
         mesh = machine.mesh_of(jax.local_devices()[:count])
         for size in collectives.SIZES:
             on_progress(Progress(part=f"collectives between {count} devices"))
-            seconds = probes.all_reduce_seconds(mesh, size, 4 * calls)
-            found.append(MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds))
-    return found
+            each = 4 * calls // collectives.ROUNDS
+            rounds[count, size] = probes.all_reduce_round(mesh, size, each)
+    if not rounds:
+        return []
+    platform = jax.default_backend()
+    return collectives.timed_in_rounds(
+        rounds, lambda parts: probes.seconds_of_all_reduce(parts, platform)
+    )
 
 
 def _between(grid: Grid, source: str, on_progress: OnProgress) -> dict[int, Between]:
@@ -207,15 +218,18 @@ def _cluster(
     source: str,
     *,
     nodes: bool = False,
-) -> Cluster:
-    """A cluster of one process with many devices, or (`nodes`) of many processes with one each."""
+) -> tuple[Cluster, str | None]:
+    """A cluster of one process with many devices, or (`nodes`) of many processes with one each; and
+    what its file does not hold as it was measured."""
     (_, first), *others = sorted(chips.items())
     memory = first.memory_bytes_per_second
-    ring = collectives.fit_ring(measured) if measured else None
+    ring, note = None, None
+    if measured:
+        ring, note = collectives.as_accepted(collectives.fit_ring(measured))
     rate = ring.bytes_per_second if ring else memory
     is_shared = jax.default_backend() == "cpu"
     most = None if is_shared else len(jax.local_devices())
-    return Cluster(
+    cluster = Cluster(
         name=f"{NAME}-processes" if nodes else NAME,
         title=f"{first.title}, {'processes' if nodes else 'devices of one process'}, as measured",
         chip=first,
@@ -234,3 +248,4 @@ def _cluster(
         shared=tuple(SharedChip(device_count=count, chip=chip) for count, chip in others),
         sources={"*": source},
     )
+    return cluster, note

@@ -3,14 +3,17 @@
 Knows no devices: `probes` and `processes` do the timing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
 
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import SLOWEST_RATE, ConfigError
 from scalejax.hardware import CollectiveMethod, CommunicationLibrary
+from scalejax.hardware.chip import LARGEST_RESIDUAL
+from scalejax.measure.devices.probes import Parts
 
 SIZES = (64, 2**14, 2**18, 2**20, 2**22, 2**24)
 """All-reduce payloads in bytes: from a scalar up to the gradients of a small network."""
@@ -25,7 +28,46 @@ class MeasuredCollective:
     size_bytes: int
     """Payload in bytes."""
     seconds: float
-    """Median time."""
+    """Time of one, in a step."""
+
+
+ROUNDS = 3
+"""Fewest rounds of timing."""
+_MOST_ROUNDS = 9
+_FAR_OFF = math.log(2)
+"""Residual beyond which a disturbance is likelier than another law than a ring's."""
+
+
+def timed_in_rounds(
+    rounds: Mapping[tuple[int, int], Callable[[], Parts]],
+    seconds_of: Callable[[Parts], float],
+    agreed: Callable[[float], float] = lambda residual: residual,
+) -> list[MeasuredCollective]:
+    """All-reduces that are timed in turn, over and over, while they are far off a ring.
+
+    Of every step the least time counts: other programs can only make it longer, and one that runs
+    for a second is beside a single round of each.
+
+    Args:
+        rounds: by number of devices and payload in bytes, what times the steps with such an
+            all-reduce once.
+        seconds_of: seconds of the all-reduce, from those of its steps.
+        agreed: the residual that all processes go by, of that of this one.
+    """
+    least: dict[tuple[int, int], Parts] = {}
+    measured: list[MeasuredCollective] = []
+    for done in range(1, _MOST_ROUNDS + 1):
+        for key, seconds in rounds.items():
+            found = seconds()
+            before = least.get(key, found)
+            least[key] = tuple(map(min, found, before))  # type: ignore[assignment]  four of them
+        measured = [
+            MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds_of(parts))
+            for (count, size), parts in least.items()
+        ]
+        if done >= ROUNDS and agreed(fit_ring(measured).residual or 0.0) < _FAR_OFF:
+            break
+    return measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +107,30 @@ def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
         # No measurable cost per byte: the highest rate that the largest payload could have shown.
         bytes_per_second=float(1 / max(per_byte, 1e-3 * seconds.max() / max(SIZES))),
         residual=float(np.std(np.log(seconds / fitted))),
+    )
+
+
+def as_accepted(ring: Ring) -> tuple[Ring, str | None]:
+    """`ring` within what files of hardware hold, and what was beyond it; None if nothing was."""
+    found = []
+    residual, rate = ring.residual, ring.bytes_per_second
+    if residual is not None and residual > LARGEST_RESIDUAL:
+        found.append(
+            f"they are off a ring's by a factor of {math.exp(residual):.3g}, and "
+            f"{math.exp(LARGEST_RESIDUAL):.3g} is written, so that the true band is wider"
+        )
+    if rate < SLOWEST_RATE:
+        found.append(f"{rate:.3g} bytes per second were measured, and {SLOWEST_RATE:g} is written")
+    accepted = replace(
+        ring,
+        residual=None if residual is None else min(residual, LARGEST_RESIDUAL),
+        bytes_per_second=max(rate, SLOWEST_RATE),
+    )
+    if not found:
+        return ring, None
+    return accepted, (
+        f"the times of all-reduces are no measure of this machine: {'; '.join(found)}. Other "
+        f"programs likely kept it busy: calibrate again when they have ended"
     )
 
 

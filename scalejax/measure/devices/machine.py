@@ -25,6 +25,7 @@ from scalejax.hardware import (
     chip_names,
     load_chip,
 )
+from scalejax.hardware.chip import SLOWEST_UNIT
 from scalejax.measure.devices import probes
 from scalejax.measure.devices.probes import Grid
 from scalejax.measure.devices.timing import ALL
@@ -128,7 +129,7 @@ def _chip(
     }
     # The peak is the highest rate measured in any operation.
     peak: dict[RateType, float] = {
-        name: max(products[name] + images[name]) for name in rate_types(device)
+        name: max(SLOWEST_UNIT, *products[name], *images[name]) for name in rate_types(device)
     }
     memory = max(rate for _, rate in measured.stream)
     if device.platform != "cpu":  # those of fewer bytes are of its caches
@@ -142,7 +143,9 @@ def _chip(
         step_overhead_seconds=overhead,
     )
     if attention:
-        attainable = replace(attainable, attention_fraction=fmean(attention) / peak["bf16"])
+        # A product that others disturbed can be slower than attention.
+        fraction = min(1.0, fmean(attention) / peak["bf16"])
+        attainable = replace(attainable, attention_fraction=fraction)
     return Chip(
         name=device.platform,
         title=device.device_kind,

@@ -36,6 +36,10 @@ _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolv
 STATE = 24
 """Arrays of an empty step: parameters and moments of a small network."""
 
+Parts = tuple[float, float, float, float]
+"""Seconds of four steps: with a product and sums over devices, with the product, with the sums, and
+with neither."""
+
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
@@ -390,16 +394,16 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
     return max(seconds - STATE * launch, 0.0)
 
 
-def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
-    """Seconds of an all-reduce of `size_bytes` per device, within a step.
+def all_reduce_round(mesh: Mesh, size_bytes: int, calls: int) -> Callable[[], Parts]:
+    """Compiles steps with an all-reduce of `size_bytes` per device; returns what times them once.
 
-    The median, after a matrix product. On idle cores an all-reduce can be ten times faster; in a
-    step, its threads wait for cores that are still computing, and for the slowest device. A CPU
-    runs one for each of several buffers, a GPU one for all of them.
+    A CPU runs an all-reduce for each of `BUFFERS` buffers, a GPU one for all of them.
     """
-    count = BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
-    shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), *[(max(1, size_bytes // 4),)] * count]
-    arguments = [filled(mesh, shape, jnp.float32) for shape in shapes]
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), (max(1, size_bytes // 4),)]
+    product, buffer = (filled(mesh, shape, jnp.float32) for shape in shapes)
+    copies = [jnp.copy(buffer) for _ in range(BUFFERS - 1 if is_cpu else 0)]
+    arguments = [product, buffer, *copies]
 
     def step(x: jax.Array, *values: jax.Array, product: bool, sums: bool) -> list[jax.Array]:
         computed = (x[0] @ x[0] if product else x[0])[0, 0]
@@ -407,15 +411,38 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
         found = jax.lax.psum(mine, ALL) if sums else mine
         return [each[None] for each in found]
 
-    def seconds(**parts: bool) -> float:
+    def compiled(**parts: bool) -> Any:
         spec = PartitionSpec(ALL)
         each = jax.shard_map(partial(step, **parts), mesh=mesh, in_specs=spec, out_specs=spec)
-        compiled = jax.jit(each).lower(*arguments).compile()
-        return seconds_of_call(compiled, arguments, calls=calls, statistic=median)
+        return jax.jit(each).lower(*arguments).compile()
 
-    beyond_product = seconds(product=True, sums=True) - seconds(product=True, sums=False)
-    alone = seconds(product=False, sums=True) - seconds(product=False, sums=False)
-    return max(beyond_product, alone, _LEAST_SECONDS) / count
+    steps = [
+        compiled(product=product, sums=sums) for product in (True, False) for sums in (True, False)
+    ]
+
+    def seconds() -> Parts:
+        found = [seconds_of_call(each, arguments, calls=calls, statistic=median) for each in steps]
+        return found[0], found[1], found[2], found[3]
+
+    return seconds
+
+
+def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
+    """Seconds of an all-reduce of `size_bytes` per device, in one round of timing."""
+    platform = mesh.devices.flat[0].platform
+    return seconds_of_all_reduce(all_reduce_round(mesh, size_bytes, calls)(), platform)
+
+
+def seconds_of_all_reduce(parts: Parts, platform: str) -> float:
+    """Seconds of one of the all-reduces of `all_reduce_round`, of what their steps took.
+
+    After a matrix product. On idle cores an all-reduce can be ten times faster; in a step, its
+    threads wait for cores that are still computing, and for the slowest device. No less than a
+    tenth of the step of sums alone: a smaller difference of two times is their noise.
+    """
+    after_product, product, sums, neither = parts
+    seconds = max(after_product - product, _beyond(sums, neither), _LEAST_SECONDS)
+    return seconds / (BUFFERS if platform == "cpu" else 1)
 
 
 _SMALL_PRODUCT = 256

@@ -15,9 +15,15 @@ from scalejax.core.process_group import LOOPBACK, free_port
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, report
 from scalejax.hardware import Chip
-from scalejax.measure.devices.collectives import SIZES, MeasuredCollective
+from scalejax.measure.devices.collectives import (
+    ROUNDS,
+    SIZES,
+    MeasuredCollective,
+    timed_in_rounds,
+)
 from scalejax.measure.devices.machine import measure_chip, mesh_of
-from scalejax.measure.devices.probes import Grid, all_reduce_seconds
+from scalejax.measure.devices.probes import Grid, all_reduce_round, seconds_of_all_reduce
+from scalejax.measure.devices.timing import slowest_process
 
 _PATIENCE_SECONDS = 300.0
 
@@ -82,13 +88,12 @@ def _measured(
         if rank == 0:
             report(replace(probe, part=f"{probe.part} in {processes} processes"))
 
-    collectives = []
+    rounds = {}
     for size in sizes:
         begin(Progress(part="collectives"))
-        seconds = all_reduce_seconds(mesh, size, 4 * grid.calls)
-        collectives.append(
-            MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)
-        )
+        rounds[processes, size] = all_reduce_round(mesh, size, 4 * grid.calls // ROUNDS)
+    seconds_of = partial(seconds_of_all_reduce, platform="cpu")
+    collectives = timed_in_rounds(rounds, seconds_of, slowest_process)
     chip = measure_chip(mesh, grid, source, begin)
     jax.distributed.shutdown()
     return Between(chip=chip, collectives=tuple(collectives))

@@ -295,7 +295,6 @@ def explain(
         ProfileError: if the compiler refuses the step.
     """
     where, at = _placed(cluster, site)
-    subject, arguments = _unpacked(subject, arguments)
     if not isinstance(subject, RunConfig | Path | str):
         program = _program(subject, arguments, batch_argnums, where, devices, framework)
         return explain_program(program, where, site=at)
@@ -343,7 +342,6 @@ def timeline(
         ProfileError: if the compiler refuses the step.
     """
     where, _ = _placed(cluster, None)
-    subject, arguments = _unpacked(subject, arguments)
     return trace_step(_program(subject, arguments, batch_argnums, where, devices, framework), where)
 
 
@@ -704,6 +702,7 @@ def _program(
     framework: Framework | str,
 ) -> Program:
     """The program of whatever is predicted, on one number of devices."""
+    subject, arguments = _unpacked(subject, arguments)
     if isinstance(subject, RunConfig | Path | str):
         _refuse_arguments(arguments, batch_argnums)
         count = _one_count(devices)

@@ -1,6 +1,7 @@
 """This machine measured and written down: what the files hold, and what they are good for."""
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from scalejax.cli.main import main
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.progress import Progress
+from scalejax.core.workers import Worker
 from scalejax.hardware import (
     MeasuredRates,
     RunConditions,
@@ -366,6 +368,33 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     program = program_of(product_of(64, flop=2 * 64**3))
     assert predict(program, cluster).step_seconds > 0
     assert "scalejax calibrate" in cluster.sources["*"]
+
+
+LEAVES = """
+import sys, time
+from multiprocessing.connection import Connection
+
+caller = Connection(int(sys.argv[1]))
+caller.recv()  # what to call
+if caller.recv() == 1:  # rank
+    sys.exit("segmentation fault")
+time.sleep(600)
+"""
+
+
+def test_a_process_that_leaves_a_collective_ends_the_measurement(monkeypatch):
+    """The other one would wait for it for minutes: it is ended, and why is said."""
+
+    def worker(call: object, *, environment: dict[str, str]) -> Worker:
+        return Worker("nothing", program=LEAVES, environment=environment)
+
+    monkeypatch.setattr("scalejax.measure.devices.processes.Worker", worker)
+
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="process 1 of them failed: segmentation fault"):
+        between_processes(2, TINY_GRID, "a test")
+
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Knows no devices: `probes` and `processes` do the timing.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,7 @@ class MeasuredCollective:
 
 ROUNDS = 3
 """Fewest rounds of timing."""
-_MOST_ROUNDS = 9
+_MOST_ROUNDS, _MOST_SECONDS = 9, 60.0
 _FAR_OFF = math.log(2)
 """Residual beyond which a disturbance is likelier than another law than a ring's."""
 
@@ -41,7 +42,7 @@ _FAR_OFF = math.log(2)
 def timed_in_rounds(
     rounds: Mapping[tuple[int, int], Callable[[], Parts]],
     seconds_of: Callable[[Parts], float],
-    agreed: Callable[[float], float] = lambda residual: residual,
+    agreed: Callable[[float], float] = float,
 ) -> list[MeasuredCollective]:
     """All-reduces that are timed in turn, over and over, while they are far off a ring.
 
@@ -52,8 +53,9 @@ def timed_in_rounds(
         rounds: by number of devices and payload in bytes, what times the steps with such an
             all-reduce once.
         seconds_of: seconds of the all-reduce, from those of its steps.
-        agreed: the residual that all processes go by, of that of this one.
+        agreed: the largest of what all processes say, which must make equally many rounds.
     """
+    end = time.perf_counter() + _MOST_SECONDS
     least: dict[tuple[int, int], Parts] = {}
     measured: list[MeasuredCollective] = []
     for done in range(1, _MOST_ROUNDS + 1):
@@ -65,7 +67,8 @@ def timed_in_rounds(
             MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds_of(parts))
             for (count, size), parts in least.items()
         ]
-        if done >= ROUNDS and agreed(fit_ring(measured).residual or 0.0) < _FAR_OFF:
+        is_far_off = (fit_ring(measured).residual or 0.0) > _FAR_OFF
+        if done >= ROUNDS and not agreed(is_far_off and time.perf_counter() < end):
             break
     return measured
 

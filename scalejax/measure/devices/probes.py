@@ -190,19 +190,10 @@ def matmul_row(
     launch: float = 0.0,
 ) -> MatmulRow:
     """Measured rate of matrix products of shape (batch, m, n, k), without their `launch`."""
-    batch, m, n, k = shape
-    function, shapes = product_of(shape)
-    sizes = [*map(math.prod, shapes), batch * m * n]
     seconds = _seconds_of_one(
-        function,
-        mesh,
-        shapes,
-        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
-        overheads=(empty_seconds, launch),
-        calls=calls,
-        dtype=dtype,
+        product_of(shape), mesh, overheads=(empty_seconds, launch), calls=calls, dtype=dtype
     )
-    return (*shape, 2 * batch * m * n * k / seconds)
+    return (*shape, 2 * math.prod(shape) / seconds)
 
 
 def convolution_row(
@@ -215,17 +206,9 @@ def convolution_row(
     launch: float = 0.0,
 ) -> ConvolutionRow:
     """Measured rate of one pass: forward, input_gradient or filter_gradient; without `launch`."""
-    function, shapes = convolution_of(convolution, kind, dtype)
-    image, kernel, cotangent = _arrays(convolution)
-    sizes = [math.prod(shape) for shape in (image, kernel, cotangent)]
+    probe = convolution_of(convolution, kind, dtype)
     seconds = _seconds_of_one(
-        function,
-        mesh,
-        shapes,
-        moved_bytes=sum(sizes) * jnp.dtype(dtype).itemsize,
-        overheads=(empty_seconds, launch),
-        calls=calls,
-        dtype=dtype,
+        probe, mesh, overheads=(empty_seconds, launch), calls=calls, dtype=dtype
     )
     return (*convolution.shape, convolution.flop / seconds)
 
@@ -283,12 +266,9 @@ def attention_rate(
         mixed, backward = jax.vjp(attend, q, k, v)
         return mixed, backward(out)
 
-    moved_bytes = 8 * 2 * math.prod(shape)  # q, k, v, the result, and their gradients
     seconds = _seconds_of_one(
-        gradients,
+        (gradients, [shape] * 4),
         mesh,
-        [shape] * 4,
-        moved_bytes=moved_bytes,
         overheads=(empty_seconds, 0.0),
         calls=calls,
         dtype=jnp.bfloat16,
@@ -329,10 +309,8 @@ def stream_rate(
             seconds = _beyond(seconds, empty_seconds) / STREAM_PASSES
         else:
             seconds = _seconds_of_one(
-                function,
+                (function, shapes),
                 mesh,
-                shapes,
-                moved_bytes=moved,
                 overheads=(empty_seconds, launch),
                 calls=calls,
                 dtype=jnp.float32,
@@ -460,33 +438,35 @@ def reduction(size_bytes: int, *, is_reduced: bool) -> Probe:
 
 
 def _seconds_of_one(
-    function: Callable[..., Any],
-    mesh: Mesh,
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    moved_bytes: int,
-    overheads: tuple[float, float],
-    calls: int,
-    dtype: Any,
+    probe: Probe, mesh: Mesh, *, overheads: tuple[float, float], calls: int, dtype: Any
 ) -> float:
-    """Seconds of one operation within a program that repeats it where it is short beside a call.
+    """Seconds of one operation within a program that repeats it where it is short beside a call, as
+    often as its arguments and results fit.
 
     Args:
-        function: the operation.
+        probe: the operation.
         mesh: the devices.
-        shapes: shapes of its arguments.
-        moved_bytes: of its arguments and results; a program holds as many operations as fit.
         overheads: seconds of a call, and of the launch of one operation more.
         calls: most calls to time.
         dtype: data type of its arguments.
     """
+    function, shapes = probe
     call, launch = overheads
     if mesh.devices.flat[0].platform == "cpu":
         return _beyond(seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype), call)
+    given, results = _arguments_and_results(function, shapes, dtype)
+    moved_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in (*given, *results))
     repeats = max(1, min(_REPEATS, _REPEATED_BYTES // moved_bytes))
     seconds = seconds_of_function(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
     empty = empty_seconds(function, mesh, shapes, calls=calls, dtype=dtype, repeats=repeats)
     return _beyond(seconds, max(empty, call + (repeats - 1) * launch)) / repeats
+
+
+def _arguments_and_results(
+    function: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: Any
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return given, jax.tree.leaves(jax.eval_shape(function, *given))
 
 
 def empty_seconds(
@@ -500,8 +480,7 @@ def empty_seconds(
 ) -> float:
     """Seconds of a call with as many arrays as `repeats` of `function` take and return, all small:
     it takes microseconds more for each."""
-    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    count = len(jax.tree.leaves(jax.eval_shape(function, *given)))
+    count = len(_arguments_and_results(function, shapes, dtype)[1])
 
     def small(*arrays: jax.Array) -> list[jax.Array]:
         return [arrays[index % len(arrays)] + index for index in range(count)]

@@ -13,7 +13,7 @@ import jax
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.process_group import LOOPBACK, free_port
 from scalejax.core.progress import OnProgress, Progress, no_display
-from scalejax.core.workers import Pool, Worker, report
+from scalejax.core.workers import Pool, Worker, WorkerFailed, report
 from scalejax.hardware import Chip
 from scalejax.measure.devices.collectives import (
     ROUNDS,
@@ -69,7 +69,8 @@ def between_processes(
                 elif kind == "answer":
                     measured[rank] = value
                 else:
-                    accepted = f"the processes failed with {str(value).splitlines()[-1]!r}"
+                    reason = value.reason if isinstance(value, WorkerFailed) else str(value)
+                    accepted = f"process {rank} of them failed: {reason}"
                     raise ConfigError(refusal("processes", count, accepted))
         except TimeoutError as error:
             accepted = f"they did not finish in {_PATIENCE_SECONDS:g} s"

@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,9 +29,9 @@ import pytest
 from scalejax import hardware
 from scalejax.cli.main import main
 from scalejax.config.parallelism import BatchSplit, Layout
-from scalejax.config.run import load_config
-from scalejax.core.errors import ConfigError, Damaged, refusal
-from scalejax.core.serialization import parse_toml, plain
+from scalejax.config.run import RunConfig, load_config
+from scalejax.core.errors import ConfigError, Damaged, DoesNotFit, ScalejaxError, refusal
+from scalejax.core.serialization import build, parse_toml, plain
 from scalejax.data.facts import resolve
 from scalejax.data.formats.parquet import find_files
 from scalejax.launch.slurm import SlurmRun
@@ -38,7 +39,9 @@ from scalejax.planning.convergence import read_data
 from scalejax.planning.time_to_target.notes import format_steps
 from scalejax.planning.time_to_target.plan import PlanPoint
 from scalejax.simulator.program import MemoryUse, Operation, Program, load_program
+from scalejax.training.compile import refusing_without_memory
 from scalejax.training.record import RecordPosition
+from scalejax.training.train import train
 from scalejax.validation.kinds import read_any
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
@@ -344,12 +347,62 @@ def test_a_network_of_a_ledger_has_no_more_layers_than_any(tmp_path):
         read_any(path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "refused"),
+    [
+        ({"hidden": 2**40}, "model.hidden=1099511627776 is refused: it must be from 1 to 100,000,"),
+        ({"hidden": 2 * 10**7}, "the training step needs .* of memory, and this machine has"),
+        (
+            {"hidden": 2 * 10**7, "layers": 1000},
+            r"array float32\[1000,.*, larger than XLA can index",
+        ),
+    ],
+)
+def test_a_network_that_no_machine_holds_is_refused(tmp_path, sizes, refused):
+    """The first and the last ended the process, from within XLA; of the second the system killed
+    what it had promised memory to."""
+    table = {
+        "model": {"name": "gpt", "heads": 1, **sizes},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16},
+        "batch": {"global_batch": 4},
+        "optimizer": {"name": "sgd"},
+        "schedule": {"base_learning_rate": 0.1},
+    }
+    with pytest.raises(ScalejaxError, match=refused):
+        train(build(RunConfig, table), tmp_path / "run", device_count=1)
+
+
+def test_a_device_without_memory_left_is_a_refusal():
+    """As XLA says it, and nothing else that it says."""
+    memory, other = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", "INTERNAL: another"
+    wanted = (
+        r"the memory of a device is used up \(Out of memory allocating 8 bytes\): a smaller batch"
+    )
+    with pytest.raises(DoesNotFit, match=wanted), refusing_without_memory():
+        raise jax.errors.JaxRuntimeError(memory)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=other), refusing_without_memory():
+        raise jax.errors.JaxRuntimeError(other)
+
+
+@pytest.mark.parametrize("column", ["kv_heads", "layers", "data", "microbatch", "device_count"])
+def test_what_a_ledger_counts_is_at_least_one(tmp_path, column):
+    """No heads of keys were a traceback: devices of the tensor axis were divided by them."""
+    path = tmp_path / "ledger.csv"
+    heading, row, *_ = (files("scalejax") / "validation/example.csv").read_text().splitlines()
+    cells = dict(zip(heading.split(","), next(csv.reader([row])), strict=True)) | {column: "0"}
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([list(cells), list(cells.values())])
+
+    with pytest.raises(ConfigError, match=f"{column}='0' is refused: .* whole number, 1 or more"):
+        read_any(path)
+
+
 def test_a_ledger_of_losses_names_the_column_that_is_wrong(tmp_path):
     """Where its runs are made of rows, the name was another."""
     path = tmp_path / "ledger.csv"
     path.write_text("lr,bs,smooth loss,D,N,exp_name\n0.001,0,2.5,1e9,1e9,a\n")
 
-    with pytest.raises(ConfigError, match=r"line 2: bs=0 is refused"):
+    with pytest.raises(ConfigError, match=r"line 2, column 2: bs=.0. is refused"):
         read_any(path)
 
 

@@ -10,7 +10,13 @@ from typing import Annotated, ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.optimizer import OptionValue
-from scalejax.core.errors import ConfigError, refusal, require_at_least, require_import_path
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_at_least,
+    require_import_path,
+    require_size,
+)
 from scalejax.core.serialization import BY_NAME, Family
 
 FilterValue = bool | int | float | str
@@ -252,7 +258,9 @@ class SyntheticImagesConfig(DataConfig):
     """Examples to evaluate on."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "channels", "classes", "train_examples", "test_examples"):
+        for name in ("image_size", "channels", "classes"):
+            require_size(f"data.{name}", getattr(self, name))
+        for name in ("train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
 
     @property
@@ -288,7 +296,9 @@ class SyntheticTokensConfig(DataConfig):
     alone; their lengths are random (geometric). If absent, an example is one document."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "vocabulary", "train_examples", "test_examples"):
+        for name in ("tokens", "vocabulary"):
+            require_size(f"data.{name}", getattr(self, name))
+        for name in ("train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
         if self.document_tokens is not None:
             require_at_least("data.document_tokens", self.document_tokens, 1)
@@ -330,10 +340,11 @@ class MaskedTokensConfig(DataConfig):
     """Examples to evaluate on."""
 
     def __post_init__(self) -> None:
-        for name in ("masked", "train_examples", "test_examples"):
+        require_size("data.masked", self.masked)
+        for name in ("train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
-        require_at_least("data.vocabulary", self.vocabulary, MASK_TOKEN + 2)
-        require_at_least("data.tokens", self.tokens, 4)
+        require_size("data.vocabulary", self.vocabulary, MASK_TOKEN + 2)
+        require_size("data.tokens", self.tokens, 4)
         words = self.tokens - 3
         if self.masked > words:
             accepted = f"an example of {self.tokens} tokens has {words} words"
@@ -366,7 +377,7 @@ class PythonDocsConfig(DataConfig):
     """Whether a topic sees itself alone; see `document_mask` of tokens."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.tokens", self.tokens, 1)
+        require_size("data.tokens", self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,9 +428,9 @@ class ParquetConfig(DataConfig):
     """Reading, caching and shuffling of row groups."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.image_size", self.image_size, 1)
+        require_size("data.image_size", self.image_size)
         if self.classes is not None:
-            require_at_least("data.classes", self.classes, 1)
+            require_size("data.classes", self.classes)
             if self.label_above is not None:
                 accepted = "data.label_above makes two classes; leave one of them out"
                 raise ConfigError(refusal("data.classes", self.classes, accepted))
@@ -467,7 +478,7 @@ class ImageFolderConfig(DataConfig):
     """1: grey, 3: red, green, blue."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.image_size", self.image_size, 1)
+        require_size("data.image_size", self.image_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,7 +516,7 @@ class NumpyConfig(DataConfig):
 
     def __post_init__(self) -> None:
         require_at_least("data.memory_bytes", self.memory_bytes, 1)
-        require_at_least("data.classes", self.classes, 1)
+        require_size("data.classes", self.classes)
         if (self.inputs is None) != (self.targets is None):
             given = "inputs" if self.targets is None else "targets"
             accepted = "data.inputs and data.targets are named both or neither"
@@ -560,8 +571,8 @@ class TokensConfig(DataConfig):
     of Llama 3 (arXiv 2407.21783, section 3.2)."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "vocabulary"):
-            require_at_least(f"data.{name}", getattr(self, name), 1)
+        require_size("data.tokens", self.tokens)
+        require_size("data.vocabulary", self.vocabulary)
         if not 0 < self.test_fraction < 1:
             raise ConfigError(
                 refusal("data.test_fraction", self.test_fraction, "it must be between 0 and 1")
@@ -627,8 +638,8 @@ class ArrayRecordConfig(DataConfig):
     were written."""
 
     def __post_init__(self) -> None:
-        require_at_least("data.image_size", self.image_size, 1)
-        require_at_least("data.classes", self.classes, 1)
+        require_size("data.image_size", self.image_size)
+        require_size("data.classes", self.classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

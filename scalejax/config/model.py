@@ -13,10 +13,10 @@ from scalejax.core.errors import (
     ConfigError,
     refusal,
     require_above,
-    require_at_least,
     require_fraction,
     require_import_path,
     require_multiple,
+    require_size,
 )
 from scalejax.core.serialization import Family
 
@@ -191,7 +191,7 @@ class MlpConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         for width in self.hidden:
-            require_at_least("model.hidden", width, 1)
+            require_size("model.hidden", width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class CnnConfig(ModelConfig):
         if not self.channels:
             raise ConfigError(refusal("model.channels", [], "it must name at least one layer"))
         for width in self.channels:
-            require_at_least("model.channels", width, 1)
+            require_size("model.channels", width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,7 +475,7 @@ class ParametrizationConfig:
     def __post_init__(self) -> None:
         for name in ("base_hidden", "base_layers", "base_head_size"):
             if (value := getattr(self, name)) is not None:
-                require_at_least(f"model.parametrization.{name}", value, 1)
+                require_size(f"model.parametrization.{name}", value)
         if (self.base_layers is None) == (self.name == "completep"):
             accepted = 'it is of "completep"; "mup" keeps the depth: leave it out'
             if self.base_layers is None:
@@ -541,9 +541,9 @@ class GptConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
-        require_at_least("model.ffn_hidden", self.inner_width, 1)
-        require_at_least("model.amax_history_length", self.amax_history_length, 1)
+            require_size(f"model.{name}", getattr(self, name))
+        require_size("model.ffn_hidden", self.inner_width)
+        require_size("model.amax_history_length", self.amax_history_length)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
         self.require_stack()
         self.require_activations()
@@ -610,7 +610,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         for name in ("head_size", "sliding_window", "global_every"):
-            require_at_least(f"model.block.{name}", getattr(self, name), 1)
+            require_size(f"model.block.{name}", getattr(self, name))
         if self.head_size is not None:
             # Rotary embeddings rotate pairs of entries of a head.
             require_multiple("model.block.head_size", self.head_size, 2, "the pairs of a head")
@@ -654,8 +654,8 @@ class MlaConfig:
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "nope_head_size", "rope_head_size", "value_head_size"):
-            require_at_least(f"model.mla.{name}", getattr(self, name), 1)
-        require_at_least("model.mla.q_lora_rank", self.q_lora_rank, 1)
+            require_size(f"model.mla.{name}", getattr(self, name))
+        require_size("model.mla.q_lora_rank", self.q_lora_rank)
         require_multiple("model.mla.rope_head_size", self.rope_head_size, 2, "the pairs of a head")
 
 
@@ -736,10 +736,10 @@ class LlamaConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
+            require_size(f"model.{name}", getattr(self, name))
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
-        require_at_least("model.amax_history_length", self.amax_history_length, 1)
+        require_size("model.amax_history_length", self.amax_history_length)
         if self.block.head_size is None and self.mla is None:
             # Rotary embeddings rotate pairs of entries of a head.
             require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
@@ -885,10 +885,10 @@ class BertConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         for name, value in zip(("layers", "hidden", "heads"), self.size, strict=True):
-            require_at_least(f"model.{name}", value, 1)
+            require_size(f"model.{name}", value)
         _, hidden, heads = self.size
         require_multiple("model.hidden", hidden, heads, "heads")
-        require_at_least("model.max_tokens", self.max_tokens, 1)
+        require_size("model.max_tokens", self.max_tokens)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -943,8 +943,8 @@ class VitConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         for name in ("patch", "layers", "hidden", "heads"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
-        require_at_least("model.ffn_hidden", self.inner_width, 1)
+            require_size(f"model.{name}", getattr(self, name))
+        require_size("model.ffn_hidden", self.inner_width)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
 
     @property

@@ -14,6 +14,7 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_multiple,
+    require_size,
 )
 
 Balance = Literal["auxiliary_loss", "bias", "none"]
@@ -113,7 +114,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         require_above("model.moe.router.scaling", self.scaling, 0)
         for name in ("groups", "groups_per_token"):
-            require_at_least(f"model.moe.router.{name}", getattr(self, name), 1)
+            require_size(f"model.moe.router.{name}", getattr(self, name))
         if self.groups_per_token > self.groups:
             accepted = f"at most model.moe.router.groups={self.groups}"
             raise ConfigError(
@@ -164,11 +165,11 @@ class MoeConfig:
     `expert_load` alone, of each update by itself."""
 
     def __post_init__(self) -> None:
-        require_at_least("model.moe.experts", self.experts, 2)
+        require_size("model.moe.experts", self.experts, 2)
         for name in ("experts_per_token", "expert_hidden"):
-            require_at_least(f"model.moe.{name}", getattr(self, name), 1)
+            require_size(f"model.moe.{name}", getattr(self, name))
         for name in ("shared_experts", "dense_layers"):
-            require_at_least(f"model.moe.{name}", getattr(self, name), 0)
+            require_size(f"model.moe.{name}", getattr(self, name), 0)
         require_above("model.moe.capacity_factor", self.capacity_factor, 0)
         require_at_least("model.moe.load_window", self.load_window, 1)
         router = self.router

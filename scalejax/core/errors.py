@@ -50,6 +50,8 @@ class ExitCode(enum.IntEnum):
     """The network, a store or the scheduler failed: again. EX_TEMPFAIL of <sysexits.h>."""
 
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""What XLA's errors begin with where a device has not the memory that is asked for."""
 FINAL_CODES = (ExitCode.COMPLETED, ExitCode.REFUSED, ExitCode.DIVERGED)
 """Those after which nothing is started again: the end would be the same."""
 
@@ -233,6 +235,21 @@ def require_at_least(field: str, value: float | None, minimum: float) -> None:
     """
     if value is not None and not minimum <= value < math.inf:  # refuses NaN too
         raise ConfigError(refusal(field, value, f"it must be at least {minimum}, and finite"))
+
+
+LARGEST_SIZE = 10**8
+"""Width, depth or number of parts larger than in any network, by a hundred times."""
+
+
+def require_size(field: str, value: int | None, minimum: int = 1) -> None:
+    """Refuse a size of a network or of its samples that no network has; None is accepted.
+
+    Raises:
+        ConfigError: naming the field and the bound.
+    """
+    require_at_least(field, value, minimum)
+    if value is not None and value > LARGEST_SIZE:
+        raise ConfigError(refusal(field, value, f"it must be from {minimum} to {LARGEST_SIZE:,}"))
 
 
 def require_at_most(field: str, value: float | None, maximum: float) -> None:

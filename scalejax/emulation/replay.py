@@ -6,11 +6,12 @@ order of the log, several in one program; their grouping changed no bit of them 
 is small fully connected networks on CPUs (jax 0.10.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.emulation.instructions import Instruction, Value
 from scalejax.emulation.run import Lines, executor_of
 from scalejax.training.record import Measurement
@@ -47,9 +48,10 @@ def replay(
             accepted = "it must be of values that an earlier row computes: the log is damaged"
             raise ConfigError(refusal(f"inputs of row {place + 1}", number, accepted))
         inputs = tuple(values[number] for number in each.inputs)
-        contents = executor.execute(
-            each.operation, [value.content for value in inputs], each.factors, each.rows
-        )
+        with _executing(each.operation, place):
+            contents = executor.execute(
+                each.operation, [value.content for value in inputs], each.factors, each.rows
+            )
         if len(contents) != len(each.outputs):
             accepted = (
                 f"it must be {len(contents)} for {each.operation!r} with emulation.server_shards="
@@ -62,8 +64,32 @@ def replay(
             if not inputs or (len(inputs) > 1 and each.operation != "trained"):
                 accepted = f"it must be 1 for {each.operation!r}: the log is damaged"
                 raise ConfigError(refusal(f"inputs of row {place + 1}", len(inputs), accepted))
-            lines.tell(each.operation, each.at_seconds, int(each.factors[0]), inputs)
+            with _executing(each.operation, place):
+                step = int(each.factors[0])
+                if not 0 <= step <= run.total_steps:
+                    accepted = f"it must be a step of this run, 0 to {run.total_steps}"
+                    raise ConfigError(refusal("factors", each.factors[0], accepted))
+                lines.tell(each.operation, each.at_seconds, step, inputs)
         del inputs, contents
         for number in {*each.inputs, *each.outputs}:
             if last_use[number] == place:
                 del values[number]
+
+
+@contextmanager
+def _executing(operation: str, place: int) -> Iterator[None]:
+    """Turn what cannot be executed into a refusal of the row.
+
+    A file that can be read may hold anything in its cells: no factors, samples that are of nothing,
+    gradients of another shape. All of it is tried, and nothing but the log is at fault.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    try:
+        yield
+    except ScalejaxError:
+        raise
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        accepted = f"it cannot be executed ({type(error).__name__}): the log is damaged"
+        raise ConfigError(refusal(f"operation of row {place + 1}", operation, accepted)) from error

@@ -13,6 +13,7 @@ from scalejax.config.presets import PRESETS
 from scalejax.config.run import ResolvedRun, RunConfig, published_run, with_fields
 from scalejax.core import drawing
 from scalejax.core.errors import (
+    OUT_OF_MEMORY,
     ConfigError,
     DoesNotFit,
     refusal,
@@ -61,8 +62,6 @@ _MOST = 1e18
 """Tokens, epochs or updates of a run: more than any."""
 _TRIED = 3
 """Fastest strategies of a search that are compiled until one fits; then those that need less."""
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""What XLA's refusals say where a program needs more memory than a device has."""
 _BEYOND = 1.05
 """Memory that such a program is taken to need at least, over that of a device: so that the next one
 is leaner by as much."""
@@ -688,7 +687,7 @@ def _compile(
                     row.choose(each, prediction)
                 else:
                     row.refuse(each, prediction)
-            elif _OUT_OF_MEMORY in str(answer):
+            elif OUT_OF_MEMORY in str(answer):
                 row.refuse_compiled(each, answer)
             elif each.closed_form is not None:
                 row.choose(each, None, _in_one_line(answer))

@@ -29,7 +29,7 @@ from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Source
 from scalejax.sweep.results import is_finished
 from scalejax.training.checkpoint import Checkpoints
-from scalejax.training.compile import RunPrograms
+from scalejax.training.compile import RunPrograms, program_bytes
 from scalejax.training.data_fingerprints import refuse_other_files
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.logger import MetricsLogger
@@ -152,7 +152,7 @@ def mapped_programs(runs: Sequence[ResolvedRun]) -> MappedPrograms:
         evaluate=jax.jit(evaluations),
         together=f", with {len(runs) - 1} others in one program",
         runs=tuple(runs),
-        memory_bytes=_memory_bytes(compiled),
+        memory_bytes=program_bytes(compiled),
     )
 
 
@@ -170,14 +170,6 @@ def _rates(run: ResolvedRun) -> jax.Array:
 def _repeated(shapes: PyTree, count: int) -> PyTree:
     """Shapes with a leading axis of `count`."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
-
-
-def _memory_bytes(compiled: Any) -> int | None:
-    used = compiled.memory_analysis()
-    if used is None:
-        return None
-    kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
-    return kept + used.temp_size_in_bytes
 
 
 # Entry point: train several runs in one program.

@@ -25,7 +25,13 @@ import jax
 from jax.tree_util import DictKey
 from orbax.checkpoint import v1 as orbax
 
-from scalejax.core.errors import CheckpointMismatch, ConfigError, Damaged, Unavailable
+from scalejax.core.errors import (
+    OUT_OF_MEMORY,
+    CheckpointMismatch,
+    ConfigError,
+    Damaged,
+    Unavailable,
+)
 from scalejax.core.process_group import is_lost_contact
 from scalejax.core.serialization import (
     JsonValue,
@@ -633,7 +639,7 @@ def _failure(error: BaseException) -> _Failure:
 
 def _is_unreadable(error: BaseException) -> bool:
     """Whether reading the same files may succeed later; a missing file never does."""
-    is_of_memory = isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
+    is_of_memory = isinstance(error, MemoryError) or str(error).startswith(OUT_OF_MEMORY)
     return is_of_memory or _may_pass(error)
 
 

@@ -1,7 +1,8 @@
 """Compiles the programs of a run on this machine, and feeds them with its batches."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -11,8 +12,9 @@ from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
+from scalejax.core.errors import OUT_OF_MEMORY, DoesNotFit
 from scalejax.core.process_group import GO_ON
-from scalejax.core.units import UNKNOWN, format_seconds
+from scalejax.core.units import UNKNOWN, format_bytes, format_seconds
 from scalejax.data.loader.loader import Batches, evaluation_batches, training_batches
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Source
@@ -92,12 +94,19 @@ class RunPrograms:
 
 
 def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
-    """The programs of `run`, compiled for the devices of `mesh`."""
+    """The programs of `run`, compiled for the devices of `mesh`.
+
+    Raises:
+        ConfigError: if the step has an array that no compiler can index.
+        DoesNotFit: if the step needs more memory than there is.
+    """
     step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
     later = [build_step(run, mesh, phase=index) for index in range(1, len(run.phases))]
+    update = _compiled(step)
+    _require_memory(update, mesh)
     return RunPrograms(
         step=step,
-        update=_compiled(step),
+        update=update,
         later=tuple((each, _compiled(each)) for each in later),
         evaluation=evaluation,
         evaluate=evaluation.function.lower(*evaluation.weights_shapes, evaluation.batch).compile(),
@@ -106,7 +115,54 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
 
 
 def _compiled(step: Step) -> Any:
-    return step.function.lower(step.state, step.batch).compile()
+    return step.lower().compile()
+
+
+def _require_memory(update: Any, mesh: Mesh) -> None:
+    """Refuse a step that needs more memory than this machine has at all.
+
+    A GPU or TPU refuses by itself; the memory of a host is promised whatever is asked for, and the
+    system kills who uses it.
+    """
+    needed = program_bytes(update)
+    if mesh.local_devices[0].platform != "cpu" or needed is None:
+        return
+    needed *= len(mesh.local_devices)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise DoesNotFit(
+            f"the training step needs {format_bytes(needed)} of memory, and this machine has "
+            f"{format_bytes(there)}: {_LESS}."
+        )
+
+
+_LESS = "a smaller batch, batch.microbatches, a smaller network or shorter samples need less"
+
+
+@contextmanager
+def refusing_without_memory() -> Iterator[None]:
+    """Turn what a device says when its memory is used up into a refusal.
+
+    Raises:
+        DoesNotFit: in place of it.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(OUT_OF_MEMORY):
+            raise
+        said = str(error).splitlines()[0].removeprefix(f"{OUT_OF_MEMORY}: ").rstrip(".")
+        raise DoesNotFit(f"the memory of a device is used up ({said}): {_LESS}.") from error
+
+
+def program_bytes(compiled: Any) -> int | None:
+    """Memory of a device that a compiled program needs, its arguments included; None if the
+    compiler does not say."""
+    used = compiled.memory_analysis()
+    if used is None:
+        return None
+    kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    return kept + used.temp_size_in_bytes
 
 
 def measured_and_predicted(files: RunFolder, step_times: Sequence[float]) -> str:

@@ -93,10 +93,12 @@ class RunIdentity:
                 f"{files.data_files.name} say now. Bring the files back as they were, "
                 "or begin a new run in another folder."
             )
-        if (saved.epoch, saved.global_batch) != self._position(step):
+        epoch, global_batch = self._position(step)
+        if (saved.epoch, saved.global_batch) != (epoch, global_batch):
             raise ConfigError(
                 f"{where} was made after {saved.epoch:g} epochs, before a batch of "
-                f"{saved.global_batch}; this run is elsewhere after {counted(step, 'update')}."
+                f"{saved.global_batch}: it must be {epoch:g} and {global_batch} in this run, after "
+                f"{counted(step, 'update')}. Begin a new run in another folder."
             )
 
     def _position(self, step: int) -> tuple[float, int]:

@@ -4,7 +4,7 @@ Knows the network, the optimizer and how gradients are reduced over the mesh. Kn
 source, no clock and no cluster: devices come in a mesh, real or only described.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh
 
 from scalejax.config.checks import require_noise_scale_parts
@@ -19,6 +21,7 @@ from scalejax.config.dataset_facts import POSITIONS, SEGMENT_IDS, DatasetFacts
 from scalejax.config.model import ImageNetworkConfig, ResNetConfig
 from scalejax.config.optimizer import SophiaConfig
 from scalejax.config.run import ResolvedRun, in_phase
+from scalejax.core.errors import ConfigError
 from scalejax.models import BatchNormScope, network_class
 from scalejax.models.float8 import with_present_scales
 from scalejax.models.moe import with_counted_loads
@@ -124,6 +127,36 @@ class Step:
     """Shapes, types and shardings of a global batch."""
     run: ResolvedRun
     """The run whose update it is."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered, to be compiled for the devices of its mesh.
+
+        Raises:
+            ConfigError: if it has an array that XLA cannot index, which ends the process.
+        """
+        traced = self.function.trace(self.state, self.batch)
+        largest = max(_arrays_of(traced.jaxpr.jaxpr), key=lambda each: each.size)
+        if largest.size * largest.dtype.itemsize > _MOST_BYTES:
+            raise ConfigError(
+                f"the step of {self.run.config.model.name!r} is refused: it has an array "
+                f"{largest.str_short()}, larger than XLA can index; take fewer samples for each "
+                "device, or shorter ones."
+            )
+        return traced.lower()
+
+
+_MOST_BYTES = 2**62
+"""Largest array: XLA counts elements and bytes in 64 bits, with a sign."""
+
+
+def _arrays_of(jaxpr: Jaxpr) -> Iterator[ShapedArray]:
+    """Types of all that is computed in a program, and in the functions that it calls."""
+    for variable in (*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)):
+        if isinstance(variable.aval, ShapedArray):
+            yield variable.aval
+    for equation in jaxpr.eqns:
+        for called in jaxprs_in_params(equation.params):
+            yield from _arrays_of(called)
 
 
 def build_step(

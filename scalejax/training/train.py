@@ -22,7 +22,12 @@ from scalejax.data.facts import resolve
 from scalejax.data.source import UnreadableExample
 from scalejax.models.pretrained import require_weights
 from scalejax.training.checkpoint import Checkpoints
-from scalejax.training.compile import RunPrograms, compile_run, resume_command
+from scalejax.training.compile import (
+    RunPrograms,
+    compile_run,
+    refusing_without_memory,
+    resume_command,
+)
 from scalejax.training.copies import copies_here
 from scalejax.training.input_tuning import tuned_input
 from scalejax.training.logger import MetricsLogger
@@ -93,7 +98,7 @@ def train(
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
             be written.
-        DoesNotFit: if the layout takes more devices than there are.
+        DoesNotFit: if the layout takes more devices than there are, or the run more memory.
         Damaged: if steps are recorded and no checkpoint verifies.
         CheckpointMismatch: if the checkpoint to resume from is of another state.
         Unavailable: if it, or its manifest, cannot be read at present.
@@ -101,6 +106,7 @@ def train(
     """
     clock = RunClock(startup_seconds)
     with (
+        refusing_without_memory(),
         closing(Heartbeat.from_environment()) as heartbeat,
         StopSignals(heartbeat, leave=leave) as signals,
         clock,

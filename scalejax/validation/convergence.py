@@ -52,7 +52,7 @@ class SamplesRow(ABC):
     """Mean work of the runs that reached the target."""
     std: float | None = field(default=None, metadata=MAY_BE_ZERO)
     """Standard deviation between runs."""
-    runs: int
+    runs: int = field(metadata=MAY_BE_ZERO)
     """Runs."""
     source: str
     """Publication."""
@@ -215,7 +215,7 @@ class ExpertLossRow(LossRow):
     """Experts of a token."""
     moeh: int
     """Width of an expert."""
-    sed: int
+    sed: int = field(metadata=MAY_BE_ZERO)
     """Width of the shared expert."""
 
     def __post_init__(self) -> None:

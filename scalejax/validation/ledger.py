@@ -4,12 +4,12 @@ Knows the columns and their types; nothing of networks, clusters or predictions.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from scalejax.core.errors import require_at_most
-from scalejax.validation.table import read_table, rows_of
+from scalejax.validation.table import MAY_BE_ZERO, read_table, rows_of
 
 RowKind = Literal["dense", "expert", "lora"]
 """What was trained: a network with experts, adapters of LoRA, or any other network."""
@@ -37,15 +37,15 @@ class LedgerModel:
     """Size of the vocabulary."""
     seq_len: int | None = None
     """Tokens in a sample."""
-    experts: int | None = None
+    experts: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """Routed experts of a layer."""
     experts_per_token: int | None = None
     """Experts that each token goes through."""
-    shared_experts: int | None = None
+    shared_experts: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """Experts that every token goes through besides."""
     expert_hidden: int | None = None
     """Inner width of each expert."""
-    dense_layers: int | None = None
+    dense_layers: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """First layers without experts."""
     moe_balance: str | None = None
     """How loads of experts were balanced, and what was dropped: "capacity_factor 1.25"."""
@@ -81,9 +81,9 @@ class LedgerSpread:
     """Pipeline stages."""
     pipeline_chunks: int | None = None
     """Interleaved chunks per pipeline stage."""
-    zero_stage: int | None = None
+    zero_stage: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """State that the data axis shards: 0 none, 1 optimizer, 2 gradients too, 3 parameters too."""
-    sequence_parallel: int | None = None
+    sequence_parallel: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """1 where activations between the layers are sharded over the tensor axis."""
     expert_parallel: int | None = None
     """Devices over which experts are spread."""
@@ -139,7 +139,7 @@ class LedgerRow:
     """Most memory of a device that the run held, GiB; None where it is not stated."""
     notes: str | None = None
     """Remarks."""
-    stalled: int | None = None
+    stalled: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """1 where the source's run stalled for reasons of its own, so that no program explains it."""
     model: LedgerModel
     """Network."""

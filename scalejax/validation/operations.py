@@ -719,7 +719,7 @@ class AttentionRow(AiConfiguratorRow):
     """Heads of keys and values."""
     head_dim: int
     """Size of a head."""
-    window: int
+    window: int = field(metadata=MAY_BE_ZERO)
     """Tokens that a query sees; 0 for all before it."""
     microseconds: float
     """Measured time."""

@@ -32,9 +32,8 @@ _UNPACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz":
 _LEAST, _MOST = 1e-18, 1e30
 """Bounds of numbers: an attosecond, and a million times the FLOP of the largest training so far."""
 
-_COUNTED = ("device_count", "devices", "devices_per_node", "nodes", "nodes_of_8_h100")
-"""Columns of machines, of which there is at least one."""
-_LARGEST = dict.fromkeys(_COUNTED, 1e8) | {
+_MACHINES = ("device_count", "devices", "devices_per_node", "nodes", "nodes_of_8_h100")
+_LARGEST = dict.fromkeys(_MACHINES, 1e8) | {
     "layers": 1e5, "heads": 1e6, "kv_heads": 1e6, "hidden": 1e7, "ffn_hidden": 1e8, "vocab": 1e8,
     "seq_len": 1e9, "experts": 1e6, "expert_hidden": 1e8,
 }  # fmt: skip
@@ -219,7 +218,7 @@ class _Cells:
             return None
         if str in kinds:
             return text
-        least = 1 if column in _COUNTED else 0
+        least = 0 if may_be_zero or float in kinds else 1
         accepted = f"a whole number, {least} or more"
         if float in kinds:
             accepted = "a number, 0 or more" if may_be_zero else "a number above 0"

@@ -44,7 +44,7 @@ def _compile(job: RunJob | FunctionJob) -> Program:
             run, notes = _with_unfused_attention(run)
         mesh = build_mesh(run.layout, devices)
         step = build_step(run, mesh)
-        lowered = step.function.lower(step.state, step.batch)
+        lowered = step.lower()
         if job.target.backend != "cpu":
             _place_arguments(lowered)
         schedule = job.run.config.layout.pipeline_schedule

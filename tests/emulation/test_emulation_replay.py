@@ -141,6 +141,16 @@ def test_a_log_of_another_run_is_refused(tmp_path):
     ]
     with pytest.raises(ConfigError, match="2 is refused: it must be 1 for 'evaluated': the log"):
         replay(run_of(), emulation, damaged, lambda line: None)
+    for change, refused in (
+        ({"factors": (0.0,)}, "operation of row .*='trained' is refused: it cannot be executed"),
+        ({"factors": (-1.0,)}, "factors=-1.0 is refused: it must be a step of this run, 0 to"),
+        ({"factors": ()}, "'trained' is refused: it cannot be executed .IndexError"),
+    ):
+        damaged = [
+            replace(each, **change) if each.operation == "trained" else each for each in ran.log
+        ]
+        with pytest.raises(ConfigError, match=refused):
+            replay(run_of(), emulation, damaged, lambda line: None)
     with pytest.raises(ConfigError, match="cannot be read as the log"):
         read_events(tmp_path / "none")
 

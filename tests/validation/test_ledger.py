@@ -45,7 +45,7 @@ def test_packed_ledger_is_read_as_it_is(
             {"device_count": "0"},
             r"column 6: device_count='0' is refused: it must be a whole number, 1",
         ),
-        ({"layers": "-1"}, r"layers='-1' is refused: it must be a whole number, 0 or more"),
+        ({"layers": "-1"}, r"layers='-1' is refused: it must be a whole number, 1 or more"),
         ({"step_seconds": "-1"}, r"step_seconds='-1' is refused: it must be a number above 0"),
         ({"step_seconds": "nan"}, r"step_seconds='nan' is refused"),
         ({"step_seconds": "inf"}, r"step_seconds='inf' is refused"),

@@ -65,7 +65,7 @@ def measure(
     mesh = build_mesh(run.layout)
     step = build_step(run, mesh)
     begin = time.perf_counter()
-    update = step.function.lower(step.state, step.batch).compile()
+    update = step.lower().compile()
     compile_seconds = time.perf_counter() - begin
     if on_program is not None and is_first():
         with suppress(ProfileError):  # the step is timed even so

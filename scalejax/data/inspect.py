@@ -13,7 +13,6 @@ from statistics import median
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
 from scalejax.config.data import DataConfig, ParquetConfig, ReadingConfig, Split
@@ -25,6 +24,7 @@ from scalejax.data.convert.image_folder import ImageFolderRows
 from scalejax.data.convert.parquet import ParquetRows
 from scalejax.data.convert.rows import Rows, encoded_images
 from scalejax.data.datasets import open_source
+from scalejax.data.formats.parquet import leaf_columns
 from scalejax.data.formats.parquet_bytes import footer_of
 from scalejax.data.formats.parquet_columns import hugging_face_names, is_class, is_image
 from scalejax.data.source import Source
@@ -363,10 +363,14 @@ def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
     stored: Counter[str] = Counter()
     compressions: dict[str, set[str]] = {}
     for file in dict.fromkeys(group.file for group in rows.found.groups):
-        for column in _chunks(footer_of("source", file).metadata):
-            name = column.path_in_schema.split(".")[0]
-            stored[name] += column.total_compressed_size
-            compressions.setdefault(name, set()).add(column.compression.lower())
+        footer = footer_of("source", file)
+        names = leaf_columns(footer.schema)
+        for index in range(footer.metadata.num_row_groups):
+            group = footer.metadata.row_group(index)
+            for place, name in enumerate(names):
+                column = group.column(place)
+                stored[name] += column.total_compressed_size
+                compressions.setdefault(name, set()).add(column.compression.lower())
     return tuple(
         ColumnFacts(
             name=each.name,
@@ -378,12 +382,6 @@ def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
         )
         for each in rows.schema
     )
-
-
-def _chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        yield from (group.column(column) for column in range(group.num_columns))
 
 
 def _groups(rows: ParquetRows) -> GroupFacts:

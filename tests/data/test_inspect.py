@@ -39,6 +39,25 @@ def test_rows_columns_classes_and_images_are_those_of_the_file(tmp_path):
     assert found.columns[1].decompressed_bytes == 20 * 8
 
 
+def test_names_of_columns_may_have_dots(tmp_path):
+    """What is below a column was told by the first dot of its path: a traceback, or another's."""
+    table = {
+        "petal.length": pa.array([1.5, 2.5]),
+        "petal": pa.array([{"width": [1, 2]}, {"width": []}]),
+        "kind.of": pa.array(["a", "b" * 100]),
+        "parts": pa.array([[("x", 1)], []], pa.map_(pa.string(), pa.int32())),
+    }
+    pq.write_table(pa.table(table), tmp_path / "a.parquet", compression="zstd")
+
+    columns = {each.name: each for each in inspect(open_rows(str(tmp_path))).columns}
+
+    metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0)
+    stored = [metadata.column(place).total_compressed_size for place in range(5)]
+    assert [columns[name].stored_bytes for name in table] == [*stored[:3], stored[3] + stored[4]]
+    assert columns["petal.length"].decompressed_bytes == 2 * 8
+    assert (columns["kind.of"].decompressed_bytes or 0) > 100
+
+
 def test_every_unreadable_row_is_counted_and_the_first_are_named(tmp_path, capsys):
     """By file and row, as pyarrow numbers them; the command ends as one that refuses."""
     good = [encoded(image) for image in random_images(30)]

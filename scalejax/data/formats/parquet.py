@@ -152,7 +152,7 @@ class _Leaves:
         # numbers that repeat are written shorter than they are
         is_number = {field.name: pa.types.is_primitive(field.type) for field in schema}
         paths = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
-        columns = [path.split(".")[0] for path in paths]
+        columns = leaf_columns(schema)
         integers = {field.name for field in schema if pa.types.is_integer(field.type)}
         return cls(
             bits={
@@ -181,6 +181,18 @@ class _Leaves:
             for name, found in known
             if found is not None and found.has_min_max
         )
+
+
+def leaf_columns(schema: pa.Schema) -> list[str]:
+    """The column to which each leaf of a file belongs, in order. Its path does not tell: a name may
+    have dots."""
+    return [field.name for field in schema for _ in range(_leaf_count(field.type))]
+
+
+def _leaf_count(type_: pa.DataType) -> int:
+    if pa.types.is_nested(type_):
+        return sum(_leaf_count(type_.field(place).type) for place in range(type_.num_fields))
+    return 1
 
 
 def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:

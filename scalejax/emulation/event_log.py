@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.instructions import Instruction, Rows
 
 _SCHEMA = pa.schema(
@@ -27,6 +28,8 @@ _SCHEMA = pa.schema(
     ]
 )
 _ROWS = ("worker", "index", "workers", "way", "sharing")
+_MOST_OUTPUTS = 2**20
+"""Values of an instruction, more than any: a shard of a gradient for each server."""
 _AT_ONCE = 20_000
 """Instructions in a row group, about 0.2 MB."""
 
@@ -78,6 +81,15 @@ def read_events(path: Path) -> list[Instruction]:
         ) from error
     if not table.schema.equals(_SCHEMA):
         raise ConfigError(f"{path} is no log of an emulated run: it has other columns.")
+    for name in ("at_seconds", "operation", "inputs", "outputs", "factors"):
+        if table[name].null_count:
+            raise ConfigError(f"{path} is no log of an emulated run: {name} is blank in a row.")
+    few, many = pc.min_max(table["outputs"]).as_py().values()
+    if table.num_rows and not 0 <= few <= many <= _MOST_OUTPUTS:
+        wrong = few if few < 0 else many
+        raise ConfigError(
+            f"{path}: {refusal('outputs', wrong, f'it must be from 0 to {_MOST_OUTPUTS:,}')}"
+        )
     instructions, first = [], 0
     for row in table.to_pylist():
         outputs = tuple(range(first, first + row["outputs"]))

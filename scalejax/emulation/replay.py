@@ -8,11 +8,12 @@ is small fully connected networks on CPUs (jax 0.10.2).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
-from scalejax.emulation.instructions import Instruction, Value
+from scalejax.emulation.instructions import Instruction, Operation, Value
 from scalejax.emulation.run import Lines, executor_of
 from scalejax.training.record import Measurement
 
@@ -42,7 +43,11 @@ def replay(
         for number in (*each.outputs, *each.inputs)
     }
     values: dict[int, Value] = {}
+    operations = get_args(Operation)
     for place, each in enumerate(instructions):
+        if each.operation not in operations:
+            accepted = f"it must be one of {', '.join(operations)}: the log is damaged"
+            raise ConfigError(refusal(f"operation of row {place + 1}", each.operation, accepted))
         if any(number not in values for number in each.inputs):
             number = next(number for number in each.inputs if number not in values)
             accepted = "it must be of values that an earlier row computes: the log is damaged"

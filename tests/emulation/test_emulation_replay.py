@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from emulated_outcomes import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
 
@@ -145,6 +147,7 @@ def test_a_log_of_another_run_is_refused(tmp_path):
         ({"factors": (0.0,)}, "operation of row .*='trained' is refused: it cannot be executed"),
         ({"factors": (-1.0,)}, "factors=-1.0 is refused: it must be a step of this run, 0 to"),
         ({"factors": ()}, "'trained' is refused: it cannot be executed .IndexError"),
+        ({"operation": "trane"}, "operation of row .*='trane' is refused: it must be one of init"),
     ):
         damaged = [
             replace(each, **change) if each.operation == "trained" else each for each in ran.log
@@ -153,6 +156,19 @@ def test_a_log_of_another_run_is_refused(tmp_path):
             replay(run_of(), emulation, damaged, lambda line: None)
     with pytest.raises(ConfigError, match="cannot be read as the log"):
         read_events(tmp_path / "none")
+    with closing(EventLog(tmp_path / "log")) as log:
+        log.write(ran.log[0])
+    stored = pq.read_table(tmp_path / "log")
+    for name, cell, refused in (
+        ("outputs", 2**30, "outputs=1073741824 is refused: it must be from 0 to 1,048,576"),
+        ("outputs", -1, "outputs=-1 is refused"),
+        ("factors", None, "factors is blank in a row"),
+    ):
+        place, field = stored.schema.get_field_index(name), stored.schema.field(name)
+        damaged = stored.set_column(place, field, pa.array([cell], field.type))
+        pq.write_table(damaged, tmp_path / "damaged")
+        with pytest.raises(ConfigError, match=refused):
+            read_events(tmp_path / "damaged")
 
 
 def test_an_emulated_run_is_tested_once_at_its_end():

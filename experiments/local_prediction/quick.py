@@ -92,7 +92,7 @@ def compare(model: str, batch: int, devices: int, seconds: float) -> dict:
     quick.seconds_in_turn, quick._cpu_cluster = beside_a_step, both
     for _ in range(3):
         step()
-    predicted = predict(program, quick.local_cluster(mesh, program))
+    predicted = predict(program, quick.local_cluster(mesh, program, programs.update.as_text()))
     batches.close()
     step_seconds = walls[-1]
     return {

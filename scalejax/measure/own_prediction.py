@@ -123,15 +123,15 @@ def _measured_cluster(
     with suppress(ScalejaxError):  # said when the run is predicted
         left = (run.total_steps - begin) * predict(program, cluster).step_seconds
     is_worth = bool(broadcast_from_first(left > WORTH_SECONDS))
-    return _measured(mesh, program) if is_worth else cluster
+    return _measured(mesh, program, programs.update.as_text() or "") if is_worth else cluster
 
 
-def _measured(mesh: Mesh, *program: Program) -> Cluster | str:
+def _measured(mesh: Mesh, program: Program | None = None, text: str = "") -> Cluster | str:
     """As `local_cluster`; in all processes why not, where it fails in one of them."""
     found: Cluster | str = ""
     failure = ""
     try:
-        found = local_cluster(mesh, *program)
+        found = local_cluster(mesh) if program is None else local_cluster(mesh, program, text)
     except Exception as error:  # noqa: BLE001  whatever a probe meets, a run does not end by it
         failure = f"{type(error).__name__}: {error}".split("\n")[0]
     failed = [each for each in all_gather_text(failure) if each]

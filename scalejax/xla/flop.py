@@ -214,9 +214,9 @@ def _sides(window: str, inputs: list[int], windows: list[int], outputs: list[int
     """The spatial dimensions of `{size=3x3 stride=2x2}`, given the lengths of the three parts."""
     rank = len(outputs)
     strides, spreads, holes = (
-        _window(window, name, rank) for name in ("stride", "rhs_dilate", "lhs_dilate")
+        window_of(window, name, rank) for name in ("stride", "rhs_dilate", "lhs_dilate")
     )
-    paddings = [before for before, _ in _paddings(window, rank)]
+    paddings = [before for before, _ in paddings_of(window, rank)]
     numbers = zip(inputs, windows, outputs, strides, spreads, holes, paddings, strict=True)
     return [_Side(*each) for each in numbers]
 
@@ -225,11 +225,11 @@ def padded_sides(instruction: Instruction, lhs: Array) -> list[tuple[int, int]]:
     """(padded and dilated, original) length of each spatial dimension of a convolution's input."""
     window = instruction.attributes.get("window", "{}")
     sides = _Labels(instruction.attributes["dim_labels"]).spatial(lhs, 0)
-    holes = _window(window, "lhs_dilate", len(sides))
+    holes = window_of(window, "lhs_dilate", len(sides))
     return [
         ((side - 1) * hole + 1 + before + after, side)
         for side, hole, (before, after) in zip(
-            sides, holes, _paddings(window, len(sides)), strict=True
+            sides, holes, paddings_of(window, len(sides)), strict=True
         )
     ]
 
@@ -349,13 +349,13 @@ def _only_array(shape: Shape) -> Array:
     return next(arrays(shape))
 
 
-def _window(text: str, name: str, rank: int) -> list[int]:
+def window_of(text: str, name: str, rank: int) -> list[int]:
     """One number per spatial dimension, of `{size=3x3 stride=2x2}`; 1 where it is not given."""
     match = re.search(rf"\b{name}=([\dx]+)", text)
     return [int(part) for part in match[1].split("x")] if match else [1] * rank
 
 
-def _paddings(text: str, rank: int) -> list[tuple[int, int]]:
+def paddings_of(text: str, rank: int) -> list[tuple[int, int]]:
     """Padding before and after each spatial dimension, of `{pad=3_2x3_2}`."""
     match = re.search(r"\bpad=([\d_x\-]+)", text)
     parts = match[1].split("x") if match else ["0_0"] * rank

@@ -19,6 +19,7 @@ from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Operation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.reporter import Silent
+from scalejax.xla.calls import calls_of
 from scalejax.xla.compiled import read_compiled
 
 
@@ -112,6 +113,55 @@ def test_a_run_is_costed_by_its_own_shapes(mesh, monkeypatch):
     assert product.seconds == pytest.approx(4e-3 + launch)  # of the fifth, without the first
     assert convolution.busy_seconds == pytest.approx(5e-3)
     assert cluster.chip.attainable.step_overhead_seconds == pytest.approx(4e-3 - 24 * launch)
+
+
+TEXT = """HloModule a_step
+
+ENTRY %main (x: f32[48,48], y: f32[48,48]) -> f32[48,48] {
+  %x = f32[48,48]{1,0} parameter(0)
+  %y = f32[48,48]{1,0} parameter(1)
+  %a = f32[48,48]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %b = f32[48,48]{1,0} dot(%a, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %c = f32[48,48]{1,0} dot(%b, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %d = f32[48,48]{1,0} dot(%c, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_operations_are_timed_as_the_compiler_wrote_them(mesh, monkeypatch):
+    """Three products of rows by columns and one of columns by columns: the mean of what they took,
+    by how often there are any."""
+    shapes = []
+
+    def seconds_in_turn(calls, **_):
+        shapes.append(len(calls))
+        return [0.0, 0.0, 0.0, 0.0, 2e-3, 6e-3] + [1e-3] * (len(calls) - 6)
+
+    monkeypatch.setattr("scalejax.measure.devices.quick.seconds_in_turn", seconds_in_turn)
+
+    cluster = local_cluster(mesh, program_of((PRODUCT, 4)), TEXT)
+
+    assert operation_time(PRODUCT, cluster.chip).busy_seconds == pytest.approx(3e-3)
+
+
+def test_a_large_convolution_is_timed_with_fewer_samples():
+    """An eighth of them takes an eighth of the time beyond that of an empty call."""
+    call = calls_of(
+        "HloModule a_step\n\n"
+        "ENTRY %main (x: f32[16,8,8,4], y: f32[3,3,4,8]) -> f32[16,8,8,8] {\n"
+        "  %x = f32[16,8,8,4]{3,2,1,0} parameter(0)\n"
+        "  %y = f32[3,3,4,8]{3,2,1,0} parameter(1)\n"
+        "  ROOT %a = f32[16,8,8,8]{3,2,1,0} convolution(%x, %y), "
+        "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f\n}\n"
+    )
+    ((shape, calls),) = call.items()
+    work = quick.Work(shapes=(shape,), calls=((shape, calls),), halved=((shape, 3),))
+
+    ((key, (_, operands)),) = quick._probes(work, shape)
+    times = quick._with_calls(work, {key: 3e-3, quick._SMALL: 1e-3})
+
+    assert operands == [(2, 8, 8, 4), (3, 3, 4, 8)]
+    assert times[shape] == pytest.approx(1e-3 + 8 * 2e-3)
 
 
 SMALL = (None, (1, 64, 64, 64))
@@ -333,11 +383,11 @@ def test_short_runs_are_not_measured_for_longer_than_they_take(monkeypatch, step
     monkeypatch.setattr(own_prediction, "predict", lambda *_: SimpleNamespace(step_seconds=0.01))
     mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]))
     run: Any = SimpleNamespace(total_steps=steps, phases=(None,))
-    programs: Any = SimpleNamespace(update=None)
+    programs: Any = SimpleNamespace(update=SimpleNamespace(as_text=lambda: "its text"))
 
     own_prediction._measured_cluster(run, mesh, programs, 0)
 
-    assert asked == ([(mesh,), (mesh, "program")] if is_worth else [(mesh,)])
+    assert asked == [(mesh,), (mesh, "program", "its text")][: 1 + is_worth]
 
 
 @pytest.mark.parametrize("calibrated", [None, ("a cluster", "its site")])

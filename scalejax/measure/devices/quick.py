@@ -36,6 +36,7 @@ from scalejax.measure.devices.timing import (
     slowest_process,
 )
 from scalejax.simulator.program import ConvolutionPass, Program
+from scalejax.xla.calls import Call, ConvolutionCall, calls_of
 
 _CALLS = 7
 _SOURCE = "measured by scalejax.measure.devices.quick just before the run"
@@ -60,6 +61,13 @@ class Work:
     """Products and convolutions to time."""
     smaller: tuple[tuple[Shape, Shape], ...] = ()
     """Shapes that would take too long, each with the one that is timed in its place."""
+    calls: tuple[tuple[Shape, tuple[tuple[Call, int], ...]], ...] = ()
+    """Shapes with the operations of the program that have them, and how often it has each; of other
+    shapes, one of the usual order of dimensions is timed."""
+    halved: tuple[tuple[Shape, int], ...] = ()
+    """Shapes whose convolutions are timed with fewer samples, and how often those are halved."""
+    flop: tuple[tuple[Shape, float], ...] = ()
+    """FLOP of an operation of each of the shapes with `calls`, as the program counts them."""
     temporary_bytes: int = 0
     """Temporary memory of a step, whose first touch is timed."""
     streamed: tuple[int, ...] = (2**22,)
@@ -68,7 +76,7 @@ class Work:
     """For how long, beyond the time of the compiler."""
 
 
-def local_cluster(mesh: Mesh, program: Program | None = None) -> Cluster:
+def local_cluster(mesh: Mesh, program: Program | None = None, text: str = "") -> Cluster:
     """The devices of `mesh` as a cluster of one node, with rates measured now.
 
     The first call for a set of devices and, on a CPU, for the shapes of `program` measures, for a
@@ -79,30 +87,40 @@ def local_cluster(mesh: Mesh, program: Program | None = None) -> Cluster:
     """
     devices = tuple(mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return _measured_cpu(devices, Work() if program is None else work_of(program))
+        return _measured_cpu(devices, Work() if program is None else work_of(program, text))
     return _measured(devices)
 
 
 _MOST_SHAPES = 16  # each takes the compiler a tenth of a second
+_MOST_CALLS = 2  # operations of one shape: a product and its transpose, say
 _SHARE_OF_SHAPES = 0.97  # of the FLOP of a program
 _FEWEST_FLOP = 2**14  # about a microsecond of a core, as a launch: fewer show no rate
 
 
-def work_of(program: Program) -> Work:
+def work_of(program: Program, text: str = "") -> Work:
     """The shapes with most FLOP of a program, and its temporary memory.
 
     Shapes of few FLOP are left to the launch of an operation, which is longer.
+
+    Args:
+        program: whose operations are timed.
+        text: the compiler's text of it, whose operations are timed as they are there.
     """
     flop: Counter[Shape] = Counter()
+    runs_of: Counter[Shape] = Counter()
     moved = _STREAMED[-1]
     for item, runs in program.walk():
         moved = max(moved, item.read_bytes + item.write_bytes)
         if item.flop < _FEWEST_FLOP:
             continue
         if item.kind == "matmul" and len(item.shape) == 4 and item.grouped_pass is None:
-            flop[None, item.shape] += runs * item.flop
+            shape = None, item.shape
         elif item.kind == "convolution" and len(item.shape) == 5 and item.convolution_groups == 1:
-            flop[item.convolution_pass or "forward", item.shape] += runs * item.flop
+            shape = item.convolution_pass or "forward", item.shape
+        else:
+            continue
+        flop[shape] += runs * item.flop
+        runs_of[shape] += runs
     wanted, left = [], _SHARE_OF_SHAPES * flop.total()
     for shape, count in flop.most_common(_MOST_SHAPES):
         if left <= 0:
@@ -110,8 +128,12 @@ def work_of(program: Program) -> Work:
         wanted.append(shape)
         left -= count
     largest = min(_MOST_STREAMED, 2 ** (moved.bit_length() - 1))
+    written = calls_of(text) if text else {}
+    known = [shape for shape in wanted if shape in written]
     return Work(
         shapes=tuple(wanted) or Work().shapes,
+        calls=tuple((shape, written[shape][:_MOST_CALLS]) for shape in known),
+        flop=tuple((shape, flop[shape] / runs_of[shape]) for shape in known),
         temporary_bytes=program.memory.temporary_bytes,
         streamed=tuple(sorted({*_STREAMED, largest})),
         seconds=_SECONDS,
@@ -131,16 +153,13 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
     """A CPU whose operations, called in turn with each other, take as long as they did here."""
     mesh = mesh_of(devices)
     work = _within_budget(mesh, work)
-    in_place_of = dict(work.smaller)
     functions: dict[Any, Probe] = {
         _SMALL: (lambda x: x + 1, [(4,)]),
         "one": (partial(_pairs, count=1), [(_SIDE, _SIDE)]),
         "pairs": (partial(_pairs, count=_PAIRS), [(_SIDE, _SIDE)]),
         "step": (lambda *arrays: [each + 1 for each in arrays], [(4,)] * probes.STATE),
     }
-    for shape in work.shapes:
-        timed = in_place_of.get(shape, shape)
-        functions[timed] = _function(timed)
+    functions |= {key: probe for shape in work.shapes for key, probe in _probes(work, shape)}
     for size in work.streamed:
         for index, function in enumerate(probes.FUSIONS):
             blocks = (size // (8 * probes.TILE**2), probes.TILE, probes.TILE)
@@ -158,7 +177,49 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
         seconds=work.seconds,
         turn_seconds=_TURN_SECONDS,
     )
-    return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
+    times = dict(zip(functions, found, strict=True))
+    return _cpu_cluster(devices, work, _with_calls(work, times))
+
+
+def _probes(work: Work, shape: Shape) -> list[tuple[Any, Probe]]:
+    """What is timed of a shape: operations of the program that have it, a smaller one, or one of
+    the usual order of dimensions."""
+    instead, calls = dict(work.smaller).get(shape), dict(work.calls).get(shape, ())
+    if instead is not None or not calls:
+        return [(instead or shape, _function(instead or shape))]
+    times = dict(work.halved).get(shape, 0)
+    found = ((call, _halved(shape, call, times)) for call, _ in calls)
+    return [((shape, call), (small.run, list(small.operands))) for call, (small, _) in found]
+
+
+def _halved(shape: Shape, call: Call, times: int) -> tuple[Call, int]:
+    """`call` with its samples halved so many times, as far as that is possible; and its FLOP over
+    those of that."""
+    kind, factor = shape[0], 1
+    for _ in range(times):
+        half = None
+        if isinstance(call, ConvolutionCall) and kind is not None:
+            half = call.with_half_the_samples(kind)
+        if half is None:
+            break
+        call, factor = half, 2 * factor
+    return call, factor
+
+
+def _with_calls(work: Work, times: dict[Any, float]) -> dict[Any, float]:
+    """`times` with those of each shape: the mean of its operations, by how often there are any."""
+    found, halved, empty = dict(times), dict(work.halved), times[_SMALL]
+    for shape, calls in work.calls:
+        timed = [(call, count) for call, count in calls if (shape, call) in times]
+        if timed:
+            whole = sum(
+                count
+                * max(0.0, times[shape, call] - empty)
+                * _halved(shape, call, halved.get(shape, 0))[1]
+                for call, count in timed
+            )
+            found[shape] = empty + whole / sum(count for _, count in timed)
+    return found
 
 
 _FIRST_FLOP, _FIRST_BYTES = 2**26, 2**26  # timed first of what is larger, to tell how long it takes
@@ -168,7 +229,8 @@ def _within_budget(mesh: Mesh, work: Work) -> Work:
     """`work` with smaller shapes, and less memory, in place of what takes so long that as many
     rounds as several processes make would take more than its seconds."""
     large = [shape for shape in work.shapes if _flop(shape) > _FIRST_FLOP]
-    functions = [_function(_smaller(shape, _FIRST_FLOP)) for shape in large]
+    firsts = [_first(work, shape) for shape in large]
+    functions = [probe for probe, _ in firsts]
     is_much = work.temporary_bytes > _FIRST_BYTES
     if is_much:
         functions.append((probes.touch(_FIRST_BYTES), [(4,)]))
@@ -178,15 +240,36 @@ def _within_budget(mesh: Mesh, work: Work) -> Work:
     calls = _calls(mesh, functions)
     found = seconds_in_turn(calls, rounds=1, seconds=0.0, turn_seconds=0.0)
     shares = [call_seconds / slowest_process(seconds) for seconds in found]  # of what was timed
-    smaller = []
-    for shape, share in zip(large, shares, strict=False):
-        most = share * _flop(_smaller(shape, _FIRST_FLOP))
-        if most < _flop(shape):
+    smaller, halved = [], []
+    for shape, (_, flop), share in zip(large, firsts, shares, strict=False):
+        most = share * flop
+        if most >= _flop(shape):
+            continue
+        times = math.ceil(math.log2(_flop(shape) / most))
+        if any(_halved(shape, call, times)[1] > 1 for call in _written(work, shape)):
+            halved.append((shape, times))
+        else:
             smaller.append((shape, _smaller(shape, max(_FEWEST_FLOP, most))))
     touched = work.temporary_bytes
     if is_much:  # in proportion beyond these, and never less: few bytes are mapped otherwise
         touched = min(touched, max(_FIRST_BYTES, int(shares[-1] * _FIRST_BYTES)))
-    return replace(work, smaller=tuple(smaller), temporary_bytes=touched)
+    return replace(work, smaller=tuple(smaller), halved=tuple(halved), temporary_bytes=touched)
+
+
+def _written(work: Work, shape: Shape) -> list[Call]:
+    return [call for call, _ in dict(work.calls).get(shape, ())]
+
+
+def _first(work: Work, shape: Shape) -> tuple[Probe, float]:
+    """A part of an operation of a large shape that is timed to tell how long all of it takes, and
+    its FLOP."""
+    for call in _written(work, shape):
+        times = math.ceil(math.log2(_flop(shape) / _FIRST_FLOP))
+        part, factor = _halved(shape, call, times)
+        if factor > 1:
+            return (part.run, list(part.operands)), _flop(shape) / factor
+    smaller = _smaller(shape, _FIRST_FLOP)
+    return _function(smaller), _flop(smaller)
 
 
 def _flop(shape: Shape) -> int:
@@ -283,7 +366,8 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
     products, convolutions = [], {}
     for kind, sizes in resolved or work.shapes:
         instead = timed[kind, sizes]
-        row = (*sizes, _flop(instead) / seconds(instead))
+        flop = dict(work.flop).get((kind, sizes), 0.0) if instead == (kind, sizes) else 0.0
+        row = (*sizes, (flop or _flop(instead)) / seconds(instead))
         if kind is None:
             products.append(row)
         else:

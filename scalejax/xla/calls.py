@@ -1,0 +1,181 @@
+"""Matrix products and convolutions of a compiled program, each as it can be called alone.
+
+Beyond its sizes, the time of one on a CPU depends on which dimensions are summed over, in which
+order the others lie, and for a convolution on strides, padding and holes: gradients of filters run
+as convolutions whose images are channels. Knows no device.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from scalejax.simulator.program import ConvolutionPass
+from scalejax.xla.flop import count_flop, paddings_of, window_of
+from scalejax.xla.hlo import Array, Instruction, parse_module
+
+if TYPE_CHECKING:
+    import jax
+
+Pairs = tuple[tuple[int, int], ...]
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductCall:
+    """A matrix product of two arrays."""
+
+    operands: tuple[Sizes, Sizes]
+    """Shapes of its arguments."""
+    contracting: tuple[Sizes, Sizes]
+    """Dimensions of each that are summed over."""
+    batch: tuple[Sizes, Sizes]
+    """Dimensions of each that both have, and the result."""
+
+    def run(self, x: "jax.Array", y: "jax.Array") -> "jax.Array":
+        """The product."""
+        from jax import lax
+
+        return lax.dot_general(x, y, (self.contracting, self.batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionCall:
+    """A convolution of two arrays, as the compiler wrote it: gradients are convolutions, too."""
+
+    operands: tuple[Sizes, Sizes]
+    """Shapes of its arguments."""
+    labels: str
+    """Dimensions of arguments and result: "b01f_01io->b01f"."""
+    strides: Sizes
+    """Steps of the window from one position of the result to the next."""
+    padding: Pairs
+    """Steps before and after the first argument."""
+    holes: tuple[Sizes, Sizes]
+    """Steps from one element of each argument to the next, between which are zeros."""
+    groups: tuple[int, int]
+    """Groups into which it divides channels, and samples."""
+
+    def run(self, x: "jax.Array", y: "jax.Array") -> "jax.Array":
+        """The convolution."""
+        from jax import lax
+
+        first, last = self.labels.split("->")
+        image, kernel = first.split("_")
+        named = [part.translate(str.maketrans("bfio", "NCIO")) for part in (image, kernel, last)]
+        return lax.conv_general_dilated(
+            x,
+            y,
+            self.strides,
+            self.padding,
+            lhs_dilation=self.holes[0],
+            rhs_dilation=self.holes[1],
+            dimension_numbers=(named[0], named[1], named[2]),
+            feature_group_count=self.groups[0],
+            batch_group_count=self.groups[1],
+        )
+
+    def with_half_the_samples(self, convolution_pass: ConvolutionPass) -> "ConvolutionCall | None":
+        """The same with half of the samples of a batch; None if it has one, or groups of them."""
+        image, kernel = self.labels.split("->")[0].split("_")
+        of_image, of_kernel = map(list, self.operands)
+        places = [(of_image, image.index("b"))]
+        if convolution_pass == "filter_gradient":  # which is summed over samples
+            places = [(of_image, image.index("f")), (of_kernel, kernel.index("i"))]
+        if self.groups != (1, 1) or any(sizes[place] < 2 for sizes, place in places):
+            return None
+        for sizes, place in places:
+            sizes[place] //= 2
+        return replace(self, operands=(tuple(of_image), tuple(of_kernel)))
+
+
+Call = ProductCall | ConvolutionCall
+Key = tuple[ConvolutionPass | None, Sizes]
+"""Pass and shape of a convolution, or None and the shape of a product, as of `Operation`."""
+
+
+def calls_of(text: str) -> dict[Key, tuple[tuple[Call, int], ...]]:
+    """The products and convolutions of f32 in the text of a compiled program, and how often each is
+    written, the most frequent first.
+
+    Of a convolution whose arguments the compiler swapped, which reverses its window, the call is
+    the one before, which the compiler swaps again: it includes the reversal of its filter.
+
+    Raises:
+        ProfileError: if a line is no HLO.
+    """
+    found: dict[Key, Counter[Call]] = {}
+    for computation in parse_module(text).computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode not in ("dot", "convolution"):
+                continue
+            shapes = computation.operand_shapes(instruction)
+            counted = count_flop(instruction, shapes)
+            first, second = shapes[:2]
+            if counted is None or not isinstance(first, Array) or not isinstance(second, Array):
+                continue
+            if {first.dtype, second.dtype} != {"f32"}:
+                continue
+            key = counted.convolution_pass, counted.shape
+            if (call := _call(instruction, (first.dims, second.dims))) is not None:
+                found.setdefault(key, Counter())[call] += 1
+    return {key: tuple(calls.most_common()) for key, calls in found.items()}
+
+
+def _call(instruction: Instruction, operands: tuple[Sizes, Sizes]) -> Call | None:
+    if instruction.opcode == "dot":
+        numbers: Mapping[str, tuple[Sizes, Sizes]] = {
+            name: (
+                instruction.integers(f"lhs_{name}_dims"),
+                instruction.integers(f"rhs_{name}_dims"),
+            )
+            for name in ("contracting", "batch")
+        }
+        return ProductCall(operands=operands, **numbers)
+    window = instruction.attributes.get("window", "{}")
+    rank = len(operands[0]) - 2
+    strides, image_holes, kernel_holes = (
+        tuple(window_of(window, name, rank)) for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    call = ConvolutionCall(
+        operands=operands,
+        labels=instruction.attributes["dim_labels"],
+        strides=strides,
+        padding=tuple(paddings_of(window, rank)),
+        holes=(image_holes, kernel_holes),
+        groups=(
+            int(instruction.attributes.get("feature_group_count", "1")),
+            int(instruction.attributes.get("batch_group_count", "1")),
+        ),
+    )
+    if "rhs_reversal" not in window:
+        return call
+    is_whole = set(window_of(window, "rhs_reversal", rank)) == {1}
+    return _before_swap(call) if is_whole and call.groups == (1, 1) else None
+
+
+def _before_swap(call: ConvolutionCall) -> ConvolutionCall:
+    """The convolution of which `call`, with its window reversed, is the same with arguments
+    swapped.
+
+    Source: XLA, `AlgebraicSimplifierVisitor::SwapConvOperands`.
+    """
+    first, last = call.labels.split("->")
+    image, kernel = first.split("_")
+    padding = []
+    for place, (before, after) in enumerate(call.padding):
+        longer, shorter = (
+            1 + (sizes[labels.index(str(place))] - 1) * holes[place]
+            for sizes, labels, holes in zip(call.operands, (image, kernel), call.holes, strict=True)
+        )
+        padding.append((before + longer - shorter, after + longer - shorter))
+    of_image = kernel.translate(str.maketrans("oi", "bf"))
+    of_kernel = image.translate(str.maketrans("bf", "oi"))
+    of_result = last.translate(str.maketrans("bf", "fb"))
+    return replace(
+        call,
+        operands=call.operands[::-1],
+        labels=f"{of_image}_{of_kernel}->{of_result}",
+        padding=tuple(padding),
+        holes=call.holes[::-1],
+    )

@@ -226,6 +226,28 @@ def test_products_of_few_flop_are_left_to_their_launch():
     assert work_of(program_of((few, 10**6), (PRODUCT, 1))).shapes == ((None, PRODUCT.shape),)
 
 
+def test_the_memory_that_is_touched_is_that_of_a_step(mesh):
+    """It is temporary, and no result; what writing it takes is no part of its first touch."""
+    compiled = timing.compiled_function(
+        probes.touch(2**20), mesh_of(tuple(mesh.devices.flat)), [(4,)]
+    )
+    memory = compiled.memory_analysis()
+    work = quick.Work(shapes=(SMALL,), temporary_bytes=2**24)
+
+    def touched(seconds):
+        chip = quick._cpu_cluster(
+            tuple(mesh.devices.flat), work, {**TIMES, "touch": 7e-6 + seconds}
+        ).chip
+        assert chip.measured is not None
+        return chip.measured.first_touch_seconds(2**24)
+
+    assert memory.temp_size_in_bytes >= 2**20
+    assert memory.output_size_in_bytes < 2**10
+    written = 2**24 / (4 * 2**22 / (5e-3 - 7e-6))  # 4 MiB in four passes
+    assert touched(20e-3) == pytest.approx(20e-3 - written)
+    assert touched(1e-3) == 0
+
+
 @pytest.mark.parametrize("large_seconds", [1e-4, 0.9e-4, 1e-4 + 1e-9])
 def test_no_link_is_faster_than_the_memory_it_goes_through(mesh, large_seconds):
     """A sum of 1 MiB that is no slower than one of 4 bytes resolves no rate."""

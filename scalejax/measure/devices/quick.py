@@ -382,7 +382,9 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
         streams.append((size, math.exp(math.fsum(logs) / len(logs))))
     touch = ()
     if "touch" in times:
-        touch = ((work.temporary_bytes, seconds("touch")),)
+        # What it writes is counted with the operations that write it.
+        written = work.temporary_bytes / streams[-1][1]
+        touch = ((work.temporary_bytes, max(0.0, seconds("touch") - written)),)
     chip = Chip(
         name=devices[0].platform,
         title=devices[0].device_kind,

@@ -34,7 +34,7 @@ class MeasuredCollective:
 
 ROUNDS = 3
 """Fewest rounds of timing."""
-_MOST_ROUNDS, _MOST_SECONDS = 9, 60.0
+_MOST_ROUNDS, _MOST_SECONDS = 9, 20.0
 _FAR_OFF = math.log(2)
 """Residual beyond which a disturbance is likelier than another law than a ring's."""
 

@@ -8,10 +8,9 @@ embeddings (experts included), S = experts over experts of a token (1 where dens
 the tokens of an update. The first two terms are those of Hoffmann et al. 2022, arXiv 2203.15556,
 equation 2; those of the sum, as they come out of the fit, are the tokens that are missing (with the
 rate as their exchange), the noise of small batches, the heat of high rates, and updates that are
-too few. Which batch and rate are best says a second sum of that form, fitted with more weight on
-runs near the best of their cell: far from it the sum is not as steep as the runs are, and would
-move the best rate to make up for that. Whether a run diverges is a logistic regression on the same
-logarithms.
+too few. Which batch and rate are best says a `Valley`, fitted to runs near the best of their size
+and tokens alone: far from it the sum is not as steep as the runs are, and would move the best rate
+to make up for that. Whether a run diverges is a logistic regression on the same logarithms.
 
 Arithmetic alone: what the constants are, `experiments/loss_model` finds.
 """
@@ -64,10 +63,29 @@ DIVERGED = 1.2
 DIVERGES_ABOVE = 0.1
 """Probability of divergence above which a run is told to diverge: the share of the published dense
 runs that did, so that the two errors are about as likely."""
-_NEAR, _FAR_WEIGHT = 0.006, 0.003
-"""Of the fit of the best batch and rate: standard deviation of the normal weights over the loss
-beside the least of a cell, and what weight remains to runs far from it
-(experiments/loss_model/README.md says how little others do)."""
+NEAR = 0.006
+"""Of the fit of a valley: standard deviation of the normal weights over the loss beside the least
+of a cell. Chosen by sizes left out within those that remain (`experiments/loss_model/fit.py
+--choose`)."""
+_LEAST_WEIGHT = 1e-3
+"""Weight below which a run is none of a valley's."""
+_NOISE = 0.0015
+"""Scale of a run's ln loss about its valley in a fit, beyond which the loss function is linear:
+0.08 to 0.18 % in each of the published cells (the same)."""
+VALLEY_DEVIATION = 0.3
+"""Of a fit of a valley: how far its exponents are taken to be from those of `_START_VALLEY`."""
+_START_VALLEY = np.array(
+    [
+        *(0.0, -0.5, 0.25, 0.0),  # ln of the best rate at the origin, exponents of N, D, S
+        *(0.0, 0.0, 0.5, 0.0),  # of the best batch
+        *(-4.6, 0.0, 0.0),  # ln of the curvature over the rate at the origin, exponents of N, D
+        *(-4.6, 0.0, 0.0),  # over the batch
+        0.0,  # inverse hyperbolic tangent of the correlation
+    ]
+)
+_VALLEY_PARTS = np.cumsum([4, 4, 3, 3])
+_VALLEY_COEFFICIENTS = [0, 4, 8, 11, 14]
+_MOST_CORRELATION = 0.999
 FITTED = 1.1
 """Loss over the least of runs of equal size and tokens, up to which a run is fitted."""
 _Z90 = 1.2815515655446004
@@ -122,6 +140,45 @@ class Optimum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Valley:
+    """Where loss is least over batch and rate, and how it rises beside that:
+
+        ln L = ln L_least + (k_lr x^2 + 2 r sqrt(k_lr k_B) x y + k_B y^2) / 2
+
+    x and y are ln lr and ln B less those of the best; ln lr_best, ln B_best, ln k_lr and ln k_B are
+    linear in ln N and ln D (and ln S, the best two) about `_ORIGIN`. L_least is not of the valley.
+    """
+
+    rate: tuple[float, ...]
+    """ln of the best rate over that of the origin there, exponents of parameters, tokens and
+    sparsity."""
+    batch: tuple[float, ...]
+    """The same of the best batch."""
+    rate_curvature: tuple[float, ...]
+    """ln of the curvature of ln loss over ln rate, exponents of parameters and tokens."""
+    batch_curvature: tuple[float, ...]
+    """The same over ln batch."""
+    correlation: float
+    """r, above -1 and below 1; negative where the best rate rises with the batch."""
+
+    def rise(self, run: LanguageRun) -> float:
+        """ln loss of `run` above that of the best batch and rate of its size and tokens."""
+        return float(_rises(_valley_vector(self), _logarithms([run]))[0])
+
+    def least(self, sizes: Sequence[float], batch_tokens: float | None) -> tuple[float, float]:
+        """Rate and batch of least loss at (parameters, tokens, sparsity) and, if it is given, that
+        batch."""
+        n, d, s = np.log(sizes) - _ORIGIN[2:]
+        log_rate = float(np.dot(self.rate, (1, n, d, s)) + _ORIGIN[0])
+        log_batch = float(np.dot(self.batch, (1, n, d, s)) + _ORIGIN[1])
+        if batch_tokens is None:
+            return math.exp(log_rate), math.exp(log_batch)
+        curvatures = np.subtract(self.batch_curvature, self.rate_curvature)
+        slope = -self.correlation * math.exp(0.5 * float(np.dot(curvatures, (1, n, d))))
+        return math.exp(log_rate + slope * (math.log(batch_tokens) - log_batch)), batch_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surface:
     """Constants of a loss surface."""
 
@@ -129,8 +186,8 @@ class Surface:
     """E, ln A, a, s."""
     terms: tuple[tuple[float, ...], ...]
     """Of each term of the sum ln C and its exponents."""
-    optimum: tuple[tuple[float, ...], ...] = ()
-    """Terms of the sum that is least at the best batch and rate; `terms` where empty."""
+    valley: Valley | None = None
+    """Where the best batch and rate are; where the sum of `terms` is least, if None."""
 
     def loss(self, run: LanguageRun) -> float:
         """Final loss of `run`, if it does not diverge."""
@@ -147,17 +204,19 @@ class Surface:
         """The best rate, and the best batch unless it is given.
 
         A given batch is no best one: the more its least loss is above that of the best batch, the
-        more its rate is that of `terms`, by the weight that such a run had in the fit of `optimum`.
+        more its rate is that of `terms`, by the weight that such a run had in the fit of `valley`.
         """
         sizes = [parameters, tokens, sparsity]
-        rate, batch = _least(self.optimum or self.terms, sizes, batch_tokens)
+        if self.valley is None:
+            return self._at(*_least(self.terms, sizes, batch_tokens), sizes)
+        rate, batch = self.valley.least(sizes, batch_tokens)
         found = self._at(rate, batch, sizes)
-        if batch_tokens is None or not self.optimum:
+        if batch_tokens is None:
             return found
         other = self._at(*_least(self.terms, sizes, batch_tokens), sizes)
-        free = self._at(*_least(self.optimum, sizes, None), sizes)
+        free = self._at(*self.valley.least(sizes, None), sizes)
         off = max(0.0, other.loss / free.loss - 1)
-        share = float(_nearness(np.array(off)))
+        share = float(_nearness(np.array(off), NEAR))
         rate = other.learning_rate * (found.learning_rate / other.learning_rate) ** share
         return self._at(rate, batch, sizes)
 
@@ -474,22 +533,56 @@ def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Sur
     if near is None and len(runs) < known.size:
         accepted = f"a surface of {known.size} constants needs as many runs"
         raise ConfigError(refusal("runs", len(runs), accepted))
-    found = _fitted(runs, np.ones(len(runs)), known, prior, known)
+    found = _fitted(runs, known, prior)
     return Surface(base=tuple(map(float, found[:4])), terms=_terms(found))
 
 
-def with_optimum(
-    surface: Surface, runs: Sequence[LanguageRun], near: Surface | None = None
+def with_valley(
+    surface: Surface,
+    runs: Sequence[LanguageRun],
+    near: Surface | None = None,
+    *,
+    width: float = NEAR,
+    curvature_deviation: float = VALLEY_DEVIATION,
 ) -> Surface:
-    """`surface`, fitted to `runs`, with its best batch and rate by a second fit to them that weighs
-    most those near the best of their cell; about the best ones of `near`, see `fit_surface`."""
-    weights = _nearness(relative_loss(runs) - 1) + _FAR_WEIGHT
-    # The second sum of a known surface stands in place of its first.
-    near = near and replace(near, terms=near.optimum or near.terms)
-    known, prior = _known(near)
-    start = known if near else _vector(surface)
-    found = _fitted(runs, weights / weights.mean(), known, prior, start)
-    return replace(surface, optimum=_terms(found))
+    """`surface`, fitted to `runs`, with the valley of those near the best of their cell.
+
+    The least loss of every cell is free: what the sum of a surface does not get right of it moves
+    no valley.
+
+    Args:
+        surface: what the valley is added to.
+        runs: runs with losses that did not diverge.
+        near: surface of another corpus about whose valley that of `runs` is taken to be; with None,
+            or one without a valley, runs say all by themselves. Where they are fewer than its
+            constants, the surface has no valley then.
+        width: see `NEAR`.
+        curvature_deviation: as `VALLEY_DEVIATION`, of exponents of the two curvatures.
+    """
+    weights = _nearness(relative_loss(runs) - 1, width)
+    counted = weights > _LEAST_WEIGHT
+    cells = sorted(measured_best(runs))
+    kept = [run for run, is_near in zip(runs, counted, strict=True) if is_near]
+    weights = weights[counted]
+    which = np.array([cells.index(run.cell) for run in kept])
+    valley = near.valley if near else None
+    if valley is None and weights.sum() < _START_VALLEY.size + len(cells):
+        return surface
+    known = _START_VALLEY if valley is None else _valley_vector(valley)
+    prior = np.full(known.size, 1 / (VALLEY_DEVIATION if valley is None else _EXPONENT_DEVIATION))
+    prior[[9, 10, 12, 13]] = 1 / (curvature_deviation if valley is None else _EXPONENT_DEVIATION)
+    prior[_VALLEY_COEFFICIENTS] = _PRIOR if valley is None else 1 / _COEFFICIENT_DEVIATION
+    logs, measured = _logarithms(kept), np.log([run.loss or math.nan for run in kept])
+    scale = np.sqrt(weights) / _NOISE
+    total = np.bincount(which, weights)
+
+    def misfits(vector: Floats) -> Floats:
+        least = measured - _rises(vector, logs)
+        means = np.bincount(which, weights * least) / total
+        return np.concatenate([(least - means[which]) * scale, prior * (vector - known)])
+
+    found = least_squares(misfits, known, loss="soft_l1", max_nfev=200).x  # type: ignore[arg-type]  a function
+    return replace(surface, valley=_valley(found))
 
 
 def _known(near: Surface | None) -> tuple[Floats, Floats]:
@@ -524,34 +617,57 @@ def _least(
     return float(rate), float(batch)
 
 
-def _nearness(off: Floats) -> Floats:
-    """Weight of runs in the fit of the best batch and rate, by their loss over the least of their
-    cell, less one."""
-    return np.exp(-0.5 * (off / _NEAR) ** 2)
+def _nearness(off: Floats, width: float) -> Floats:
+    """Weight of runs in the fit of a valley, by their loss over the least of their cell, less
+    one."""
+    return np.exp(-0.5 * (off / width) ** 2)
+
+
+def _valley_vector(valley: Valley) -> Floats:
+    laws = (valley.rate, valley.batch, valley.rate_curvature, valley.batch_curvature)
+    return np.array([*(each for law in laws for each in law), math.atanh(valley.correlation)])
+
+
+def _valley(vector: Floats) -> Valley:
+    rate, batch, of_rate, of_batch, correlation = np.split(vector, _VALLEY_PARTS)
+    return Valley(
+        rate=tuple(map(float, rate)),
+        batch=tuple(map(float, batch)),
+        rate_curvature=tuple(map(float, of_rate)),
+        batch_curvature=tuple(map(float, of_batch)),
+        correlation=float(np.clip(np.tanh(correlation[0]), -_MOST_CORRELATION, _MOST_CORRELATION)),
+    )
+
+
+def _rises(vector: Floats, logs: Floats) -> Floats:
+    """ln loss of each run above that of its valley."""
+    rate, batch, of_rate, of_batch, correlation = np.split(vector, _VALLEY_PARTS)
+    sizes = _with_constant(logs[:, 2:])
+    curved = np.clip(sizes[:, :3] @ np.stack([of_rate, of_batch], axis=1), -40.0, 20.0)
+    x = (logs[:, 0] - sizes @ rate) * np.exp(0.5 * curved[:, 0])
+    y = (logs[:, 1] - sizes @ batch) * np.exp(0.5 * curved[:, 1])
+    return 0.5 * (x**2 + 2 * np.tanh(correlation[0]) * x * y + y**2)
 
 
 def _terms(vector: Floats) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(map(float, each)) for each in vector[4:].reshape(_START.shape))
 
 
-def _fitted(
-    runs: Sequence[LanguageRun], weights: Floats, known: Floats, prior: Floats, start: Floats
-) -> Floats:
+def _fitted(runs: Sequence[LanguageRun], known: Floats, prior: Floats) -> Floats:
     """Constants of least misfit, with `prior` as the weight of their distance from `known`."""
     logs = _logarithms(runs)
     measured = np.log([run.loss or math.nan for run in runs])
-    scale = np.sqrt(weights) / _SCATTER
 
     def misfits(vector: Floats) -> Floats:
         off = np.log(np.maximum(_losses(vector, logs), 0.1)) - measured
-        return np.concatenate([off * scale, prior * (vector - known)])
+        return np.concatenate([off / _SCATTER, prior * (vector - known)])
 
     def slopes(vector: Floats) -> Floats:
         losses = np.maximum(_losses(vector, logs), 0.1)
-        slope = _gradients(vector, logs) / losses[:, None] * scale[:, None]
+        slope = _gradients(vector, logs) / losses[:, None] / _SCATTER
         return np.concatenate([slope, np.diag(prior)])
 
-    return least_squares(misfits, start, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
+    return least_squares(misfits, known, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
 
 
 def fit_ladder(
@@ -589,7 +705,7 @@ def fit_ladder(
         slopes += found
     return LossModel(
         name=name,
-        surface=with_optimum(fit_surface(usable, near), usable, near),
+        surface=with_valley(fit_surface(usable, near), usable, near),
         cells=tuple(cells),
         left_out=tuple(left_out),
         divergence=fit_divergence(runs, diverged),

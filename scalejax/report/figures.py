@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, Literal
 
 import altair as alt
@@ -279,20 +279,31 @@ def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple
 
 
 def _spread(values: Sequence[float]) -> Row:
-    """Mean of accuracies, and the ends of its interval, cut to 0..1, which a single value has none
-    of; None of no value."""
+    """Mean of accuracies, and the ends of its bar, cut to 0..1, which a single value has none of;
+    None of no value."""
     found = t_interval(values)
     if found is None:
-        return {"y": None, "low": None, "high": None}
-    if found.low is None or found.high is None:
-        return {"y": found.mean, "low": None, "high": None}
-    return {"y": found.mean, "low": max(0.0, found.low), "high": min(1.0, found.high)}
+        return {"y": None, "low": None, "high": None, "seeds": 0}
+    low, high = found.bar or (None, None)
+    if low is not None and high is not None:
+        low, high = max(0.0, low), min(1.0, high)
+    return {"y": found.mean, "low": low, "high": high, "seeds": found.count}
 
 
 def _intervals(what: str, points: Sequence[Row]) -> str:
     """What bars or bands are, if there are any."""
-    has_any = any(row["low"] is not None for row in points)
-    return f"{what}: 95 % t intervals over seeds" if has_any else ""
+    bars = _bars(points)
+    return f"{what}: {bars}" if bars else ""
+
+
+def _bars(points: Sequence[Row]) -> str:
+    """What ends of bars are, in words; empty if there is none."""
+    counts = {row["seeds"] for row in points if row["low"] is not None}
+    if not counts:
+        return ""
+    if counts == {2}:
+        return "both seeds"
+    return f"95 % t intervals over seeds{', of two seeds both' if 2 in counts else ''}"
 
 
 def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
@@ -428,9 +439,9 @@ _BETWEEN_PANELS = 8
 
 def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth) -> Spec:
     """The test metric of a study over the batch, for print: a panel for each optimizer and scaling
-    rule, a line for each warmup. Points are means, bars 95 % t intervals over seeds, side by side
-    where they share a batch; a run that diverged is in no mean, and a cell with one has a cross at
-    the bottom. A pixel is a point."""
+    rule, a line for each warmup. Points are means, bars 95 % t intervals over seeds (both values
+    of two), side by side where they share a batch; a run that diverged is in no mean, and a cell
+    with one has a cross at the bottom. A pixel is a point."""
     metric = study.metrics[1]
     is_accuracy = study.measure == "accuracy"
     names = [_warmup_in_words(each) for each in study.warmups]
@@ -449,7 +460,9 @@ def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth)
         }
         if found is not None:
             values = list(each.arm.by_seed(metric).values())
-            spread = _spread(values) if is_accuracy else {"low": found.low, "high": found.high}
+            low, high = found.bar or (None, None)
+            spread = {"low": low, "high": high, "seeds": found.count}
+            spread = _spread(values) if is_accuracy else spread
             rows.append({**point, "kind": "mean", **spread, "y": found.mean})
             singles += [Row(y=value) for value in values]
         if each.arm.diverged:
@@ -462,8 +475,63 @@ def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth)
     return _panels(study, results, rows, near, width)
 
 
+def sharpness_panels(study: Study, results: Sequence[CellResult], width: PrintWidth) -> Spec:
+    """The sharpness along runs for print, where it was measured: over epochs, the geometric mean of
+    seeds that did not diverge, a line for each warmup, a panel for each optimizer, scaling rule and
+    batch; dotted, up to where SGD of that rate is stable."""
+    names = [_warmup_in_words(each) for each in study.warmups]
+    is_several = len(study.optimizers) > 1
+    rows: list[Row] = []
+    for each in results:
+        rule, optimizer = _RULES[each.cell.scaling], each.cell.optimizer.name
+        point: Row = {
+            "label": names[study.warmups.index(each.cell.warmup)],
+            "rule": f"{optimizer}, {rule}" if is_several else rule,
+            "batch": f"batch {each.cell.batch:,}",
+        }
+        found: dict[tuple[str, float], list[float]] = {}
+        for row in each.arm.rows:
+            for m in () if row.has_diverged else row.sharpness:
+                for kind, value in (("is", m.sharpness), ("limit", m.stability_threshold)):
+                    # The axis is logarithmic.
+                    if value is not None and value > 0:
+                        found.setdefault((kind, m.epoch), []).append(value)
+        rows += [
+            {**point, "kind": kind, "epoch": epoch, "y": geometric_mean(values)}
+            for (kind, epoch), values in sorted(found.items())
+        ]
+    if not rows:
+        return {}
+    y = {
+        "field": "y",
+        "type": "quantitative",
+        "scale": {"type": "log", "nice": False},
+        "title": "sharpness",
+        "axis": {"tickCount": 4, "format": "~g"},
+    }
+    x = {"field": "epoch", "type": "quantitative", "title": "epoch", "axis": {"tickCount": 5}}
+    by_label = {"field": "label", "type": "nominal", "title": None}
+    safe = [COLOR_BLIND_SAFE[place % len(COLOR_BLIND_SAFE)] for place in range(len(names))]
+    legend = {"symbolType": "stroke", "symbolSize": 250, "symbolOpacity": 1}
+    color = by_label | {"scale": {"domain": names, "range": safe}, "legend": legend}
+    layers = [
+        {
+            "transform": [{"filter": f"datum.kind == '{kind}'"}],
+            "mark": {"type": "line", "strokeWidth": stroke, "strokeDash": dash},
+            "encoding": {"x": x, "y": y, "color": color},
+        }
+        for kind, stroke, dash in (("limit", 0.8, [1, 2]), ("is", _LINE_WIDTH, [1, 0]))
+    ]
+    said = ["largest eigenvalue of the Hessian of the training loss"]
+    if any(each["kind"] == "limit" for each in rows):
+        said.append("dotted: up to where SGD is stable")
+    rules = list(dict.fromkeys(str(each["rule"]) for each in rows))
+    batches = list(dict.fromkeys(str(each["batch"]) for each in rows))
+    return _framed(rows, ("rule", rules), ("batch", batches), layers, said, names, width)
+
+
 def _bounded(rows: Sequence[Row], singles: Sequence[Row]) -> list[Row]:
-    """The ends of the intervals, those of two or three seeds that go far beyond all single runs cut
+    """The ends of the intervals, those of three seeds that go far beyond all single runs cut
     to thrice the range of these, so that they do not hide it; the rows say which are."""
     values = [float(each["y"]) for each in singles]  # type: ignore[arg-type]
     room = max(values, default=0) - min(values, default=0) or 0.02
@@ -511,8 +579,7 @@ def _panels(
     sides = [("optimizer", optimizers), ("rule", rules)]
     across_rules = width == "column" or len(optimizers) == 1
     (column, columns), (row, lines) = sides[::-1] if across_rules else sides
-    across = round(_INCHES[width] * POINTS)
-    panel = (across - _BESIDE_PANELS - _BETWEEN_PANELS * (len(columns) - 1)) // len(columns)
+    panel = _panel_width(width, len(columns))
     names = [_warmup_in_words(each) for each in study.warmups]
     means = [each for each in rows if each["kind"] == "mean"]
     y = {
@@ -568,21 +635,47 @@ def _panels(
         },
     ]
     lost = sum(len(arm.diverged) for arm in {id(r.arm): r.arm for r in results}.values())
-    bars = "95 % t intervals over seeds" if any(each["low"] is not None for each in means) else ""
+    bars = _bars(means)
     said = [f"means{', ' if bars else ''}{bars}"]
     if any(each.get("is_low_cut") or each.get("is_high_cut") for each in means):
         said.append("bars that end at an edge go on beyond it")
     if lost:
         said.append(f"crosses: diverged, in no mean ({counted(lost, 'run')})")
+    return _framed(rows, (column, columns), (row, lines), layers, said, names, width)
+
+
+def _panel_width(width: PrintWidth, columns: int) -> int:
+    """Points of a panel of `columns` beside each other."""
+    across = round(_INCHES[width] * POINTS)
+    return (across - _BESIDE_PANELS - _BETWEEN_PANELS * (columns - 1)) // columns
+
+
+def _framed(
+    rows: Sequence[Row],
+    column: tuple[str, Sequence[str]],
+    row: tuple[str, Sequence[str]],
+    layers: Sequence[Spec],
+    said: Sequence[str],
+    names: Sequence[str],
+    width: PrintWidth,
+) -> Spec:
+    """Panels for print: `layers` of `rows`, by the values of two fields, with what is `said` above
+    them, and `names` in the legend below."""
     header = {"title": None, "labelFontSize": _USUAL, "labelColor": "black", "labelPadding": 3}
     longest = max(map(len, names)) * _LETTER_WIDTH * _SMALL
-    room = across - _BESIDE_LEGEND
+    room = round(_INCHES[width] * POINTS) - _BESIDE_LEGEND
+    panel = _panel_width(width, len(column[1]))
     facet = {
-        "column": {"field": column, "type": "nominal", "sort": columns, "header": header},
-        "row": {
-            "field": row,
+        "column": {
+            "field": column[0],
             "type": "nominal",
-            "sort": lines,
+            "sort": list(column[1]),
+            "header": header,
+        },
+        "row": {
+            "field": row[0],
+            "type": "nominal",
+            "sort": list(row[1]),
             "header": header | {"labelOrient": "right"},
         },
     }
@@ -590,7 +683,7 @@ def _panels(
         "$schema": alt.SCHEMA_URL,
         "data": {"values": list(rows)},
         "facet": facet,
-        "spec": {"width": panel, "height": _PANEL_HEIGHT[width], "layer": layers},
+        "spec": {"width": panel, "height": _PANEL_HEIGHT[width], "layer": list(layers)},
         "spacing": _BETWEEN_PANELS,
         "title": {"text": said if width == "column" else "; ".join(said), "anchor": "middle"},
         "padding": 2,

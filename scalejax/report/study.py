@@ -4,6 +4,7 @@ All of it follows from the study and the records of its runs, and holds no readi
 study that is repeated writes the same bytes.
 """
 
+import math
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import groupby
+from typing import get_args
 
 from scalejax.config.grid import Fields, fields_of
 from scalejax.config.migrate import load_run_file
@@ -22,21 +24,23 @@ from scalejax.core.environment import nvidia_gpus, text_of
 from scalejax.core.serialization import flag_text, make_folder, save_text
 from scalejax.core.tabular import to_csv
 from scalejax.core.units import UNKNOWN, counted
-from scalejax.report.figures import PrintWidth, study_panels
+from scalejax.report.figures import PrintWidth, sharpness_panels, study_panels
 from scalejax.report.html.charts import save_print
 from scalejax.report.terminal.sweep import only_one_trains
-from scalejax.sweep.intervals import Interval
+from scalejax.sweep.intervals import LEAST_COUNT, Interval, spread_in_words
 from scalejax.sweep.plan import value_text
 from scalejax.sweep.results import save_table
 from scalejax.sweep.study import (
     CellResult,
     FoundRate,
+    SharpnessName,
     Study,
     StudyFolder,
     cell_rows,
     lines_of,
     rate_rows,
     run_lines,
+    sharpness_lines,
 )
 
 SUFFIXES = ("pdf", "svg", "png")
@@ -65,12 +69,17 @@ def write_study(
         "runs": run_lines(results),
         "rates": lines_of(rate_rows(rates)),
     }
+    if measured := sharpness_lines(results):
+        tables["sharpness"] = measured
     for name, lines in tables.items():
         save_table(folder.data / f"{name}.parquet", lines)
         save_text(to_csv(lines), folder.data / f"{name}.csv")
     figure = study_panels(study, results, width)
     for suffix in SUFFIXES:
         save_print(figure, folder.figure(suffix))
+    if along := sharpness_panels(study, results, width):
+        for suffix in SUFFIXES:
+            save_print(along, folder.sharpness(suffix))
     save_text(markdown(study, results), folder.table)
     save_text(latex(study, results), folder.latex)
     save_text(protocol(study, rates, results, cores), folder.protocol)
@@ -82,14 +91,15 @@ def write_study(
 
 def markdown(study: Study, results: Sequence[CellResult]) -> str:
     """The table in Markdown: means with t intervals over seeds, and paired differences."""
-    headings = (*_HEADINGS, *(_heading(metric) for metric in study.metrics), _to(study))
+    headings = (*_HEADINGS, *_measures(study, results), _to(study))
+    sharpness = _sharpness_names(results)
     lines = [_row(headings), _row(["---"] * len(headings))]
     for each in results:
-        cells = _cells(study, each, plus_minus="±")
+        cells = _cells(study, each, sharpness)
         cells[3] = f"**{cells[3]}**" if each.is_chosen else cells[3]
         lines.append(_row(cells))
     unit = "per cent" if study.measure == "accuracy" else "nats"
-    lines += ["", f"In {unit}: {_caption(study)}"]
+    lines += ["", f"In {unit}: {_caption(study, sharpness)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -107,35 +117,59 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _caption(study: Study) -> str:
+def _measures(study: Study, results: Sequence[CellResult]) -> list[str]:
+    """Headings of the columns of results."""
+    along = [f"{name.replace('_', ' ')} sharpness" for name in _sharpness_names(results)]
+    along = [each.replace("over threshold sharpness", "sharpness over threshold") for each in along]
+    return [*(_heading(metric) for metric in study.metrics), *along]
+
+
+def _sharpness_names(results: Sequence[CellResult]) -> list[SharpnessName]:
+    """Measures of sharpness that some runs have."""
+    names: tuple[SharpnessName, ...] = get_args(SharpnessName)
+    return [name for name in names if any(each.sharpness(name) for each in results)]
+
+
+def _caption(study: Study, sharpness: Sequence[SharpnessName]) -> str:
+    spread = spread_in_words(study.seeds)
+    along = ""
+    if sharpness:
+        along = (
+            " Sharpness: the largest eigenvalue of the Hessian of the training loss; the largest "
+            "and the last that were measured along a run"
+        )
+        if "largest_over_threshold" in sharpness:
+            along += ", and the largest over that up to which SGD of the rate then is stable"
+        along += "."
     return (
-        f"means over {counted(study.seeds, 'seed')} and 95 % t intervals, of the runs that did not "
-        f"diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, paired "
-        "over the seeds of which neither diverged, and with how many seeds only one of the two "
-        "trains. Bold: the warmup that validation data choose, of those of which no run "
-        "diverged."
+        f"means over {counted(study.seeds, 'seed')}{spread and f' and {spread}'}, of the runs that "
+        f"did not diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, "
+        "paired over the seeds of which neither diverged, and with how many seeds only one of the "
+        "two trains. Bold: the warmup that validation data choose, of those of which no run "
+        f"diverged.{along}"
     )
 
 
 def latex(study: Study, results: Sequence[CellResult]) -> str:
     """The table in LaTeX, one for each optimizer, with the rules of booktabs."""
-    headings = (*_HEADINGS[1:], *(_heading(metric) for metric in study.metrics), _to(study))
+    sharpness = _sharpness_names(results)
+    headings = (*_HEADINGS[1:], *_measures(study, results), _to(study))
     unit = "Per cent: " if study.measure == "accuracy" else ""
     lines = [r"% \usepackage{booktabs}"]
     for optimizer, of_optimizer in groupby(results, lambda each: each.cell.optimizer.name):
         lines += [
             r"\begin{table}",
             r"\centering\small",
-            rf"\caption{{{_tex(optimizer)}. {_tex(unit + _caption(study))}}}",
+            rf"\caption{{{_tex(optimizer)}. {_tex(unit + _caption(study, sharpness))}}}",
             rf"\label{{tab:warmup-{optimizer.replace('_', '-')}}}",
-            r"\begin{tabular}{lrlrcrrr}",
+            rf"\begin{{tabular}}{{lrlrcrrr{'r' * len(sharpness)}}}",
             r"\toprule",
             " & ".join(map(_tex, headings)) + r" \\",
         ]
         for _, of_rule in groupby(of_optimizer, lambda each: each.cell.scaling):
             lines.append(r"\midrule")
             for each in of_rule:
-                cells = list(map(_tex, _cells(study, each, plus_minus="±")))
+                cells = list(map(_tex, _cells(study, each, sharpness)))
                 cells[3] = rf"\textbf{{{cells[3]}}}" if each.is_chosen else cells[3]
                 lines.append(" & ".join(cells[1:]) + r" \\")
         lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
@@ -148,7 +182,7 @@ def _tex(text: str) -> str:
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped).replace("±", r"$\pm$")
 
 
-def _cells(study: Study, each: CellResult, *, plus_minus: str) -> list[str]:
+def _cells(study: Study, each: CellResult, sharpness: Sequence[SharpnessName]) -> list[str]:
     metrics = study.metrics
     lost = f"{len(each.arm.diverged)} of {len(each.arm.rows)}"
     return [
@@ -158,26 +192,31 @@ def _cells(study: Study, each: CellResult, *, plus_minus: str) -> list[str]:
         each.cell.warmup.text,
         f"{each.peak_rate:.3g}",
         lost,
-        *(_number(study, each.over_seeds(metric), plus_minus) for metric in metrics),
-        "reference" if each.baseline is None else _difference(study, each, plus_minus),
+        *(_number(study, each.over_seeds(metric)) for metric in metrics),
+        *(_sharp(each.sharpness(name)) for name in sharpness),
+        "reference" if each.baseline is None else _difference(study, each),
     ]
 
 
-def _difference(study: Study, each: CellResult, plus_minus: str) -> str:
+def _sharp(found: Interval | None) -> str:
+    """A sharpness with three digits, or the decimals of one."""
+    if found is None:
+        return UNKNOWN
+    return found.in_words(1, max(0, 2 - math.floor(math.log10(max(abs(found.mean), 1e-3)))))
+
+
+def _difference(study: Study, each: CellResult) -> str:
     """The paired difference, and how many seeds only one of the two trains with."""
-    found = _number(study, each.difference(study.metrics[1]), plus_minus, sign="+")
+    found = _number(study, each.difference(study.metrics[1]), sign="+")
     return "; ".join([found, *only_one_trains(each)])
 
 
-def _number(study: Study, found: Interval | None, plus_minus: str, sign: str = "") -> str:
+def _number(study: Study, found: Interval | None, sign: str = "") -> str:
     """A mean and half its interval: per cent with two decimals, or a loss with four."""
     if found is None:
         return UNKNOWN
     factor, decimals = (100, 2) if study.measure == "accuracy" else (1, 4)
-    around = ""
-    if found.half_width is not None:
-        around = f" {plus_minus} {factor * found.half_width:.{decimals}f}"
-    return f"{factor * found.mean:{sign}.{decimals}f}{around}"
+    return found.in_words(factor, decimals, sign)
 
 
 # The protocol.
@@ -356,7 +395,8 @@ def _statistics(study: Study, results: Sequence[CellResult]) -> str:
     seeds = f"0 to {study.seeds - 1}" if study.seeds > 1 else "0"
     intervals = differences = ""
     if study.seeds > 1:
-        intervals = "Means have 95 % intervals by Student's t over seeds. "
+        by = " (Student's t over seeds)" if study.seeds >= LEAST_COUNT else ""
+        intervals = f"Beside means are {spread_in_words(study.seeds)}{by}. "
     if len(study.warmups) > 1:
         differences = (
             f"Differences {_to(study)} are paired over the seeds of which neither run diverged, "

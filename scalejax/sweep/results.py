@@ -29,7 +29,13 @@ from scalejax.sweep.plan import (
     written,
 )
 from scalejax.training.noise_scale import averaged
-from scalejax.training.record import Evaluated, EvaluationMeasurement, RunFolder, RunRecord
+from scalejax.training.record import (
+    Evaluated,
+    EvaluationMeasurement,
+    RunFolder,
+    RunRecord,
+    SharpnessMeasurement,
+)
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Final statuses of a run."""
@@ -41,7 +47,8 @@ class ArmTable:
     """The arms of a sweep, with their means and intervals over seeds."""
 
     arms: tuple[dict[str, Scalar], ...]
-    """A table for each; intervals hold 95 %, accuracies are 0..1, differences are to the first."""
+    """A table for each; intervals hold 95 %, of three seeds or more, accuracies are 0..1,
+    differences are to the first."""
     confidence: float = CONFIDENCE
     """Confidence level of the intervals."""
 
@@ -71,6 +78,8 @@ class RunRow:
     """The evaluation of test data at the end of a run that has validation data."""
     noise_scale: float | None = None
     """Mean gradient noise scale until then, or over the run, in samples; None if not measured."""
+    sharpness: tuple[SharpnessMeasurement, ...] = ()
+    """Largest eigenvalue of the Hessian along the run; none if not measured."""
 
     @property
     def is_finished(self) -> bool:
@@ -160,6 +169,7 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
             (e.noise_scale for e in record.training if e.step <= (first.step if first else steps)),
             planned.run.split.global_batch,
         ),
+        sharpness=record.sharpness,
     )
 
 

@@ -37,11 +37,14 @@ from scalejax.sweep.intervals import Interval, t_interval
 from scalejax.sweep.plan import Metric, SweepPlan, plan_sweep
 from scalejax.sweep.results import Arm, RunRow, best_arm
 from scalejax.sweep.scheduler import time_jobs
+from scalejax.training.record import SharpnessMeasurement
 
 Scaling = Literal["none", "linear", "sqrt", "sde", "legw"]
 """A rule of `schedule.scaling`."""
 Measure = Literal["accuracy", "loss"]
 """What runs are compared by."""
+SharpnessName = Literal["largest", "last", "largest_over_threshold"]
+"""A measure of the sharpness along a run."""
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Learning rates that are tried, two in each decade, from those of Adam to those of LARS: as many
 as train in one program."""
@@ -560,7 +563,8 @@ class RateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSummary:
-    """A metric of a cell: accuracies are 0..1, intervals hold 95 %; None where there is none."""
+    """A metric of a cell: accuracies are 0..1, intervals hold 95 %; None where there is none, as of
+    less than three values."""
 
     mean: float | None
     """Mean over seeds that did not diverge."""
@@ -578,6 +582,20 @@ class MetricSummary:
     """Upper end of its interval."""
     difference_count: int
     """Pairs in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharpnessSummary:
+    """The sharpness of a cell's runs: None where it was not measured, or of every run diverged."""
+
+    largest: float | None = None
+    """The largest that was measured along a run, in the mean over seeds that did not diverge."""
+    last: float | None = None
+    """The last that was measured, likewise."""
+    largest_over_threshold: float | None = None
+    """The largest over that above which SGD of that rate and momentum is not stable, likewise."""
+    count: int = 0
+    """Seeds in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -616,6 +634,8 @@ class CellRow:
     """Accuracy on test data."""
     test_loss: MetricSummary
     """Loss on test data."""
+    sharpness: SharpnessSummary = SharpnessSummary()
+    """Sharpness of training, where the run file has it measured (`train.sharpness`)."""
 
 
 @document("warmup_study")
@@ -660,6 +680,10 @@ class StudyFolder:
     def figure(self, suffix: str) -> Path:
         """The figure, as pdf, svg or png."""
         return self.path / f"figure.{suffix}"
+
+    def sharpness(self, suffix: str) -> Path:
+        """The figure of the sharpness along runs, where it was measured."""
+        return self.path / f"sharpness.{suffix}"
 
     @property
     def sweeps(self) -> tuple[SweepFolder, SweepFolder]:
@@ -741,6 +765,19 @@ class CellResult:
         diverged."""
         return None if self.baseline is None else self.arm.difference(self.baseline, metric)
 
+    def sharpness(self, name: SharpnessName) -> Interval | None:
+        """Mean over seeds that did not diverge of a measure of `SharpnessSummary` along each run,
+        with its interval; None of none."""
+
+        def of(each: SharpnessMeasurement) -> float | None:
+            if name != "largest_over_threshold" or each.sharpness is None:
+                return each.sharpness
+            return each.stability_threshold and each.sharpness / each.stability_threshold
+
+        runs = [[of(m) for m in row.sharpness] for row in self.arm.rows if not row.has_diverged]
+        found = [[value for value in values if value is not None] for values in runs]
+        return t_interval([v[-1] if name == "last" else max(v) for v in found if v])
+
     @property
     def trained_only(self) -> tuple[int, ...]:
         """Seeds with which this trains, and the cell without warmup diverges: no difference counts
@@ -819,6 +856,7 @@ def cell_rows(results: Sequence[CellResult]) -> tuple[CellRow, ...]:
             trained_only=len(each.trained_only),
             diverged_only=len(each.diverged_only),
             **{metric: _summary(each, metric) for metric in get_args(Metric)},
+            sharpness=_sharpness_summary(each),
         )
         for each in results
     )
@@ -838,6 +876,47 @@ def _summary(result: CellResult, metric: Metric) -> MetricSummary:
     )
 
 
+def _sharpness_summary(result: CellResult) -> SharpnessSummary:
+    largest, last, over = map(result.sharpness, get_args(SharpnessName))
+    return SharpnessSummary(
+        largest=largest and largest.mean,
+        last=last and last.mean,
+        largest_over_threshold=over and over.mean,
+        count=largest.count if largest else 0,
+    )
+
+
+def sharpness_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
+    """A line for each measurement of sharpness along each run, also of those that diverged."""
+    return [
+        {
+            **_place(each, row),
+            "status": row.status,
+            "step": found.step,
+            "epoch": found.epoch,
+            "learning_rate": found.learning_rate,
+            "sharpness": found.sharpness,
+            "sharpness_error": found.sharpness_error,
+            "stability_threshold": found.stability_threshold,
+        }
+        for each in results
+        for row in each.arm.rows
+        for found in row.sharpness
+    ]
+
+
+def _place(each: CellResult, row: RunRow) -> dict[str, JsonValue]:
+    """Of which cell and seed a run is."""
+    return {
+        "optimizer": each.cell.optimizer.name,
+        "scaling": each.cell.scaling,
+        "warmup": each.cell.warmup.text,
+        "batch": each.cell.batch,
+        "seed": row.planned.run.config.seed,
+        "run": row.planned.name,
+    }
+
+
 def lines_of(rows: Sequence[CellRow | RateRow]) -> list[dict[str, JsonValue]]:
     """The rows as lines of a table, with columns such as `test_loss_mean`."""
     return [flat(asdict(each), separator="_") for each in rows]
@@ -851,12 +930,7 @@ def run_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
             final, tested = row.final, row.final_test
             lines.append(
                 {
-                    "optimizer": each.cell.optimizer.name,
-                    "scaling": each.cell.scaling,
-                    "warmup": each.cell.warmup.text,
-                    "batch": each.cell.batch,
-                    "seed": row.planned.run.config.seed,
-                    "run": row.planned.name,
+                    **_place(each, row),
                     "status": row.status,
                     "steps": row.steps,
                     "validation_accuracy": final and final.accuracy,

@@ -33,7 +33,7 @@ from scalejax.simulator.explain import explain
 from scalejax.simulator.predict import ScalingPrediction, predict
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
 from scalejax.sweep.results import ArmTable, ResultTable
-from scalejax.sweep.study import CellRow, MetricSummary, RateRow, StudyTable
+from scalejax.sweep.study import CellRow, MetricSummary, RateRow, SharpnessSummary, StudyTable
 from scalejax.training.record import StatusChange, TrainMeasurement
 
 PACKAGE = Path(scalejax.__file__).parent
@@ -169,7 +169,7 @@ def _results() -> list[Tabular | ArmTable]:
         optimizer="sgd", scaling="sqrt", warmup="none", batch=8, base_learning_rate=0.1,
         peak_learning_rate=0.1, warmup_steps=0.0, runs=1, diverged=0, chosen=False, trained_only=0,
         diverged_only=0, validation_accuracy=metric, validation_loss=metric, test_accuracy=metric,
-        test_loss=metric,
+        test_loss=metric, sharpness=SharpnessSummary(largest=8.0, last=2.0, count=1),
     )  # fmt: skip
     rate = RateRow(optimizer="sgd", learning_rate=0.1, validation=None, chosen=True, at_edge=False)
     return [

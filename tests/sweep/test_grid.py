@@ -652,14 +652,24 @@ def test_results_of_one_batch_name_it(run_file, tmp_path):
 
 
 def test_intervals_over_seeds_by_hand():
-    """Of 1, 2, 3: s = 1, and t(0.975; 2) is 4.303 in every table of Student's distribution; one
-    value has no interval."""
+    """Of 1, 2, 3: s = 1, and t(0.975; 2) is 4.303 in every table of Student's distribution; two
+    values, of which it would be 12.7 times half their difference, have none, nor has one."""
     found = t_interval([1.0, 2.0, 3.0])
     assert found is not None
     assert (found.mean, found.count) == (2.0, 3)
     assert found.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-4)
     assert (found.low, found.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), rel=1e-4)
-    assert t_interval([0.5]) == Interval(mean=0.5, half_width=None, count=1)
+    assert found.bar == (found.low, found.high)
+    assert found.in_words(100, 1) == "200.0 ± 248.4"
+    two = t_interval([0.75, 0.5])
+    assert two is not None
+    assert two == Interval(mean=0.625, half_width=None, count=2, least=0.5, most=0.75)
+    assert (two.low, two.high, two.bar) == (None, None, (0.5, 0.75))
+    assert two.in_words(100, 2, "+") == "+62.50 (+50.00, +75.00)"
+    one = t_interval([0.5])
+    assert one is not None
+    assert one == Interval(mean=0.5, half_width=None, count=1, least=0.5, most=0.5)
+    assert (one.bar, one.in_words()) == (None, "0.5000")
     assert t_interval([]) is None
 
 
@@ -697,6 +707,7 @@ def test_arms_have_intervals_and_differences_in_every_table(run_file, tmp_path):
     assert first["test_accuracy_low"] == pytest.approx(0.625 - half, rel=1e-4)
     assert first["test_accuracy_difference"] is None
     assert (second["diverged"], second["test_accuracy_mean"]) == (1, 0.75)
+    assert (second["test_accuracy_low"], second["test_accuracy_difference_high"]) == (None, None)
     assert second["test_accuracy_difference"] == pytest.approx((0.125 + 0.25) / 2)
     assert second["test_accuracy_difference_count"] == 2
     assert second["validation_accuracy_mean"] is None
@@ -708,8 +719,10 @@ def test_arms_have_intervals_and_differences_in_every_table(run_file, tmp_path):
     assert isinstance(console.file, io.StringIO)
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert lines[1].startswith("global_batch=8 3 of 3 62.50 ± 31.05 % reference 0")
-    # t(0.975; 1) = 12.706, s of 0.125 and 0.25 is 0.0884
-    assert lines[2].startswith("global_batch=16 2 of 3 75.00 ± 158.83 % +18.75 ± 79.41 1")
+    # Two seeds are left: an interval would be of ± 158.83 and ± 79.41 points.
+    assert "global_batch=16 2 of 3 75.00 (62.50, 87.50) % +18.75 (+12.50, +25.00) 1" in " ".join(
+        lines
+    )
 
 
 def test_a_varied_list_is_one_cell_of_every_table(run_file, tmp_path):
@@ -831,7 +844,7 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     """The mean of each arm on its line, one run a point, over the field with the most numbers."""
     grammar = parse_grammar(
         [],
-        ["batch.global_batch=[8,16,32]", "seed=[0,1]"],
+        ["batch.global_batch=[8,16,32]", "seed=[0,1,2]"],
         ['{"cases": [{}, {"schedule": {"warmup_epochs": 1, "warmup": "gradual"}}]}'],
     )
     grammar = dataclasses.replace(grammar, parameters={"schedule.warmup_from": "zero"})
@@ -839,7 +852,7 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     folder = SweepFolder(path=tmp_path / "sweep")
     for planned in plan.runs:
         batch = planned.run.split.global_batch
-        record(folder.run(planned.index), [0.1, batch / 64 + planned.run.config.seed / 8])
+        record(folder.run(planned.index), [0.1, batch / 64 + planned.run.config.seed / 4])
     rows = read_rows(plan, folder)
 
     bars, finals, points = figures.final_accuracies(rows)["layer"][:3]
@@ -849,16 +862,16 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path):
     labels = ["warmup_epochs=0 warmup=none", "warmup_epochs=1 warmup=gradual"]
     assert finals["encoding"]["color"]["scale"]["domain"] == labels
     line = [row for row in finals["data"]["values"] if row["label"] == labels[0]]
-    means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
+    means = [(x / 64) + 1 / 4 for x in (8, 16, 32)]
     assert [row["x"] for row in line] == [8, 16, 32]
     assert [row["y"] for row in line] == pytest.approx(means)
-    half = 12.706 * math.sqrt(2) / 16 / math.sqrt(2)  # t(0.975; 1), s / sqrt(n)
+    half = 4.303 / 4 / math.sqrt(3)  # t(0.975; 2), s / sqrt(n)
     assert bars["data"]["values"][0]["high"] == pytest.approx(means[0] + half, rel=1e-4)
     beside = [row for row in finals["data"]["values"] if row["label"] == labels[1]]
     for one, other in zip(line, beside, strict=True):
         assert one["at"] < one["x"] == other["x"] < other["at"] < 1.2 * one["at"]
-    assert max(row["high"] for row in bars["data"]["values"]) == 1  # 0.5625 + 0.79 is no share
-    assert len(points["data"]["values"]) == 12
+    assert max(row["high"] for row in bars["data"]["values"]) == 1  # 0.75 + 0.62 is no share
+    assert len(points["data"]["values"]) == 18
     assert len(curves["encoding"]["color"]["scale"]["domain"]) == 6
     assert curves["encoding"]["x"]["axis"] == {"tickMinStep": 1}
     assert all("' %'" in each["encoding"]["y"]["axis"]["labelExpr"] for each in (finals, curves))

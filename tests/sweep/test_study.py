@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from scalejax.cli.main import main
 from scalejax.config.grid import fields_of
 from scalejax.core.errors import ConfigError
-from scalejax.report.figures import study_panels
+from scalejax.report.figures import sharpness_panels, study_panels
 from scalejax.report.study import commands, latex, markdown, protocol, write_study
 from scalejax.sweep.results import RunRow
 from scalejax.sweep.study import (
@@ -30,6 +31,7 @@ from scalejax.sweep.study import (
 )
 from scalejax.training.record import (
     EvaluationMeasurement,
+    SharpnessMeasurement,
     ValidationMeasurement,
     figures,
 )
@@ -325,6 +327,7 @@ def test_a_cell_has_intervals_and_a_paired_difference(studied):
     lost = lines["linear", 32, "none"]
     assert (lost["runs"], lost["diverged"], lost["chosen"]) == (3, 1, False)
     assert lost["test_accuracy_mean"] == pytest.approx(0.64)
+    assert (lost["test_accuracy_low"], lost["test_accuracy_high"]) == (None, None)
     assert (lost["test_accuracy_count"], lost["trained_only"]) == (2, 0)
     beside = lines["linear", 32, "gradual:50%"]
     assert beside["test_accuracy_difference"] == pytest.approx(0.1)
@@ -382,10 +385,69 @@ def test_a_loss_is_better_where_it_is_lower(run_file, tmp_path):
     assert rates[0].rate == 0.1
     assert [each.is_chosen for each in results] == [False, True]
     table = markdown(study, results)
-    assert "| 0.2500 ± 0.0000 | 0.2500 ± 0.0000 | -0.2500 ± 0.0000 |" in table
+    values, difference = "0.2500 (0.2500, 0.2500)", "-0.2500 (-0.2500, -0.2500)"
+    assert f"| {values} | {values} | {difference} |" in table
+    assert "2 seeds and both values, as an interval needs three" in table
+    assert "both seeds" in str(study_panels(study, results, "page")["title"]["text"])
     figure = study_panels(study, results, "column")
     assert figure["spec"]["width"] > 150
     assert figure["facet"]["column"]["sort"] == ["linear scaling"]
+
+
+def test_the_sharpness_along_runs_is_in_tables_and_a_figure_of_its_own(studied, tmp_path):
+    """8, 40 and 16 along each run, times 1, 2, 3 by seed, where SGD is stable up to 20: the largest
+    is 80 in the mean, 4 times that; of two seeds beside a diverged one both. Nothing where it was
+    not measured."""
+    study, results = studied
+
+    def measured(row):
+        values = enumerate((8.0, 40.0, 16.0))
+        found = tuple(
+            SharpnessMeasurement(
+                step=10 * place,
+                epoch=float(place),
+                sharpness=value * (row.planned.run.config.seed + 1),
+                sharpness_error=0.1,
+                learning_rate=0.1,
+                stability_threshold=20.0,
+                seconds=0.5,
+                elapsed_seconds=9.0,
+            )
+            for place, value in values
+        )
+        return replace(row, sharpness=found)
+
+    sharp = [
+        replace(each, arm=replace(each.arm, rows=tuple(map(measured, each.arm.rows))))
+        for each in results
+    ]
+    folder = StudyFolder(path=tmp_path / "out")
+
+    write_study(study, found_rates(study, ()), sharp, folder, width="page", cores=2)
+
+    cells = {(c["scaling"], c["batch"], c["warmup"]): c for c in lines_of(cell_rows(sharp))}
+    warm = cells["sqrt", 32, "gradual:50%"]
+    assert (warm["sharpness_largest"], warm["sharpness_last"]) == (80, 32)
+    assert (warm["sharpness_largest_over_threshold"], warm["sharpness_count"]) == (4, 3)
+    table = markdown(study, sharp)
+    assert "| largest sharpness | last sharpness | largest sharpness over threshold |" in table
+    assert "| 80.0 ± 99.4 | 32.0 ± 39.7 | 4.00 ± 4.97 |" in table
+    assert "| 100 (80, 120) | 40.0 (32.0, 48.0) | 5.00 (4.00, 6.00) |" in table
+    assert r"\begin{tabular}{lrlrcrrrrrr}" in latex(study, sharp)
+    lines = list(csv.DictReader((folder.data / "sharpness.csv").read_text().splitlines()))
+    assert len(lines) == 3 * sum(len(each.arm.rows) for each in sharp)
+    assert {line["sharpness"] for line in lines if line["step"] == "10"} == {
+        "40.0",
+        "80.0",
+        "120.0",
+    }
+    drawn = sharpness_panels(study, sharp, "page")["data"]["values"]
+    highest = max(row["y"] for row in drawn if row["batch"] == "batch 8")
+    assert highest == pytest.approx(40 * 6 ** (1 / 3))
+    assert {row["kind"] for row in drawn} == {"is", "limit"}
+    assert folder.sharpness("pdf").stat().st_size > 1000
+    assert sharpness_panels(study, results, "page") == {}
+    assert "sharpness" not in markdown(study, results)
 
 
 def test_the_folder_says_what_was_done(studied, tmp_path):
@@ -400,7 +462,7 @@ def test_the_folder_says_what_was_done(studied, tmp_path):
     names = {path.name for path in folder.path.rglob("*.*")}
     assert names >= {"figure.pdf", "figure.svg", "figure.png", "table.tex", "cells.parquet"}
     table = markdown(study, results)
-    assert "| sgd | linear | 32 | none | 0.04 | 1 of 3 | 65.00 ± 63.53 |" in table
+    assert "| sgd | linear | 32 | none | 0.04 | 1 of 3 | 65.00 (60.00, 70.00) |" in table
     assert (
         "| **gradual:50%** | 0.02 | 0 of 3 | 70.00 ± 24.84 | 69.00 ± 24.84 | +10.00 ± 0.00 |"
         in table

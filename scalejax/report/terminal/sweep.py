@@ -17,7 +17,7 @@ from scalejax.emulation.record import Emulation
 from scalejax.emulation.record import in_words as emulation_in_words
 from scalejax.report.terminal.tables import facts, figures
 from scalejax.sweep.coordinates import FLAT, LOGITS, CoordinateCheck
-from scalejax.sweep.intervals import Interval, t_interval
+from scalejax.sweep.intervals import Interval, spread_in_words, t_interval
 from scalejax.sweep.optuna import Trial
 from scalejax.sweep.plan import SweepPlan, in_words, short_names, value_text
 from scalejax.sweep.results import Arm, RunRow, arms, best_arm
@@ -71,7 +71,10 @@ def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
     found = arms(rows)
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
-    words = "Mean over seeds and its 95 % interval (t), with the weights that runs end with. "
+    words = (
+        f"Mean over seeds{_beside_means(max(len(arm.rows) for arm in found))}, with the weights "
+    )
+    words += "that runs end with. "
     if len(found) > 1:
         words += (
             f"Differences are of {found[0].metric.replace('_', ' ')} to that of the first row, "
@@ -92,6 +95,11 @@ def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
     if left:
         words += f" {counted(len(left), 'run')} {'is' if len(left) == 1 else 'are'} not finished."
     return words
+
+
+def _beside_means(seeds: int) -> str:
+    spread = spread_in_words(seeds)
+    return spread and f", with {spread}"
 
 
 def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
@@ -133,18 +141,12 @@ def _arm_cells(arm: Arm, found: Sequence[Arm], sweep: SweepPlan) -> list[str]:
 def _spread(values: Sequence[float]) -> str:
     """Mean and half the width of its interval, in per cent."""
     found = t_interval(values)
-    if found is None:
-        return UNKNOWN
-    around = "" if found.half_width is None else f" ± {100 * found.half_width:.2f}"
-    return f"{100 * found.mean:.2f}{around} %"
+    return UNKNOWN if found is None else f"{found.in_words(100, 2)} %"
 
 
 def _points(found: Interval | None) -> str:
     """A difference of shares and half the width of its interval, in points of a per cent."""
-    if found is None:
-        return UNKNOWN
-    around = "" if found.half_width is None else f" ± {100 * found.half_width:.2f}"
-    return f"{100 * found.mean:+.2f}{around}"
+    return UNKNOWN if found is None else found.in_words(100, 2, "+")
 
 
 # Studies of warmup.
@@ -186,7 +188,7 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     lost = sum(len(arm.diverged) for arm in {id(each.arm): each.arm for each in results}.values())
     words = (
         f"Best by {validation.replace('_', ' ')}, of warmups of which no run diverged. Mean over "
-        "seeds and its 95 % interval (t); differences are paired over seeds"
+        f"seeds{_beside_means(found.seeds)}; differences are paired over seeds"
     )
     words += ", in points of a per cent." if is_accuracy else "."
     yield Text(f"{words} {counted(lost, 'run')} diverged.")
@@ -202,10 +204,7 @@ def only_one_trains(each: CellResult) -> list[str]:
 
 def _loss(found: Interval | None) -> str:
     """A loss and half the width of its interval."""
-    if found is None:
-        return UNKNOWN
-    around = "" if found.half_width is None else f" ± {found.half_width:.4f}"
-    return f"{found.mean:.4f}{around}"
+    return UNKNOWN if found is None else found.in_words()
 
 
 # Emulated runs.

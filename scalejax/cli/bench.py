@@ -234,6 +234,11 @@ class DataBench(RunFileCommand):
 
     output: Annotated[Path | None, flag("INPUT.toml")] = None
     """Write the rates here. By default this-machine/input.toml in the user's cache folder."""
+    json: JsonFile = None
+    """Write the rates, the pace by workers and the life of a batch here as JSON (scalejax
+    schema)."""
+    csv: CsvFile = None
+    """Write a row for each number of workers here as CSV, in SI units."""
 
     def execute(self, overrides: Overrides) -> None:
         """Measure, print the stages, write the input rates."""
@@ -242,15 +247,20 @@ class DataBench(RunFileCommand):
         config = load_config(self.run_file, overrides)
         output = self.output or user_folder() / "this-machine" / "input.toml"
         serialization.require_writable("output", output)
+        require_result_files(self.json, self.csv)
         choose_platform()
         from scalejax.measure.input.bench import batch_life, bench, paces, stage_count
+        from scalejax.report.listings import input_bench
         from scalejax.report.terminal.bench import input_side
         from scalejax.report.terminal.data import life
 
         with progress.measuring(stage_count(config.data)) as on_progress:
             rates = bench(config.data, on_progress=on_progress)
         serialization.save_toml(rates, output)
-        tables.show(input_side(rates, paces(rates, config)))
+        by_workers = paces(rates, config)
+        tables.show(input_side(rates, by_workers))
         print()
-        tables.show(life(*batch_life(rates, config)))
+        measured, stages = batch_life(rates, config)
+        tables.show(life(measured, stages))
+        write_result(input_bench(rates, by_workers, stages), self.json, self.csv)
         print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")

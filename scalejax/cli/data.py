@@ -126,12 +126,17 @@ class DataConvert(PlainCommand):
     """Threads that decode images. By default as many as there are cores."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Remove the files of another conversion in the destination."""
+    json: JsonFile = None
+    """Write the summary here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write it here as CSV."""
 
     def execute(self) -> None:
         """Convert, and print a summary."""
         from scalejax.data.convert import ConvertOptions, RowsOptions, convert
         from scalejax.data.inspect import written_order_advice
 
+        require_result_files(self.json, self.csv)
         wanted = ConvertOptions(
             **{each.name: getattr(self, each.name) for each in fields(ConvertOptions)}
         )
@@ -160,6 +165,7 @@ class DataConvert(PlainCommand):
                 print(f"  and {more:,} more")
         if advice := written_order_advice(str(self.destination)):
             print(f"warning: {advice}")
+        write_result(done, self.json, self.csv)
         print(f"scalejax data inspect {self.destination} summarises them.")
 
 

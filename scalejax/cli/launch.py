@@ -17,7 +17,15 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    RunFileCommand,
+    flag,
+    require_result_files,
+)
+from scalejax.cli.train import write_run
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core import serialization
@@ -34,18 +42,20 @@ from scalejax.launch.places import Elastic
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.launch.watchdog import STUCK_SECONDS
 from scalejax.training.manifest import save_newest_copy
-from scalejax.training.record import RunFolder
+from scalejax.training.record import RunFolder, RunRecord
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts", "stuck_seconds")
 _RESUMING = ("resume", "start_over")
 _ELASTIC = ("elastic", "copy_seconds", "rejoin_seconds")
+_RESULTS = ("json", "csv")
 _COPY_SECONDS = 10
 _SECONDS_TO_BE_SEEN = 120
 """After which other machines see what was written to a file of a network's file system."""
 _FLAGS_OF = {
-    "a run on this machine": (*_ALL, *_RESUMING, *_ELASTIC, "all_logs"),
+    "a run on this machine": (*_ALL, *_RESUMING, *_ELASTIC, "all_logs", *_RESULTS),
     "a run through SLURM": (
         *_ALL,
+        *_RESULTS,
         *_RESUMING,
         *_ELASTIC,
         *("nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
@@ -137,6 +147,10 @@ class LaunchRun(RunFileCommand):
     """JobSet: the namespace. By default that of kubectl."""
     output: Annotated[Path | None, flag("FILE.yaml")] = None
     """JobSet: write the manifest here. By default it is printed."""
+    json: JsonFile = None
+    """Write how the run went here as JSON, as train --json does."""
+    csv: CsvFile = None
+    """Write the same here as CSV."""
 
     def execute(self, overrides: Overrides) -> None:
         """Start the processes and exit with their code; or write the JobSet."""
@@ -147,6 +161,7 @@ class LaunchRun(RunFileCommand):
         facts = fitting_facts(config)  # refused once, and before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
         require_stuck_seconds(self.stuck_seconds)
+        require_result_files(self.json, self.csv)
         if self.cpu_devices is not None:
             changed = ["--cpu-devices", str(self.cpu_devices), *changed]
         if self.stuck_seconds != STUCK_SECONDS:
@@ -290,7 +305,13 @@ class LaunchRun(RunFileCommand):
         code = launch(job)
         if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
             print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
+        self._write_result(run, code)
         raise SystemExit(code)
+
+    def _write_result(self, run: RunFolder, code: int) -> None:
+        """Write how the run went to --json and --csv, where its record can be read."""
+        if run.measurements.is_file() and code != ExitCode.DAMAGED:
+            write_run(RunRecord.load(run.path), self.json, self.csv)
 
     def _most_restarts(self, default: int) -> int:
         return default if self.max_restarts is None else self.max_restarts
@@ -334,6 +355,10 @@ class LaunchRun(RunFileCommand):
                 "newest checkpoint (train.checkpoint_every_steps)"
             )
             raise ConfigError(refusal("copy_seconds", self.copy_seconds, accepted))
+        for name in _RESULTS:
+            if (self.dry_run or self.detach) and getattr(self, name) is not None:
+                accepted = "nothing has been trained when --dry-run and --detach end"
+                raise ConfigError(refusal(name, str(getattr(self, name)), accepted))
         if self.dry_run:
             print(script(run), end="")
             return
@@ -346,6 +371,7 @@ class LaunchRun(RunFileCommand):
         except KeyboardInterrupt:
             print(f"job {job_id} goes on; scancel {job_id} cancels it.")
             raise
+        self._write_result(RunFolder(path=folder), code)
         raise SystemExit(code)
 
     def _write_jobset(self, changed: list[str]) -> None:

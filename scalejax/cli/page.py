@@ -12,7 +12,15 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.command import (
+    CsvFile,
+    JsonFile,
+    Overrides,
+    OverridingCommand,
+    flag,
+    require_result_files,
+    write_result,
+)
 from scalejax.cli.plan import for_each
 from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
 from scalejax.config.model import DecoderConfig, LlamaConfig
@@ -70,14 +78,20 @@ class Explore(OverridingCommand):
     """Own prices of a device-hour, one for each cluster. By default the list prices."""
     grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
     """Grams of CO2 for a kWh of electricity."""
+    json: JsonFile = None
+    """Write the layouts of every setting here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write them here as CSV, in SI units."""
 
     def execute(self, overrides: Overrides) -> None:
         """Predict every setting, and write the page."""
         from scalejax.planning.bill import rates_of
         from scalejax.planning.settings_grid import Axes, Place, settings_grid
         from scalejax.report.html.explorer import Subject, title_of, write_explorer
+        from scalejax.report.listings import page_contents
 
         serialization.require_writable("output", self.output)
+        require_result_files(self.json, self.csv)
         names = cluster_list(self.cluster)
         found, rest, left_out = take_clusters(names, overrides)
         for note in left_out:
@@ -124,6 +138,7 @@ class Explore(OverridingCommand):
             print(
                 "Fewer --devices, --batches, --networks, --frameworks or --layouts make it small."
             )
+        write_result(page_contents(grid, str(self.output), size, tokens), self.json, self.csv)
 
     def _config(self, overrides: Overrides) -> tuple[RunConfig, str]:
         """The run, with what the page varies replaced, and the name of its network."""

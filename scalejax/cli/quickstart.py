@@ -94,7 +94,7 @@ MODERN = Forecast(
 )
 
 
-def quickstart(folder: Path, *, seeds: int = 1) -> None:
+def quickstart(folder: Path, *, seeds: int = 1) -> list[Path]:
     """Predict two clusters, train three runs, write a report, and print the results.
 
     The predictions come first, and at once: their compiled programs come with scalejax, for the
@@ -105,6 +105,8 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
     Args:
         folder: created if missing.
         seeds: number of seeds with which each run is trained.
+
+    Returns: folders of the runs, and files of the predictions, that the report shows.
 
     Raises:
         ConfigError: if `folder` is not empty, or JAX already runs with other devices.
@@ -125,8 +127,10 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
 
     _heading("3 of 3", "Write the report")
     runs = [record.folder.path for group in records.values() for record in group]
-    write_report([*runs, *predictions], folder / "report.html", title="scalejax quickstart")
+    shown = [*runs, *predictions]
+    write_report(shown, folder / "report.html", title="scalejax quickstart")
     print(f"Open {folder / 'report.html'} in a browser.")
+    return shown
 
 
 def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:

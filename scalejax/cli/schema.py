@@ -21,6 +21,7 @@ from scalejax.core.serialization import JsonValue
 _WRITTEN_BY = (
     "core.elastic",
     "config.dataset_facts",
+    "data.convert.convert",
     "data.convert.shards",
     "data.inspect",
     "emulation.record",

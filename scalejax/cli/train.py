@@ -4,6 +4,7 @@ Imported without JAX, which is imported when they run.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -66,10 +67,15 @@ class Train(RunFileCommand):
     so far of an update, batch, evaluation or checkpoint if that is more; five times N for a
     checkpoint, and thirty while it starts, compiles, or does the first two of a kind. By default
     60; 0 for no watch."""
+    json: JsonFile = None
+    """Write how the run went here as JSON (scalejax schema); its folder has every measurement."""
+    csv: CsvFile = None
+    """Write the same here as CSV, without the life of a batch."""
 
     def execute(self, overrides: Overrides) -> None:
         """Train, and print where the record is."""
         config = load_config(self.run_file, overrides)
+        require_result_files(self.json, self.csv)
         require_stuck_seconds(self.stuck_seconds)
         limit_arenas()
         choose_platform(self.cpu_devices)
@@ -95,9 +101,26 @@ class Train(RunFileCommand):
             if traces is not None:
                 print(f"traces are in {folder / 'traces'}, by their first step")
             _show_life(record)
+            write_run(record, self.json, self.csv)
             print(f"scalejax report {folder} draws its curves.")
         if record.status == "diverged":
             raise SystemExit(ExitCode.DIVERGED)
+
+
+def write_run(record: RunRecord, json: Path | None, csv: Path | None) -> None:
+    """Write how a run went to --json and --csv, where they are given.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    if json is None and csv is None:
+        return
+    from scalejax.report.listings import RunList, run_summary
+    from scalejax.training.run_folder import kept_prediction
+
+    name = record.folder.path.resolve().name
+    found = run_summary(record, kept_prediction(record.folder), name)
+    write_result(RunList(runs=(found,)), json, csv)
 
 
 def _show_life(record: RunRecord) -> None:
@@ -123,14 +146,32 @@ class Report(PlainCommand):
     """Folders written by train, emulate and sweep, and JSON files written by predict and plan."""
     output: Annotated[Path, flag("FILE")] = Path("report.html")
     """The HTML file. By default report.html."""
+    json: JsonFile = None
+    """Write what it shows here as JSON (scalejax schema): how each run went, and predictions."""
+    csv: CsvFile = None
+    """Write a row for each run here as CSV; without runs one for each prediction."""
 
     def execute(self) -> None:
         """Read the sources and write the report."""
         from scalejax.report.html.report import write_report
 
         serialization.require_writable("output", self.output)
+        require_result_files(self.json, self.csv)
         write_report(self.sources, self.output)
         print(f"wrote {self.output}")
+        _write_contents(self.sources, self.output, self.json, self.csv)
+
+
+def _write_contents(
+    sources: Sequence[Path], page: Path, json: Path | None, csv: Path | None
+) -> None:
+    """Write what the report of these sources shows to --json and --csv, where they are given."""
+    if json is None and csv is None:
+        return
+    from scalejax.report.listings import report_contents
+    from scalejax.report.sources import read_sources
+
+    write_result(report_contents(read_sources(sources), str(page)), json, csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,12 +296,18 @@ class Quickstart(PlainCommand):
     """Folder for runs, predictions and the report. By default quickstart."""
     seeds: Annotated[int, flag("N")] = 1
     """Number of seeds with which each run is trained. By default 1."""
+    json: JsonFile = None
+    """Write how each run went, and the predictions, here as JSON (scalejax schema)."""
+    csv: CsvFile = None
+    """Write a row for each run here as CSV."""
 
     def execute(self) -> None:
         """Run the quickstart."""
         from scalejax.cli.quickstart import quickstart
 
-        quickstart(self.folder, seeds=self.seeds)
+        require_result_files(self.json, self.csv)
+        shown = quickstart(self.folder, seeds=self.seeds)
+        _write_contents(shown, self.folder / "report.html", self.json, self.csv)
 
 
 def _resolve_here(run_file: Path, overrides: Overrides, device_count: int | None) -> ResolvedRun:

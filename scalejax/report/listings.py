@@ -1,4 +1,4 @@
-"""What commands list, as documents: the catalogue, published networks, fields, schedules.
+"""What commands list, as documents: the catalogue, published networks, fields, schedules, runs.
 
 Knows no terminal; `report.terminal` prints the same.
 """
@@ -11,8 +11,15 @@ from scalejax.config.reference import TableReference
 from scalejax.config.run import ResolvedRun
 from scalejax.core.serialization import JsonValue, document, plain
 from scalejax.core.tabular import Tabular
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import Chip, Cluster, InputRates
+from scalejax.planning.search.run import in_words
+from scalejax.planning.settings_grid import LayoutEntry, Setting, SettingsGrid
+from scalejax.report.sources import Sources
 from scalejax.simulator.frameworks import Framework
+from scalejax.simulator.input import InputPace, Limit
+from scalejax.simulator.predict import Prediction, ScalingPrediction
+from scalejax.training.record import DivergenceCause, RunRecord, Status
+from scalejax.training.sample_life import LifeStage, life_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,3 +231,257 @@ class Calibrated(Tabular):
         """All numbers, a row for each cluster."""
         rows = [plain(each) for each in (self.cluster, self.processes) if each is not None]
         return [row for row in rows if isinstance(row, dict)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """How a run went, from its first session to its last; what it has none of is None."""
+
+    name: str
+    """Name of the run."""
+    folder: str
+    """Folder of its record."""
+    status: Status | None
+    """How it ended, or is."""
+    cause: DivergenceCause | None
+    """Why it diverged."""
+    message: str | None
+    """The same in words."""
+    steps: int
+    """Updates made."""
+    epochs: float
+    """Passes over the data made."""
+    elapsed_seconds: float
+    """Time since training began."""
+    loss: float | None
+    """Loss of the last update that was measured; None of a run that diverged, as the next four."""
+    validation_loss: float | None
+    """Of its last evaluation of validation data."""
+    validation_accuracy: float | None
+    """The same, 0..1."""
+    test_loss: float | None
+    """Of its last evaluation of test data."""
+    test_accuracy: float | None
+    """The same, 0..1."""
+    step_seconds: float | None
+    """Median measured time of an update."""
+    predicted_step_seconds: float | None
+    """The same as predicted before training."""
+    life: tuple[LifeStage, ...]
+    """Life of a batch of the last epoch, stage by stage; empty if it was not measured."""
+
+
+def run_summary(record: RunRecord, prediction: Prediction | None, name: str) -> RunSummary:
+    """The summary of a run.
+
+    Args:
+        record: its measurements.
+        prediction: that of before training.
+        name: what it is called.
+    """
+    last, change = record.measurements[-1:], record.statuses[-1:]
+    epochs = [each.epoch for each in (*record.training, *record.monitored)]
+    has_result = record.status != "diverged"
+    update, validation = record.training[-1:], record.validations[-1:]
+    return RunSummary(
+        name=name,
+        folder=str(record.folder.path),
+        status=record.status,
+        cause=change[0].cause if change else None,
+        message=change[0].message if change else None,
+        steps=max((each.step for each in record.measurements), default=0),
+        epochs=max(epochs, default=0.0),
+        elapsed_seconds=last[0].elapsed_seconds if last else 0.0,
+        loss=update[0].loss if has_result and update else None,
+        validation_loss=validation[0].loss if has_result and validation else None,
+        validation_accuracy=validation[0].accuracy if has_result and validation else None,
+        test_loss=record.tested.loss if has_result and record.tested else None,
+        test_accuracy=record.tested.accuracy if has_result and record.tested else None,
+        step_seconds=record.median_step_seconds,
+        predicted_step_seconds=prediction and prediction.step_seconds,
+        life=life_of(record.input[-1], prediction) if record.input else (),
+    )
+
+
+def _run_rows(runs: Sequence[RunSummary]) -> list[dict[str, JsonValue]]:
+    """A row for each run, without the life of its batches."""
+    rows = [asdict(each) for each in runs]
+    return [{name: row[name] for name in row if name != "life"} for row in rows]
+
+
+@document("runs")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunList(Tabular):
+    """How runs went."""
+
+    runs: tuple[RunSummary, ...]
+    """The runs."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The runs, a row for each."""
+        return _run_rows(self.runs)
+
+
+@document("report")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportContents(Tabular):
+    """What a report shows."""
+
+    page: str
+    """The HTML file."""
+    runs: tuple[RunSummary, ...]
+    """Its runs, those of sweeps last."""
+    predictions: tuple[ScalingPrediction, ...]
+    """Its predictions over numbers of devices."""
+    sweeps: tuple[str, ...]
+    """Names of its sweeps, in whose folders are tables of their arms."""
+    benches: tuple[str, ...]
+    """Names of its benches, in whose folders are their results."""
+    plans: tuple[str, ...]
+    """Titles of its plans."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The runs, a row for each; without any the predictions, a row for each number of
+        devices."""
+        rows = [{"title": each.title, **row} for each in self.predictions for row in each.to_rows()]
+        return _run_rows(self.runs) or rows
+
+
+def report_contents(sources: Sources, page: str) -> ReportContents:
+    """What the report of these sources shows, in the file `page`."""
+    return ReportContents(
+        page=page,
+        runs=tuple(
+            run_summary(each.record, each.prediction, each.label) for each in sources.curves
+        ),
+        predictions=sources.studies,
+        sweeps=tuple(each.name for each in sources.sweeps),
+        benches=tuple(each.name for each in sources.benches),
+        plans=tuple(each.title for each in sources.plans),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceRow:
+    """Input of a host with a number of workers."""
+
+    workers: int
+    """Worker processes; 0 for threads of the training process."""
+    samples_per_second: float
+    """Samples delivered to the host's devices."""
+    limit: Limit
+    """What it is bounded by."""
+    stage_seconds: tuple[tuple[str, float], ...]
+    """(stage, processor seconds of a sample)."""
+
+
+@document("input_bench")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputBench(Tabular):
+    """The input of a run on this host, measured."""
+
+    rates: InputRates
+    """Rates of its stages, with which is predicted."""
+    paces: tuple[PaceRow, ...]
+    """How fast it is with so many workers."""
+    life: tuple[LifeStage, ...]
+    """The life of a batch, measured beside predicted."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """A row for each number of workers."""
+        return [{**asdict(each), "stage_seconds": dict(each.stage_seconds)} for each in self.paces]
+
+
+def input_bench(
+    rates: InputRates, paces: Iterable[tuple[int, InputPace]], life: Sequence[LifeStage]
+) -> InputBench:
+    """What was measured of a host, with its pace by number of workers."""
+    return InputBench(
+        rates=rates,
+        paces=tuple(
+            PaceRow(
+                workers=workers,
+                samples_per_second=pace.samples_per_second,
+                limit=pace.limit,
+                stage_seconds=pace.stages,
+            )
+            for workers, pace in paces
+        ),
+        life=tuple(life),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """A layout at a setting of a page."""
+
+    setting: Setting
+    """The setting."""
+    layout: str
+    """Parallelism, microbatch and recompute, in words."""
+    step_seconds: float
+    """Time of an update, the median."""
+    p10_step_seconds: float | None
+    """Lower end of its band."""
+    p90_step_seconds: float | None
+    """Upper end of its band."""
+    tokens_per_second: float | None
+    """Tokens trained per second over all devices."""
+    mfu: float | None
+    """Model FLOP utilisation, 0..1."""
+    peak_memory_bytes: int
+    """Peak memory of a device."""
+    fits: bool
+    """Whether that fits."""
+
+
+@document("page")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContents(Tabular):
+    """What a page to play with can show."""
+
+    page: str
+    """The HTML file."""
+    page_bytes: int
+    """Its size."""
+    tokens: float
+    """Tokens that it begins with."""
+    tokens_per_sample: int
+    """Tokens of a sample."""
+    layouts: tuple[SettingRow, ...]
+    """The layouts of each setting, the fastest that fits first."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The layouts, a row for each."""
+        rows = (asdict(each) for each in self.layouts)
+        return [{**row.pop("setting"), **row} for row in rows]
+
+
+def page_contents(grid: SettingsGrid, page: str, page_bytes: int, tokens: float) -> PageContents:
+    """What the page of these settings, a file of so many bytes, can show."""
+    return PageContents(
+        page=page,
+        page_bytes=page_bytes,
+        tokens=tokens,
+        tokens_per_sample=grid.tokens_per_sample,
+        layouts=tuple(
+            _setting_row(setting, entry)
+            for setting, entries in grid.entries.items()
+            for entry in entries
+        ),
+    )
+
+
+def _setting_row(setting: Setting, entry: LayoutEntry) -> SettingRow:
+    found = entry.prediction
+    return SettingRow(
+        setting=setting,
+        layout=in_words(entry.strategy),
+        step_seconds=found.step_seconds,
+        p10_step_seconds=found.p10_step_seconds,
+        p90_step_seconds=found.p90_step_seconds,
+        tokens_per_second=found.tokens_per_second,
+        mfu=found.mfu,
+        peak_memory_bytes=found.peak_memory_bytes,
+        fits=found.fits,
+    )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -155,8 +154,7 @@ class RunSource:
     @property
     def step_seconds(self) -> float | None:
         """Median measured step time in seconds; None if none was measured."""
-        times = [m.step_seconds for m in self.record.training if m.step_seconds is not None]
-        return median(times) if times else None
+        return self.record.median_step_seconds
 
     @property
     def slow_note(self) -> str | None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal, NoReturn
 
 from scalejax.config.data import Split
@@ -498,6 +499,12 @@ class RunRecord(Tabular):
     def training(self) -> tuple[TrainMeasurement, ...]:
         """The updates that were measured."""
         return tuple(m for m in self.measurements if isinstance(m, TrainMeasurement))
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Median measured step time in seconds; None if none was measured."""
+        times = [m.step_seconds for m in self.training if m.step_seconds is not None]
+        return median(times) if times else None
 
     @property
     def evaluations(self) -> tuple[EvaluationMeasurement, ...]:

@@ -1,5 +1,6 @@
 """The tour shows what it says it shows."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -147,9 +148,9 @@ def test_tour_trains_predicts_and_reports(
     )
     monkeypatch.setattr(quickstart, "load_config", shortened)
     monkeypatch.setattr(quickstart, "study", lambda *_, title, **__: fixed_study(title))
-    folder = tmp_path / "tour"
+    folder, written = tmp_path / "tour", tmp_path / "tour.json"
 
-    assert main(["quickstart", "--folder", str(folder)]) == 0
+    assert main(["quickstart", "--folder", str(folder), "--json", str(written)]) == 0
 
     printed = capsys.readouterr().out
     for arm in quickstart.ARMS:
@@ -157,6 +158,12 @@ def test_tour_trains_predicts_and_reports(
         assert re.search(rf"^{arm.name} .* [\d.]+ %$", printed, re.MULTILINE)
         assert (folder / arm.file).is_file()
     assert "about 90 % efficiency" in printed
+    shown = json.loads(written.read_text())
+    assert [each["name"] for each in shown["runs"]] == [arm.name for arm in quickstart.ARMS]
+    assert [each["test_accuracy"] for each in shown["runs"]] == [
+        accuracy(folder / arm.name) for arm in quickstart.ARMS
+    ]
+    assert len(shown["predictions"]) == 2
     study = serialization.load(ScalingPrediction, folder / "resnet50-p100.json")
     assert study.title == quickstart.GOYAL.title
     page = (folder / "report.html").read_text()

@@ -7,9 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 from program_cases import PAPER, gather, matmul, program_of
+from test_report import write_run
 
 import scalejax
 from scalejax.cli.commands import COMMANDS
@@ -27,14 +29,15 @@ from scalejax.hardware import (
 )
 from scalejax.measure.bench.results import BenchResults, BenchRow
 from scalejax.measure.doctor import Finding, Findings
-from scalejax.report.listings import Calibrated
+from scalejax.report.listings import Calibrated, RunList, report_contents, run_summary
+from scalejax.report.sources import Sources
 from scalejax.simulator.comparison import compare
 from scalejax.simulator.explain import explain
 from scalejax.simulator.predict import ScalingPrediction, predict
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
 from scalejax.sweep.results import ArmTable, ResultTable
 from scalejax.sweep.study import CellRow, MetricSummary, RateRow, SharpnessSummary, StudyTable
-from scalejax.training.record import StatusChange, TrainMeasurement
+from scalejax.training.record import RunRecord, StatusChange, TrainMeasurement
 
 PACKAGE = Path(scalejax.__file__).parent
 WARMUP = PACKAGE / "config/examples/fashion_gradual_warmup.toml"
@@ -62,11 +65,10 @@ GPT = "FOLDER/run.toml --cluster dgx-h100 --devices 2,4 --confirm 0"
 LOSS = "--target loss=3 --model llama-like:N=100m --cluster dgx-h100 --devices 8"
 PREDICTED = f"{WARMUP} --cluster dgx-h100 --devices 8"
 
-_WITHOUT_RESULT = {
-    "quickstart", "train", "launch", "page", "report", "config migrate", "data bench",
-    "data convert", "schema", "completion",
-}  # fmt: skip
-"""Commands whose results are folders, pages, or files of their own format."""
+ONE_SETTING = "--batches 8 --networks 1 --precisions float32 --frameworks xla --layouts 1"
+
+_WITHOUT_RESULT = {"config migrate", "schema", "completion"}
+"""Commands whose results are files of another format."""
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +129,36 @@ def test_every_command_with_a_result_writes_json_and_csv():
         (f"search {GPT}", "search"),
         (f"plan {LOSS}", "plan"),
         (f"cost {GPT}", "cost"),
+        (
+            "page FOLDER/run.toml --cluster dgx-h100 --devices 2 --output FOLDER/page.html "
+            f"{ONE_SETTING}",
+            "page",
+        ),
+        ("data convert FOLDER/images.npz FOLDER/images.parquet", "conversion"),
+        ("report FOLDER/run --output FOLDER/report.html", "report"),
+        pytest.param(
+            f"train {WARMUP} --folder FOLDER/trained --train.epochs 1",
+            "runs",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "data bench FOLDER/run.toml --output FOLDER/input.toml",
+            "input_bench",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(f"predict {PREDICTED}", "scaling_prediction", marks=pytest.mark.slow),
         pytest.param("validate hf_cluster_collectives_256MB", "validation", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_command_writes_meets_its_schema(typed: str, kind: str, known, tmp_path: Path):
-    """Slow are those that compile or predict hundreds of rows.
+    """Slow are those that compile, measure, or predict hundreds of rows.
 
     With the whole result as JSON, and its rows as CSV of equally many columns.
     """
     (tmp_path / "run.toml").write_text(RUN)
+    images = np.zeros((3, 4, 4, 3), np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=np.arange(3))
+    write_run(tmp_path / "run", [0.5])
     out, table = tmp_path / "out.json", tmp_path / "out.csv"
     command = typed.replace("FOLDER", str(tmp_path)).split()
 
@@ -186,6 +208,7 @@ def _results() -> list[Tabular | ArmTable]:
         ArmTable(arms=({"optimizer.momentum": 0.9, "runs": 2},)),
         ResultTable(rows=({"run": 0, "optimizer.nesterov": True},)),
         StudyTable(rates=(rate,), cells=(cell,)),
+        report_contents(Sources(runs=(), studies=(scaling,)), "report.html"),
     ]
 
 
@@ -199,6 +222,21 @@ def test_results_meet_their_schemas(found: Tabular, known, tmp_path: Path):
         head, *rows = csv.reader(to_csv(found.to_rows()).splitlines())
         assert rows
         assert {len(row) for row in rows} == {len(head)}
+
+
+def test_a_run_that_diverged_has_no_result(known, tmp_path: Path):
+    """In what train, launch, quickstart and report write: its times, how it ended, and no loss."""
+    ended, lost = (
+        run_summary(RunRecord.load(write_run(tmp_path / name, [0.25, 0.5], **how)), None, name)
+        for name, how in {"a": {}, "b": {"status": "diverged"}}.items()
+    )
+
+    assert (ended.steps, ended.epochs, ended.step_seconds) == (20, 2, 0.005)
+    assert (ended.loss, ended.test_accuracy) == (1.0, 0.5)
+    assert (lost.status, lost.steps, lost.step_seconds) == ("diverged", 20, 0.005)
+    assert lost.loss is lost.test_loss is lost.test_accuracy is None
+    serialization.save(RunList(runs=(ended, lost)), tmp_path / "out.json")
+    require_strict(known, (tmp_path / "out.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Several processes of a run are started, watched and stopped together, whatever happens to one."""
 
 import io
+import json
 import os
 import re
 import shutil
@@ -233,7 +234,7 @@ def test_a_stopped_process_counts_as_lost_and_without_restarts_the_run_ends(star
 
 def test_a_wish_to_stop_is_passed_on_and_all_save(start, run_file, tmp_path, alone):
     """SIGTERM to the launcher: both processes write the checkpoint of that step, and it counts. The
-    run is then resumed by it, from there."""
+    run is then resumed by it, from there, and says how it went."""
     folder = tmp_path / "run"
     launcher = start(folder)
     wait_for_step(launcher, folder, 30)
@@ -249,10 +250,12 @@ def test_a_wish_to_stop_is_passed_on_and_all_save(start, run_file, tmp_path, alo
     assert first_difference(checkpoint, read_manifest(checkpoint).files) is None
     writers = {path.name for path in (checkpoint / "state").glob("ocdbt.process_*")}
     assert writers == {"ocdbt.process_0", "ocdbt.process_1"}
-    code, said = ended(start(folder, "--resume"), ())
+    code, said = ended(start(folder, "--resume", "--json", str(tmp_path / "out.json")), ())
 
     assert f"resumed: at step {step}," in said
     assert code == 0, said
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert (run["status"], run["steps"]) == ("completed", STEPS)
     assert_alike(folder, alone)
 
 

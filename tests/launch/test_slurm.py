@@ -468,10 +468,14 @@ def test_an_elastic_script_passes_signals_on_and_codes_back(tmp_path, code):
             ("--elastic", "2:4", "--nodes", "2", "--copy-seconds", "3"),
             "copy_seconds=3 is refused: copies are in the memory of one machine; on several nodes",
         ),
+        (
+            ("--json", "out.json", "--detach"),
+            "json='out.json' is refused: nothing",
+        ),
         (("--rejoin-seconds", "3"), "rejoin_seconds=3 is refused: it needs --elastic MIN:MAX"),
     ],
 )
-def test_an_elastic_job_that_cannot_be_is_refused(tmp_path, capsys, flags, refused):
+def test_a_job_that_cannot_be_is_refused(tmp_path, capsys, flags, refused):
     """Before it is submitted."""
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN)

@@ -9,13 +9,15 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from scalejax.core import serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.progress import OnProgress, Progress, no_display
+from scalejax.core.serialization import JsonValue, document
+from scalejax.core.tabular import Tabular
 from scalejax.core.units import MIB
 from scalejax.data.convert.open import open_rows
 from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images
@@ -73,8 +75,9 @@ class ConvertOptions:
             raise ConfigError(refusal("jpeg_quality", self.jpeg_quality, "it is from 1 to 95"))
 
 
+@document("conversion")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionResult:
+class ConversionResult(Tabular):
     """Result of a conversion."""
 
     rows: int
@@ -89,6 +92,10 @@ class ConversionResult:
     """The first rows that were left out by this call, and why."""
     size_bytes: int
     """Bytes of all files."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """One row of all figures."""
+        return [asdict(self)]
 
 
 def plan_for(rows: Rows, options: RowsOptions, wanted: ConvertOptions) -> Plan:

@@ -23,7 +23,7 @@ from scalejax.cli.command import (
 from scalejax.cli.predict import cluster_list, parse_counts, path_for, take_conditions
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS, costed_note
-from scalejax.config.run import RunConfig, given_name, load_config, published_run
+from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
@@ -61,7 +61,8 @@ class Search(CostCommand):
     devices: Annotated[str, flag("N..M")]
     """Number of devices, or several to choose from: 64, 64,128,256, or 64..256 for doublings."""
     global_batch: Annotated[int | None, flag("B")] = None
-    """Samples per update; by default that of the file."""
+    """Samples per update; by default that of the file, or as published (a note says where it is
+    assumed)."""
     objective: Literal["time", "cost", "memory"] = "time"
     """What is minimised: step time, device-hours per sample, or memory."""
     price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
@@ -102,6 +103,7 @@ class Search(CostCommand):
 
     def _search(self, cluster_name: str, names: Sequence[str], overrides: Overrides) -> None:
         """Search one of the clusters."""
+        from scalejax.planning.run_cost import published_decoder
         from scalejax.planning.search.run import (
             NOT_VARIED,
             SEARCHED_FIELDS,
@@ -126,8 +128,9 @@ class Search(CostCommand):
         if self.model is not None:
             name, run_file = self.model, Path()
             batch = {} if self.global_batch is None else {"batch.global_batch": self.global_batch}
-            config = published_run(name, {**SEARCHED_FIELDS, **batch, **overrides})
+            config, notes = published_decoder(name, {**SEARCHED_FIELDS, **batch, **overrides})
         else:
+            notes = []
             run_file: Path = self.run_file  # type: ignore[assignment]  one of the two is given
             is_given = given_name(run_file, overrides, table="gradient_sync") is not None
             config = load_config(run_file, {**overrides, **({} if is_given else SEARCHED_FIELDS)})
@@ -151,8 +154,8 @@ class Search(CostCommand):
                 on_progress=on_progress,
             )
         if not found.ranked:
-            notes = left_out_notes(shape_of(config, cluster.chip, facts), counts)
-            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, notes))
+            left_out = left_out_notes(shape_of(config, cluster.chip, facts), counts)
+            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, left_out))
         report = report_search(
             config,
             cluster,
@@ -162,7 +165,7 @@ class Search(CostCommand):
             framework=framework,
             price_per_device_hour=self.price_per_device_hour,
             top=self.top,
-            notes=(costed,) if costed else (),
+            notes=(*((costed,) if costed else ()), *notes),
             facts=facts,
             preset=name if name in PRESETS else None,
         )

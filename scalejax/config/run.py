@@ -475,6 +475,21 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
     return hints
 
 
+def require_decoder(name: str, hint: str = "") -> None:
+    """Refuse what is no published decoder.
+
+    Args:
+        name: of a network.
+        hint: what else is taken, to end the refusal with.
+
+    Raises:
+        ConfigError: with the names that there are.
+    """
+    decoders = [each for each, preset in PRESETS.items() if preset.is_decoder]
+    if name not in decoders:
+        raise ConfigError(f"{unknown_name('model', name, decoders)}{hint}")
+
+
 def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config of a pretraining run of the published network `name` (`scalejax.config.presets`).
 
@@ -485,9 +500,8 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
     Raises:
         ConfigError: if there is no such decoder, or one line per problem.
     """
-    decoders = {key: each for key, each in PRESETS.items() if each.is_decoder}
-    if (preset := decoders.get(name)) is None:
-        raise ConfigError(unknown_name("model", name, decoders))
+    require_decoder(name)
+    preset = PRESETS[name]
     batch = preset.published_batch
     if batch is None and (overrides or {}).get("batch.global_batch") is None:
         accepted = f"samples per update are needed, as none are kept here of {name}: --global-batch"

@@ -10,7 +10,13 @@ from html import escape
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.presets import PRESETS
-from scalejax.config.run import ResolvedRun, RunConfig, published_run, with_fields
+from scalejax.config.run import (
+    ResolvedRun,
+    RunConfig,
+    published_run,
+    require_decoder,
+    with_fields,
+)
 from scalejax.core import drawing
 from scalejax.core.errors import (
     OUT_OF_MEMORY,
@@ -20,7 +26,6 @@ from scalejax.core.errors import (
     require_above,
     require_at_least,
     require_at_most,
-    unknown_name,
 )
 from scalejax.core.metrics import steps_per_epoch
 from scalejax.core.progress import OnProgress, Progress, no_display
@@ -360,10 +365,7 @@ def published_decoder(
     Raises:
         ConfigError: if there is no such decoder, or as `published_run` does.
     """
-    decoders = [each for each, preset in PRESETS.items() if preset.is_decoder]
-    if name not in decoders:
-        known = unknown_name("model", name, decoders)
-        raise ConfigError(f"{known} A run file ends in .toml, and Python's is MODULE:NAME.")
+    require_decoder(name)
     preset, fields = PRESETS[name], dict(overrides or {})
     notes = []
     if "batch.global_batch" not in fields and preset.published_batch is None:
@@ -389,6 +391,7 @@ def named_decoder(
     """
     if name.startswith(LIKE_LLAMA):
         return like_llama(name, overrides), []
+    require_decoder(name, " A run file ends in .toml, and Python's is MODULE:NAME.")
     return published_decoder(name, overrides)
 
 

@@ -26,6 +26,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
 from scalejax.core.progress import Progress
 from scalejax.data.facts import resolve
 from scalejax.hardware import RunConditions, Site, load_cluster
+from scalejax.planning.run_cost import published_decoder
 from scalejax.planning.search import (
     Candidate,
     StrategyCosts,
@@ -432,11 +433,12 @@ def test_winner_of_a_published_network_has_a_run_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Where there was none before: the commands that are printed take it; without a folder for it,
-    how to get one is said, and no flags of a file that is not there."""
-    search = ["search", "--model", "gpt2-124m", "--global-batch", "16", "--cluster", "dgx-h100"]
+    how to get one is said, and no flags of a file that is not there. Without a batch it has that of
+    `cost`."""
+    search = ["search", "--model", "gpt2-124m", "--cluster", "dgx-h100"]
     command = [*search, "--devices", "8", "--confirm", "0", "--top", "1"]
 
-    assert main([*command, "--output", str(tmp_path)]) == 0
+    assert main([*command, "--global-batch", "16", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f"\n  scalejax train {tmp_path}/run.toml\n" in printed
     flags = f"scalejax predict {tmp_path}/run.toml --cluster dgx-h100 --devices 8\n"
@@ -449,6 +451,9 @@ def test_winner_of_a_published_network_has_a_run_file(
     printed = capsys.readouterr().out
     assert "Train 1 with" not in printed
     assert "With --output DIR, the run file of 1 is written too, DIR/run.toml:" in printed
+    costed, notes = published_decoder("gpt2-124m")
+    assert f"8 devices, {costed.batch.global_batch:,} samples of 1,024 tokens" in printed
+    assert f"Note: {notes[0]}." in " ".join(printed.split())
 
 
 def test_ranking_is_printed_before_its_first_are_compiled(

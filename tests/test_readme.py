@@ -5,30 +5,50 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
+import wheel_alone
 
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse
 from scalejax.config.data import FashionMnistConfig, MixtureConfig
 from scalejax.config.optimizer import OptimizerConfig
+from scalejax.core.errors import ExitCode
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
 from scalejax.training.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "scalejax" / "config" / "examples"
 PAGES = ROOT / "docs" / "pages"
 GUIDE = "".join(path.read_text(encoding="utf-8") for path in sorted(PAGES.rglob("*.md")))
 AGENTS = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-CHEAP = ("config show", "config fields", "schedule plot", "hardware")
-"""Commands that are run as they stand; the others are only parsed here."""
+_FEWER = {
+    "train": "--train.epochs=1",
+    "cost": "--devices=8 --confirm=0",
+    "study warmup": "--optimizers=sgd:0.1 --batches=512 --warmup=none --scaling=none --seeds=1 "
+    "--train.epochs=1",
+    "validate": "step_times --family=paxml,torchtitan",
+}
+"""What is put behind a command of the documents, so that it takes seconds: an epoch, eight devices
+without the compiler, one of each thing that is studied, two of the families of steps."""
+_NOT_RUN = {
+    "python3 -m venv": "installs, as .ci/run does",
+    "scalejax quickstart": "test_tour_trains_predicts_and_reports runs it, for an epoch",
+    "ruff check": "a stage of .ci/run",
+    "python -m pytest": "runs these tests",
+    "pip install 'scalejax": "no index has it",
+}
+"""Beginnings of lines that are not run by the test of all others, and why."""
 
 
 def blocks(language: str) -> list[str]:
@@ -37,12 +57,14 @@ def blocks(language: str) -> list[str]:
 
 
 def command_lines() -> list[str]:
-    """Every line that one of them asks to be typed. Those of blocks "console" are run when the
-    site is built, which shows what they print."""
-    typed = "".join(blocks("bash") + blocks("console"))
-    return [line.removeprefix("$ ") for line in typed.splitlines()]
+    """Every line that one of them asks to be typed, or a workflow to be run. Those of blocks
+    "console" are run when the site is built, which shows what they print."""
+    typed = "".join(blocks("bash") + blocks("console")).splitlines()
+    return [line.removeprefix("$ ") for line in typed] + WORKFLOW_LINES
 
 
+WORKFLOW_LINES = re.findall(r"- run: (.*)", "".join(blocks("yaml")))
+"""Of a checkout with a run.toml, which is not one of ours."""
 SCALEJAX_LINES = [line for line in command_lines() if line.startswith("scalejax ")]
 
 
@@ -56,6 +78,49 @@ def test_two_commands_do_all_the_set_up():
         "python3 -m venv .venv && .venv/bin/pip install -e '.[gpu-target,test]' "
         "&& .venv/bin/python -m pytest -n auto --dist loadgroup",
     ]
+
+
+@pytest.mark.slow  # builds it, predicts, trains an epoch, and writes a page and a report
+def test_the_wheel_alone_has_all_that_the_tree_has(tmp_path: Path):
+    """Each file of the package; and with nothing else on the path it does what the tree does.
+    `tests/support/wheel_alone.py` installs it for each Python, and runs everything."""
+    try:
+        archive = wheel_alone.build(tmp_path / "dist")
+    except subprocess.CalledProcessError:
+        pytest.skip("no package index here to build it with")
+    with zipfile.ZipFile(archive) as files:
+        files.extractall(tmp_path / "installed")
+    tracked = subprocess.check_output(["git", "ls-files", "scalejax"], cwd=ROOT, text=True)
+    work = tmp_path / "elsewhere"
+    work.mkdir()
+    (work / "run.toml").write_bytes(EXAMPLES.joinpath("fashion_gradual_warmup.toml").read_bytes())
+    lines = (
+        "predict modern.toml --cluster dgx-h100 --devices 8,4096 --json p.json",
+        "train run.toml --folder run --train.epochs 1",
+        "report run p.json --output report.html",
+        "page gpt2-124m --cluster dgx-h100 --devices 8 --networks 1 --layouts 1 "
+        "--batches 8 --frameworks xla --precisions bfloat16 --output page.html",
+        "validate hf_cluster_collectives_256MB",
+    )
+    (work / "modern.toml").write_bytes(EXAMPLES.joinpath("resnet50_modern.toml").read_bytes())
+    code = "from scalejax.cli.main import main\n"
+    code += f"assert all(main(line.split()) == 0 for line in {lines!r})\n"
+    code += "import scalejax; print(scalejax.__file__)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=work,
+        env=wheel_alone.alone(dict(os.environ), tmp_path / "cache")
+        | {"PYTHONPATH": str(tmp_path / "installed"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    absent = [name for name in tracked.split() if not (tmp_path / "installed" / name).is_file()]
+    assert absent == []
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith(str(tmp_path / "installed/scalejax/__init__.py"))
 
 
 def test_set_up_asks_for_extras_and_commands_that_exist():
@@ -80,17 +145,70 @@ def test_command_of_the_documents_is_understood(line: str, monkeypatch: pytest.M
     assert run_file is None or run_file.is_file()
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in SCALEJAX_LINES if any(f"scalejax {c}" in line for c in CHEAP)]
-)
-def test_cheap_command_of_the_documents_works(
-    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """Run as it stands, beside a copy of the examples."""
-    (tmp_path / "scalejax").symlink_to(ROOT / "scalejax")
-    monkeypatch.chdir(tmp_path)
+def with_fewer(line: str) -> list[str]:
+    """The words of a command, after `scalejax`, with those of `_FEWER`."""
+    typed = line.removeprefix("scalejax ")
+    fewer = [flags for name, flags in _FEWER.items() if typed.startswith(f"{name} ")]
+    return shlex.split(" ".join((typed, *fewer)))
 
-    assert main(shlex.split(line)[1:]) == 0
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with a run.toml, which a workflow compares with that of the main branch."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "fashion_gradual_warmup.toml", folder / "run.toml")
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (
+        ("init", "--quiet"),
+        ("add", "run.toml"),
+        (*who, "commit", "--quiet", "--message", "Add a run"),
+        ("update-ref", "refs/remotes/origin/main", "HEAD"),
+    ):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return folder
+
+
+@pytest.mark.slow  # trains five runs and a study, costs a network on three clusters, compiles one
+def test_blocks_of_the_documents_run(
+    checkout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Each line once, in order and in one folder, as who reads them would type them; those of
+    blocks "console" run as they stand when the site is built. The README shows what is printed, in
+    80 columns but for what happened and what can be pasted; the run without warmup diverges."""
+    for name in ("scalejax", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    typed = dict.fromkeys([*"".join(blocks("bash")).splitlines(), *WORKFLOW_LINES])
+    lines = [line for line in typed if not line.startswith(tuple(_NOT_RUN))]
+    printed = {}
+
+    for line in lines:
+        monkeypatch.chdir(checkout if line in WORKFLOW_LINES else tmp_path)
+        try:
+            code = main(with_fewer(line))
+        except SystemExit as ended:
+            code = ended.code
+        printed[line], said = capsys.readouterr()
+        expected = ExitCode.DIVERGED if "no_warmup" in line else 0
+        assert code == expected, f"{line}\n{printed[line]}{said}"
+        shown = (printed[line] + said).splitlines()
+        wide = [each for each in shown if len(each.rstrip()) > 80]
+        assert [each for each in wide if not each.startswith(("scalejax ", "diverged: "))] == []
+
+    assert len(lines) > 15
+    assert all(any(line.startswith(each) for line in typed) for each in _NOT_RUN)
+    (code,) = (block for block in blocks("python") if "resnet50_modern" in block)
+    monkeypatch.chdir(ROOT)
+    exec(code, {})
+    assert 0.04 < float(capsys.readouterr().out) < 0.05  # the first row of the README
+    (shown,) = re.findall(r"```\n(resnet50 on .*?)```", README, re.DOTALL)
+    predicted = next(out for out in printed.values() if out.startswith("resnet50 on"))
+    assert shown in "".join(f"{each.rstrip()}\n" for each in predicted.splitlines())
 
 
 def test_python_of_the_guide_works():

@@ -18,6 +18,7 @@ from scalejax.cli.command import (
     RunFileCommand,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.cli.predict import (
@@ -190,10 +191,8 @@ class Bench(RunFileCommand):
                 )
         except KeyboardInterrupt:
             done = sum(len(each.results) for each in read_summaries(bench, folder))
-            print(
-                f"{done} of {rounds} rounds are in {folder.path}; the same command goes on",
-                file=sys.stderr,
-            )
+            on = "the same command goes on"
+            print(f"{done} of {rounds} rounds are in {folder.path};\n{on}", file=sys.stderr)
             raise
 
     def _show_scaling(self, summaries: list[Summary]) -> None:
@@ -218,7 +217,7 @@ class Bench(RunFileCommand):
         serialization.save(found, folder.results)
         write_result(found, self.json, self.csv)
         pictures = save_bench(summaries, folder.path)
-        print(f"wrote results.json, {', '.join(pictures)} in {folder.path}")
+        say(f"wrote results.json, {', '.join(pictures)} in {folder.path}")
         print(f"scalejax report {folder.path} draws them in one page.")
 
 
@@ -263,4 +262,5 @@ class DataBench(RunFileCommand):
         measured, stages = batch_life(rates, config)
         tables.show(life(measured, stages))
         write_result(input_bench(rates, by_workers, stages), self.json, self.csv)
-        print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")
+        print(f"wrote {output}, to predict with:")
+        print(f"scalejax predict RUN.toml --input-rates {output}")

@@ -3,12 +3,16 @@
 Imported without JAX.
 """
 
+import re
 import shlex
+import shutil
 import sys
+import textwrap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 from tyro.conf import Positional, arg
 
@@ -83,6 +87,40 @@ def flags_of(overrides: Overrides) -> list[str]:
     return [f"--{name}={flag_text(value)}" for name, value in overrides.items()]
 
 
+def wrapped(line: str) -> str:
+    """`line` wrapped to the width of the terminal, continuation lines indented below its title.
+
+    Words stay whole, so that paths and flags can be copied.
+    """
+    width = shutil.get_terminal_size().columns
+    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
+    if len(plain) <= width:
+        return line
+    found = re.match("error: |note: |usage: |warning: ", plain)
+    title = found[0] if found else ""
+    return textwrap.fill(
+        plain.removeprefix(title),
+        width,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a sentence, wrapped; on standard output, or to `file`."""
+    print(wrapped(text), file=file)
+
+
+def to_type(what: str, words: Sequence[str]) -> str:
+    """What to type for something, on one line if it fits, else the command on a line of its own:
+    one that is broken could not be pasted."""
+    line = f"{what}: {shlex.join(words)}"
+    fits = len(line) <= shutil.get_terminal_size().columns
+    return line if fits else f"{what}:\n{shlex.join(words)}"
+
+
 def suggest(what: str, *words: str) -> None:
     """Say what to type next, on a terminal alone: pipes and files stay as they are.
 
@@ -91,7 +129,7 @@ def suggest(what: str, *words: str) -> None:
         words: the words of the command.
     """
     if sys.stdout.isatty():
-        print(f"{what}: {shlex.join(words)}", file=sys.stderr)
+        print(to_type(what, words), file=sys.stderr)
 
 
 def require_result_files(json: Path | None, csv: Path | None) -> None:

@@ -4,7 +4,6 @@ Imported without JAX, which is imported when it runs.
 """
 
 import re
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,6 +19,7 @@ from scalejax.cli.command import (
     OverridingCommand,
     flag,
     require_result_files,
+    to_type,
     write_result,
 )
 from scalejax.cli.plan import for_each
@@ -233,7 +233,7 @@ class Cost(OverridingCommand):
             words += [f"--{field}", str(value)]
         if row.run_file is None:
             print("With --output DIR, the run file of each row is written too.")
-        print(f"To see why: {shlex.join(words)}")
+        print(to_type("To see why", words))
 
 
 def _file_name(name: str, row: "CostRow") -> str:

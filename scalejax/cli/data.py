@@ -17,6 +17,7 @@ from scalejax.cli.command import (
     PlainCommand,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.config.run import load_config
@@ -82,7 +83,7 @@ class DataInspect(PlainCommand):
             with progress.rows("comparing", read_facts(data).examples) as on_progress:
                 shared = shared_examples(data, on_progress)
             for each in shared:
-                print(f"warning: {each}.")
+                say(f"warning: {each}.")
         every = Inspections(inspections=tuple(found), shared=shared)
         write_result(every, self.json, self.csv)
         if broken:
@@ -160,11 +161,11 @@ class DataConvert(PlainCommand):
             were = "was" if done.skipped_rows == 1 else "were"
             print(f"{counted(f'{done.skipped_rows:,}', 'unreadable row')} {were} left out")
             for about in done.skipped:
-                print(f"  {about}")
+                say(f"  {about}")
             if done.skipped and (more := done.skipped_rows - len(done.skipped)):
                 print(f"  and {more:,} more")
         if advice := written_order_advice(str(self.destination)):
-            print(f"warning: {advice}")
+            say(f"warning: {advice}")
         write_result(done, self.json, self.csv)
         print(f"scalejax data inspect {self.destination} summarises them.")
 

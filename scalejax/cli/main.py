@@ -8,9 +8,7 @@ import dataclasses
 import io
 import os
 import re
-import shutil
 import sys
-import textwrap
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -23,7 +21,7 @@ try:
     import tyro
 
     from scalejax import __version__
-    from scalejax.cli.command import Command, Overrides, OverridingCommand
+    from scalejax.cli.command import Command, Overrides, OverridingCommand, say
     from scalejax.cli.commands import COMMANDS
     from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ScalejaxError as error:
         for line in str(error).splitlines():
-            print(_wrapped(f"error: {line}"), file=sys.stderr)
+            say(f"error: {line}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -95,7 +93,7 @@ def _notes_of_renamed_fields() -> Iterator[None]:
 
         def shown(message: Warning | str, category: type[Warning], *where: Any) -> None:
             if issubclass(category, RenamedField):
-                print(_wrapped(f"note: {message}"), file=sys.stderr)
+                say(f"note: {message}", sys.stderr)
             else:
                 show(message, category, *where)
 
@@ -238,7 +236,7 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
     except SystemExit as stop:
         if stop.code == 0:
             for line in printed.text().splitlines():
-                print(_wrapped(line))
+                say(line)
             raise
         message = _first_paragraph(refused.getvalue())
         raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
@@ -273,27 +271,6 @@ class _Captured(io.TextIOWrapper):
         """The captured text."""
         self.seek(0)
         return self.read()
-
-
-def _wrapped(line: str) -> str:
-    """`line` wrapped to the width of the terminal, continuation lines indented below its title.
-
-    Words stay whole, so that paths and flags can be copied.
-    """
-    width = shutil.get_terminal_size().columns
-    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
-    if len(plain) <= width:
-        return line
-    found = re.match("error: |note: |usage: ", plain)
-    title = found[0] if found else ""
-    return textwrap.fill(
-        plain.removeprefix(title),
-        width,
-        initial_indent=title,
-        subsequent_indent=" " * len(title),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _first_paragraph(panel: str) -> str:

@@ -19,6 +19,7 @@ from scalejax.cli.command import (
     OverridingCommand,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.cli.plan import for_each
@@ -95,7 +96,7 @@ class Explore(OverridingCommand):
         names = cluster_list(self.cluster)
         found, rest, left_out = take_clusters(names, overrides)
         for note in left_out:
-            print(f"note: {note}.", file=sys.stderr)
+            say(f"note: {note}.", sys.stderr)
         places = [Place(cluster=cluster, site=site) for cluster, site in found.values()]
         clusters = [place.cluster for place in places]
         given = zip(names, for_each("price", self.price, len(names)), strict=True)
@@ -133,11 +134,9 @@ class Explore(OverridingCommand):
             start=grid.start(config.batch.global_batch),
         )
         size = write_explorer(grid, subject, self.output)
-        print(f"wrote {self.output}, {size / 1e6:.1f} MB, which any browser opens without network")
+        say(f"wrote {self.output}, {size / 1e6:.1f} MB, which any browser opens without network")
         if size > _MOST_BYTES:
-            print(
-                "Fewer --devices, --batches, --networks, --frameworks or --layouts make it small."
-            )
+            say("Fewer --devices, --batches, --networks, --frameworks or --layouts make it small.")
         write_result(page_contents(grid, str(self.output), size, tokens), self.json, self.csv)
 
     def _config(self, overrides: Overrides) -> tuple[RunConfig, str]:
@@ -156,7 +155,7 @@ class Explore(OverridingCommand):
             fields["batch.global_batch"] = given[len(given) // 2]
         config, notes = published_decoder(self.run, fields)
         for note in notes:
-            print(f"note: {note}.".replace("--global-batch", "--batches"), file=sys.stderr)
+            say(f"note: {note}.".replace("--global-batch", "--batches"), sys.stderr)
         return config, self.run
 
     def _batches(self, config: RunConfig) -> tuple[int, ...]:

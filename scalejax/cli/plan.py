@@ -20,6 +20,7 @@ from scalejax.cli.command import (
     Overrides,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
@@ -230,7 +231,7 @@ class PlanRun(CostCommand):
         watts = for_each("watts", self.watts, len(names))
         found, rest, left_out = take_clusters(names, overrides)
         for note in left_out:
-            print(f"note: {note}.", file=sys.stderr)
+            say(f"note: {note}.", sys.stderr)
         options = [
             ClusterOption(
                 cluster=found[name][0],

@@ -444,7 +444,8 @@ class Calibrate(PlainCommand):
         tables.show(tables.calibration(found.cluster, found.processes, found.notes))
         self._write(found.cluster, found.processes, found.notes)
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")
-        print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
+        print("To predict with them:")
+        print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2")
 
     def _write(
         self, cluster: Cluster, processes: Cluster | None = None, notes: Sequence[str] = ()
@@ -466,7 +467,8 @@ class Calibrate(PlainCommand):
         tables.show(tables.fit(fit))
         self._write(fit.cluster)
         print(f"wrote {path}; train goes on predicting with what was measured.")
-        print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
+        print("To predict with it:")
+        print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2")
 
     def _runs(self) -> "list[MeasuredRun]":
         """The measured runs to fit to: run folders, or benchmarks of a bench."""

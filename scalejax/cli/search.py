@@ -18,6 +18,7 @@ from scalejax.cli.command import (
     Overrides,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.cli.predict import cluster_list, parse_counts, path_for, take_conditions
@@ -97,7 +98,8 @@ class Search(CostCommand):
                 if len(names) == 1:
                     raise
                 unfit.append(error)
-                print(f"{name}: {error}")
+                for line in f"{name}: {error}".splitlines():
+                    say(line)
         if len(unfit) == len(names):
             raise unfit[0]
 
@@ -138,7 +140,7 @@ class Search(CostCommand):
             layout = serialization.load_toml(run_file).get("layout")
             for each in (field.partition(".")[2] for field in NOT_VARIED):
                 if isinstance(layout, dict) and layout.get(each):
-                    print(f"note: layout.{each} is left out of the search.", file=sys.stderr)
+                    say(f"note: layout.{each} is left out of the search.", sys.stderr)
         facts = facts_of(config, run_file, overrides, self.facts)
         costed = costed_note(name, config.model, facts)
         with progress.searching() as on_progress:

@@ -16,6 +16,7 @@ from scalejax.cli.command import (
     RunFileCommand,
     flag,
     require_result_files,
+    say,
     write_result,
 )
 from scalejax.cli.predict import parse_counts
@@ -150,18 +151,18 @@ class StudyWarmup(TrainMany):
         )
         updates = sum(planned.run.total_steps for plan in plans for planned in plan.runs)
         found = f", {len(tuning.runs)} of them to find learning rates" if tuning else ""
-        print(
+        say(
             f"{counted(runs, 'run')}{found}, in {counted(programs, 'program')}: "
             f"{updates:,} updates."
         )
         for why in study.left_out:
-            print(f"left out: {why}")
+            say(f"left out: {why}")
         if self.resume or self.through == "slurm":
             return
         processes = self._processes(programs)
         seconds = predicted_seconds(study, processes=processes, cores=self._cores)
         where = "1 process" if processes == 1 else f"{processes} processes"
-        print(
+        say(
             f"Predicted: {format_seconds(seconds)} in {where}, told from the first seconds "
             "of a few runs."
         )
@@ -196,7 +197,7 @@ class StudyWarmup(TrainMany):
         for each in rates:
             if each.tried:
                 edge = "; it is the first or last that was tried: see --rates"
-                print(
+                say(
                     f"{each.optimizer}: learning rate {each.rate:g} at the reference batch"
                     f"{edge if each.is_at_edge else ''}"
                 )
@@ -213,7 +214,7 @@ class StudyWarmup(TrainMany):
         write_study(study, rates, results, folder, width=self.width, cores=self._cores)
         print()
         tables.show(sweep_tables.study(study, results))
-        print(
+        say(
             f"wrote {folder.path}: figure.pdf, .svg and .png, table.md and .tex, data, "
             "PROTOCOL.md, commands.sh"
         )

@@ -108,7 +108,7 @@ class TrainMany(RunFileCommand):
         except KeyboardInterrupt:
             done = sum(row.is_finished for row in read_rows(sweep, files))
             print(
-                f"{done} of {len(sweep.runs)} runs are finished in {files.path}; "
+                f"{done} of {len(sweep.runs)} runs are finished in {files.path};\n"
                 "the same command with --resume goes on",
                 file=sys.stderr,
             )

@@ -28,6 +28,7 @@ from scalejax.training.record import (
     Measurement,
     ProcessesChange,
     SharpnessMeasurement,
+    StatusChange,
     Told,
     TrainMeasurement,
     UnreadableExamples,
@@ -36,8 +37,10 @@ from scalejax.training.record import (
 
 _SECONDS_BETWEEN_LINES = 5.0
 _WIDTH = 80
-"""Columns of lines of figures where there is no terminal, as in files and mails of schedulers."""
+"""Columns of lines where there is no terminal, as in files and mails of schedulers."""
 
+_AS_USUAL = ("started", "completed")
+"""Statuses of a run to which nothing happened."""
 _OF_FIGURES = (
     TrainMeasurement,
     EvaluationMeasurement,
@@ -118,7 +121,10 @@ class PlainLines(Reporter):
         self._begin_step = step
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Write a line, wrapped between words, which stay whole."""
+        self._write("\n".join(_broken(line, _WIDTH) for line in text.splitlines()))
+
+    def _write(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def measured(self, measurement: Measurement) -> None:
@@ -134,9 +140,10 @@ class PlainLines(Reporter):
             line = f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left"
         else:
             line = _sentence(measurement, self._total_steps)
-        # Others are prose, with paths and reasons in it that are looked for: these stay whole.
-        is_of_figures = isinstance(measurement, _OF_FIGURES)
-        self.say(_broken(line, _WIDTH) if is_of_figures else line)
+        # Others have paths, reasons and commands in them that are looked for: these stay whole.
+        is_as_usual = isinstance(measurement, StatusChange) and measurement.status in _AS_USUAL
+        put = self.say if is_as_usual or isinstance(measurement, _OF_FIGURES) else self._write
+        put(line)
         self._last_line = now
 
 

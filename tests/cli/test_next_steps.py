@@ -1,6 +1,7 @@
 """What commands say to type next, on a terminal: it is taken, and of the step that was shown."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     def words_after(*typed: str) -> list[str] | None:
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
         assert main(typed) == 0
-        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("To see ")]
-        return shlex.split(said[0].partition(": ")[2])[1:] if said else None
+        said = re.search(r"^To see [^:]*:\s(scalejax .*)$", capsys.readouterr().err, re.MULTILINE)
+        return shlex.split(said[1])[1:] if said else None
 
     return words_after
 

@@ -150,8 +150,16 @@ def test_every_command_with_a_result_writes_json_and_csv():
         pytest.param("validate hf_cluster_collectives_256MB", "validation", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_command_writes_meets_its_schema(typed: str, kind: str, known, tmp_path: Path):
-    """Slow are those that compile, measure, or predict hundreds of rows.
+def test_what_a_command_writes_meets_its_schema(
+    typed: str,
+    kind: str,
+    known,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Slow are those that compile, measure, or predict hundreds of rows. What is printed fits 80
+    columns, but for lines with paths.
 
     With the whole result as JSON, and its rows as CSV of equally many columns.
     """
@@ -161,9 +169,12 @@ def test_what_a_command_writes_meets_its_schema(typed: str, kind: str, known, tm
     write_run(tmp_path / "run", [0.5])
     out, table = tmp_path / "out.json", tmp_path / "out.csv"
     command = typed.replace("FOLDER", str(tmp_path)).split()
+    monkeypatch.setenv("COLUMNS", "80")
 
     assert main([*command, "--json", str(out), "--csv", str(table)]) == 0
 
+    printed = "".join(capsys.readouterr()).splitlines()
+    assert [each for each in printed if len(each.rstrip()) > 80 and str(tmp_path) not in each] == []
     assert require_strict(known, out.read_text())["kind"] == kind
     with table.open(newline="") as file:
         head, *rows = csv.reader(file)

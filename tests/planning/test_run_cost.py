@@ -76,7 +76,7 @@ def test_days_and_dollars_are_arithmetic_that_can_be_done_by_hand(
         [*(end / 86_400 for end in ends), *(each / 1000 for each in in_dollars)], rel=0.01
     )
     assert "as published, but for what is given: Brown et al. 2020" in " ".join(printed.split())
-    assert "To see why: scalejax explain" in printed
+    assert "To see why: scalejax explain" in " ".join(printed.split())
     assert max(len(each) for each in printed.splitlines() if "/" not in each) <= 80
     with (tmp_path / "cost.csv").open() as file:
         (row_of_csv,) = csv.DictReader(file)

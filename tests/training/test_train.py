@@ -598,7 +598,9 @@ def test_plain_lines_tell_the_same_story(finished, capsys):
         reporter.measured(measurement)
     reporter.end()
 
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    lines = printed.replace("\n  ", " ").splitlines()
     assert len(lines) == 5
     assert lines[0].startswith("started: on 2 devices (data=2)")
     assert lines[1].startswith("epoch 1, step 6/18: test loss ")

@@ -161,7 +161,7 @@ class DataConvert(PlainCommand):
             were = "was" if done.skipped_rows == 1 else "were"
             print(f"{counted(f'{done.skipped_rows:,}', 'unreadable row')} {were} left out")
             for about in done.skipped:
-                say(f"  {about}")
+                print(f"  {about}")
             if done.skipped and (more := done.skipped_rows - len(done.skipped)):
                 print(f"  and {more:,} more")
         if advice := written_order_advice(str(self.destination)):

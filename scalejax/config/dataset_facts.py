@@ -62,6 +62,12 @@ class DatasetFacts:
         return "text" if self.is_text else "images"
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a number of the inputs of a batch: pixels are uint8, tokens int32, and columns
+        of tables float32."""
+        return 4 if self.is_text or self.is_table else 1
+
+    @property
     def is_text(self) -> bool:
         """Whether examples are sequences of tokens (int32), not images (uint8) or numbers."""
         return bool(self.target_shape)

@@ -220,6 +220,8 @@ class HostInput:
     """Worker processes that make batches; 0: threads of the training process."""
     is_first_epoch: bool = False
     """Whether files are read for the first time, with nothing in the page cache."""
+    is_augmented: bool = False
+    """Whether the run changes its images at random, the time of which the rates leave out."""
 
     def __post_init__(self) -> None:
         require_at_least("input.workers", self.workers, 0)

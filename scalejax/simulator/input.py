@@ -40,11 +40,14 @@ class InputPace:
 
 
 def input_wait_seconds(
-    step_seconds: float, samples_per_node: float, samples_per_second: float
+    step_seconds: float,
+    samples_per_node: float,
+    samples_per_second: float,
+    taken_seconds: float = 0.0,
 ) -> float:
     """Time that devices wait for a batch which is prepared while they compute the one before.
 
-    seconds = max(0, samples / rate - step)
+    seconds = max(0, samples / rate - step, taken)
 
     Left out: single late batches, which prefetching smooths.
 
@@ -52,6 +55,7 @@ def input_wait_seconds(
         step_seconds: time of a step whose input is always ready.
         samples_per_node: samples per step that one node delivers.
         samples_per_second: samples per second that the node can deliver.
+        taken_seconds: time of the step's own cores that the input of a batch takes.
 
     Raises:
         ConfigError: if the node delivers nothing.
@@ -59,7 +63,25 @@ def input_wait_seconds(
         2021, "tf.data: a machine learning data processing framework", arXiv 2101.12127.
     """
     require_above("samples_per_second", samples_per_second, 0)
-    return max(0.0, samples_per_node / samples_per_second - step_seconds)
+    return max(0.0, samples_per_node / samples_per_second - step_seconds, taken_seconds)
+
+
+def taken_seconds(given: HostInput, pace: InputPace, samples_per_node: float) -> float:
+    """Time that the input of one batch takes from a step on the cores of its host: all of its work,
+    divided among the cores.
+
+    Threads of images keep all cores busy for as long as they take; other input is of one thread.
+
+    Left out: cores that a small step leaves idle, and nodes that are processes of one machine.
+
+    Args:
+        given: rates of the host.
+        pace: that of `input_pace`.
+        samples_per_node: samples of the batch on this host.
+    """
+    seconds = samples_per_node * math.fsum(each for _, each in pace.stages)
+    uses_all = not given.workers and given.rates.is_of_images
+    return seconds if uses_all else seconds / given.rates.cores
 
 
 def input_pace(
@@ -78,8 +100,8 @@ def input_pace(
     bytes/s over the bytes of a sample. Without workers, threads: 1 / (w + d), with w as measured
     for all of them.
 
-    Left out: random augmentation of images, and the cores that the step itself needs where the
-    devices are the host's CPU.
+    Left out: random augmentation of images, and that a step on the host's CPU takes longer beside
+    it (`taken_seconds`).
 
     Args:
         given: measured rates of the host, its workers, and its work per sample.

@@ -4,11 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from scalejax.core.units import format_bytes_per_second, format_count
+from scalejax.core.units import format_bytes_per_second, format_count, format_seconds
 from scalejax.hardware import Cluster, HostInput, Site
-from scalejax.simulator.input import InputPace, input_pace, with_workers, workers_needed
+from scalejax.simulator.input import (
+    InputPace,
+    input_pace,
+    taken_seconds,
+    with_workers,
+    workers_needed,
+)
 from scalejax.simulator.program import Program
-from scalejax.simulator.site_effects import batch_parts, node_count, samples_per_node
+from scalejax.simulator.site_effects import batch_parts, is_host, node_count, samples_per_node
 
 NEAR = 1.25
 """Ratio of a host's input throughput to its devices' below which a note says so."""
@@ -34,6 +40,16 @@ def input_notes(
     pace_of = partial(input_pace, samples_per_node=samples, nodes=nodes, batch_parts=parts)
     pace = pace_of(given)
     notes = [_verdict(given, pace, pace_of, wanted)]
+    if is_host(cluster):
+        taken = format_seconds(taken_seconds(given, pace, samples))
+        notes.append(
+            f"the devices are the CPU, whose cores make the input too: it takes {taken} of a step"
+        )
+    if given.is_augmented:
+        notes.append(
+            "the rates of the input leave out the run's augmentation: scalejax data bench RUN.toml "
+            "tells how long that takes"
+        )
     first = replace(given, is_first_epoch=True)
     slower = pace_of(first)
     if not given.is_first_epoch and slower.samples_per_second < min(

@@ -12,7 +12,12 @@ import numpy as np
 from scalejax.config.parallelism import AXES, BATCH_AXES, DATA
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.hardware import Cluster, RunConditions, Site
-from scalejax.simulator.input import input_pace, input_wait_seconds, stage_seconds
+from scalejax.simulator.input import (
+    input_pace,
+    input_wait_seconds,
+    stage_seconds,
+    taken_seconds,
+)
 from scalejax.simulator.program import Program
 from scalejax.simulator.reliability import (
     best_interval_seconds,
@@ -54,13 +59,21 @@ def step_terms(program: Program, cluster: Cluster, site: Site, step_seconds: flo
     if deviation is not None:
         stragglers = straggler_seconds(deviation, program.device_count)
     rate, samples = conditions.input_samples_per_second, samples_per_node(program, cluster)
+    taken = 0.0
     if samples is not None and rate is None and site.input is not None:
         nodes, parts = node_count(program, cluster), batch_parts(program, cluster)
         pace = input_pace(site.input, samples, nodes=nodes, batch_parts=parts)
         rate = pace.samples_per_second
+        if is_host(cluster):
+            taken = taken_seconds(site.input, pace, samples)
     if samples is not None and rate is not None:
-        wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate)
+        wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate, taken)
     return StepTerms(stragglers_seconds=stragglers, input_seconds=wait)
+
+
+def is_host(cluster: Cluster) -> bool:
+    """Whether the devices are the CPU of their host, on whose cores the input runs too."""
+    return cluster.chip.name == "cpu"
 
 
 def input_stages(program: Program, cluster: Cluster, site: Site) -> tuple[tuple[str, float], ...]:

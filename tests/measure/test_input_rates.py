@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hardware_cases import cluster_of
+from hardware_cases import CHIP, cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,6 +22,7 @@ from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.progress import Progress
 from scalejax.core.serialization import build, load_toml, save_toml
+from scalejax.core.units import format_seconds
 from scalejax.hardware import (
     CopyRates,
     FileWork,
@@ -39,8 +40,9 @@ from scalejax.measure.input.bench import sized, write_sized
 from scalejax.measure.input.work import host_input, sample_work
 from scalejax.simulator.explain.what_if import improvements
 from scalejax.simulator.input import input_pace, stage_seconds, with_workers, workers_needed
+from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.predict import predict
-from scalejax.simulator.site_effects import batch_parts
+from scalejax.simulator.site_effects import batch_parts, step_terms
 
 GIB = 2**30
 FREE = CopyRates(seconds_per_batch=0.0, seconds_per_byte=0.0)
@@ -343,6 +345,36 @@ def test_nothing_is_waited_for_or_said_where_input_is_fast():
 
     assert dict(found.waterfall)["input"] == 0
     assert not any("input" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("workers", "taken"),
+    [
+        (2, 8 * 875e-6 / 4),  # of workers: 700 us to decode and 175 to take, on four cores
+        (0, 8 * 300e-6),  # threads keep all of them busy
+    ],
+)
+def test_input_on_the_cores_of_the_step_makes_it_longer(workers, taken):
+    """Of devices that are the CPU: what the input computes is beside the step, and said; other
+    devices wait for none of it."""
+    site = Site(input=with_workers(HOST, workers))
+    step, program = 1.0, replace(data_parallel(8), global_batch=8)
+    on_cpu = cluster_of(chip=replace(CHIP, name="cpu"))
+
+    assert step_terms(program, on_cpu, site, step).input_seconds == pytest.approx(taken)
+    assert step_terms(program, cluster_of(), site, step).input_seconds == 0
+    assert input_notes(program, cluster_of(), site, step) == ()
+    (note,) = input_notes(program, on_cpu, site, step)
+    assert f"whose cores make the input too: it takes {format_seconds(taken)} of a step" in note
+
+
+def test_rates_say_that_they_leave_augmentation_out():
+    """A run that changes its images is told so."""
+    site = Site(input=replace(HOST, is_augmented=True))
+
+    (note,) = input_notes(replace(data_parallel(8), global_batch=8), cluster_of(), site, 1.0)
+
+    assert "leave out the run's augmentation" in note
 
 
 def test_what_is_given_by_hand_comes_first():

@@ -33,8 +33,7 @@ def sample_work(config: DataConfig) -> SampleWork:
         ConfigError: if files cannot be read.
     """
     about = read_facts(config)
-    bytes_each = 1 if not (about.is_text or about.is_table) else 4
-    inputs = int(np.prod(about.input_shape)) * bytes_each
+    inputs = int(np.prod(about.input_shape)) * about.element_bytes
     targets = 4 * int(np.prod(about.target_shape, initial=1))
     work = SampleWork(
         data=config.name,
@@ -63,6 +62,7 @@ def host_input(path: Path, config: RunConfig) -> HostInput:
         work=sample_work(config.data),
         workers=0 if workers == "auto" else workers,
         is_first_epoch=config.train.epochs == 1,
+        is_augmented=config.input.augmentation is not None,
     )
     if workers == "auto":
         samples = config.batch.global_batch or config.batch.per_device_batch or 1

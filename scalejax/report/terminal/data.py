@@ -16,7 +16,7 @@ from scalejax.core.units import UNKNOWN, counted, format_bytes, format_count, fo
 from scalejax.data.inspect import Inspection
 from scalejax.report.terminal.tables import facts, figures
 from scalejax.training.record import InputMeasurement
-from scalejax.training.sample_life import LifeStage, other_settings
+from scalejax.training.sample_life import EXCHANGE, LifeStage, other_settings
 
 
 def update(
@@ -184,8 +184,11 @@ def life(measured: InputMeasurement, stages: Sequence[LifeStage]) -> Iterator[Re
     yield Text.assemble(("Life of a batch", "bold"), f" (mean of {measured.batches:,})")
     table = figures("stage", "measured", "predicted", "runs in", "hidden")
     for each in stages:
-        seconds = (each.measured_seconds, each.predicted_seconds)
-        table.add_row(each.stage, *map(format_seconds, seconds), each.place, each.hidden or "")
+        measured_as = format_seconds(each.measured_seconds)
+        if each.stage == EXCHANGE:
+            measured_as = "with compute"
+        predicted_as = format_seconds(each.predicted_seconds)
+        table.add_row(each.stage, measured_as, predicted_as, each.place, each.hidden or "")
     yield table
     if measured.step_seconds is None:
         return

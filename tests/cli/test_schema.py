@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from scalejax.hardware import (
 )
 from scalejax.measure.bench.results import BenchResults, BenchRow
 from scalejax.measure.doctor import Finding, Findings
+from scalejax.measure.input import bench as input_bench
+from scalejax.measure.input.bench import Grid
 from scalejax.report.listings import Calibrated, RunList, report_contents, run_summary
 from scalejax.report.sources import Sources
 from scalejax.simulator.comparison import compare
@@ -170,6 +173,8 @@ def test_what_a_command_writes_meets_its_schema(
     out, table = tmp_path / "out.json", tmp_path / "out.csv"
     command = typed.replace("FOLDER", str(tmp_path)).split()
     monkeypatch.setenv("COLUMNS", "80")
+    quick = Grid(repeats=1, seconds=0.01)
+    monkeypatch.setattr(input_bench, "bench", partial(input_bench.bench, grid=quick))
 
     assert main([*command, "--json", str(out), "--csv", str(table)]) == 0
 

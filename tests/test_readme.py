@@ -211,8 +211,9 @@ def test_blocks_of_the_documents_run(
     assert shown in "".join(f"{each.rstrip()}\n" for each in predicted.splitlines())
 
 
+@pytest.mark.slow  # compiles it in 5 s
 def test_python_of_the_guide_works():
-    """Three lines cost a function written without scalejax, typed beside it; 5 s to compile it."""
+    """Three lines cost a function written without scalejax, typed beside it."""
     (code,) = (block for block in blocks("python") if "profile_function" in block)
 
     done = subprocess.run(
@@ -272,7 +273,7 @@ base_learning_rate = 0.001
 """
     )
 
-    assert main(["train", "run.toml", "--folder", "run"]) == 0
+    assert main(["train", "run.toml", "--folder", "run", "--json", "out.json"]) == 0
 
     evaluations = [
         line
@@ -280,6 +281,8 @@ base_learning_rate = 0.001
         if isinstance(line, EvaluationMeasurement)
     ]
     assert evaluations[-1].test_accuracy > 0.5  # one epoch of a linear network
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert (run["status"], run["test_accuracy"]) == ("completed", evaluations[-1].test_accuracy)
 
 
 def test_table_of_the_readme_is_what_its_command_prints(

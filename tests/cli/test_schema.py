@@ -140,11 +140,6 @@ def test_every_command_with_a_result_writes_json_and_csv():
         ("data convert FOLDER/images.npz FOLDER/images.parquet", "conversion"),
         ("report FOLDER/run --output FOLDER/report.html", "report"),
         pytest.param(
-            f"train {WARMUP} --folder FOLDER/trained --train.epochs 1",
-            "runs",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             "data bench FOLDER/run.toml --output FOLDER/input.toml",
             "input_bench",
             marks=pytest.mark.slow,

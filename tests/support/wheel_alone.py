@@ -108,6 +108,7 @@ def tried(python: str, wheel: Path, cores: Sequence[int]) -> bool:
         subprocess.run([str(there / "python"), "-m", "pip", *words], check=True)
         show = "import sys, jax; print('Python', *sys.version.split()[:1], 'JAX', jax.__version__)"
         about = subprocess.check_output([str(there / "python"), "-c", show], text=True).strip()
+        print(f"{about}: {installed_in_words(home / 'venv')}", flush=True)
         went_well, folder = True, home
         for count in cores:
             folder = home / f"on-{count}"
@@ -130,6 +131,14 @@ def tried(python: str, wheel: Path, cores: Sequence[int]) -> bool:
                 print(f"{command} ended with {done.returncode}:\n{done.stdout}")
         print(f"{about}: {len(COMMANDS)} commands, {'all well' if went_well else 'NOT ALL WELL'}")
     return went_well
+
+
+def installed_in_words(environment: Path) -> str:
+    """Size of the packages of an environment, pip's too, and how much of it is bytecode."""
+    files = [each for each in environment.glob("lib/*/site-packages/**/*") if each.is_file()]
+    sizes = {each: each.stat().st_size for each in files}
+    bytecode = sum(size for each, size in sizes.items() if each.suffix == ".pyc")
+    return f"{sum(sizes.values()) / 1e9:.2f} GB, {bytecode / 1e6:.0f} MB of it bytecode"
 
 
 def _reached(run: dict) -> str:

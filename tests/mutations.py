@@ -556,8 +556,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/timeline/streams.py",
-        old="elapsed = beside + (seconds - done_beside)",
-        new="elapsed = beside + seconds",
+        old="elapsed, left = elapsed + beside, left - speed * beside",
+        new="elapsed = elapsed + beside",
         mistake="what compute did beside a collective is done again",
         first_tests=("tests/simulator/test_timeline.py",),
     ),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scalejax.core.errors import DoesNotFit
 from scalejax.hardware import Cluster, Link, Network, load_cluster
 from scalejax.simulator import collectives
-from scalejax.simulator.collectives.placement import collective_seconds, group_route
-from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup
+from scalejax.simulator.collectives.placement import collective_seconds, contention, group_route
+from scalejax.simulator.program import HOST_MEMORY, Collective, CollectiveName, DeviceGroup
 
 PAPER = cluster_of()
 TREE = dataclasses.replace(RING, algorithm="tree")
@@ -516,3 +516,26 @@ def test_an_oversubscribed_network_slows_large_groups():
     rates = [group_route(((n, 1),), cluster).network_bytes_per_second for n in (32, 64)]
 
     assert rates == [10e9, 2.5e9]
+
+
+@pytest.mark.parametrize(
+    ("group", "share"),
+    [
+        (DeviceGroup(extents=((2, 4),), axes=("data",)), 1.0),
+        (DeviceGroup(extents=((16, 1),), axes=("data",)), 1.0),
+        (DeviceGroup(extents=((8, 2),), axes=("data",)), 1 / 2),
+        (DeviceGroup(extents=((4, 8),), axes=("data",)), 1 / 8),
+        (HOST_MEMORY, 0.0),
+    ],
+)
+def test_compute_loses_by_the_part_of_the_network_that_a_group_has(
+    group: DeviceGroup, share: float
+):
+    """On nodes of eight: all of it within one, and as members of a node over its devices else."""
+    cluster = load_cluster("dgx-h100")
+    attainable = dataclasses.replace(cluster.chip.attainable, contention_fraction=0.4)
+    chip = dataclasses.replace(cluster.chip, attainable=attainable)
+    kind = "copy_to_host" if group == HOST_MEMORY else "all_gather"
+    one = Collective(name=kind, payload_bytes=8, group=group, is_async=True)
+
+    assert contention(one, dataclasses.replace(cluster, chip=chip)) == pytest.approx(0.4 * share)

@@ -255,3 +255,40 @@ def test_megatron_gathers_over_fsdp_while_the_layers_beside_compute():
     assert len(gathers) == len(waits) > 1
     assert body[: len(gathers)] == gathers
     assert body[-len(waits) :] == waits
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ({}, ("tensor",)),
+        (
+            {"expert": 2, "context": 2, "tensor": 2, "context_strategy": "ring"},
+            ("context", "tensor"),
+        ),
+        ({"expert": 8, "tensor": 1, "sequence_parallel": False}, None),
+    ],
+)
+def test_megatron_sums_loads_over_the_devices_of_a_sample(
+    layout: dict[str, Any], axes: tuple[str, ...] | None
+):
+    """core/transformer/moe/router.py: apply_load_balancing_loss sums over tp_cp_group alone, where
+    scalejax sums loads and losses over all devices; whose sums are gone nothing waits for."""
+    found = {
+        name: of_layer(program_in_closed_form(job(name, **layout)))
+        for name in ("torchtitan-2025", "megatron-core-2026")
+    }
+
+    ours, theirs = (
+        {
+            name: each.collective.group.axes
+            for name, each in operations.items()
+            if each.collective is not None and ".router." in name
+        }
+        for operations in found.values()
+    )
+
+    assert all("expert" in group for group in ours.values())
+    assert len(ours) > len(theirs)
+    assert set(theirs.values()) == (set() if axes is None else {axes})
+    waits = {each.waits_for for each in found["megatron-core-2026"].values() if each.waits_for}
+    assert waits <= found["megatron-core-2026"].keys()

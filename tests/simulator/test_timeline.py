@@ -20,6 +20,8 @@ from scalejax.simulator.program import (
     Loop,
     Operation,
 )
+from scalejax.simulator.timeline.schedule import Start, Work
+from scalejax.simulator.timeline.streams import Streams
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.timeline.trace import trace_step
 
@@ -324,6 +326,17 @@ def test_compute_that_is_hidden_within_a_collective_is_slow_throughout():
     assert times.contention_seconds == pytest.approx(1e-3)
     assert times.exposed_seconds == pytest.approx(2e-3)
     assert times.step_seconds == pytest.approx(7e-3)
+
+
+def test_compute_loses_what_the_slowest_of_those_under_way_takes():
+    """8 ms beside 2 ms at half speed and 5 ms at 4/5: 1 ms by the end of the one, 2.4 more by that
+    of the other, and 4.6 alone."""
+    streams = Streams([8e-3], [5e-3, 2e-3], [0, 1], [False, False], [0.2, 0.5])
+
+    streams.run([Start("g", 0, True), Start("h", 1, True), Work(0)])
+
+    assert streams.now == pytest.approx(9.6e-3)
+    assert streams.contention_seconds == pytest.approx(1.6e-3)
 
 
 def test_overhead_of_the_step_is_added_once():

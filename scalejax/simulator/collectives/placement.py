@@ -49,6 +49,20 @@ def links(collective: Collective, cluster: Cluster) -> int:
     return int(nodes > 1)
 
 
+def contention(collective: Collective, cluster: Cluster) -> float:
+    """Fraction of its speed that compute loses while a collective runs.
+
+    A library takes processors to copy, and memory to read and write, by the rate at which it sends:
+    across nodes that of the part of a node's network that the group has, where all groups like it
+    are busy at once. The chip's fraction is beside links within a node, and a whole network.
+    """
+    fraction = cluster.chip.attainable.contention_fraction
+    if not fraction or collective.group == HOST_MEMORY:
+        return 0.0
+    _, places, nodes = _seats(collective.group.extents, cluster.devices_per_node)
+    return fraction * (len(places) / cluster.devices_per_node if nodes > 1 else 1.0)
+
+
 def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     """Time of a collective of one buffer of `payload` bytes.
 

@@ -524,6 +524,7 @@ _EAGER = Kernels()
 _MEGATRON_CORE = Kernels(
     window_block=128,
     routes_on_matrix_units=True,
+    balances_own_tokens=True,
     accumulates_in_products=True,
     overlaps_sends=True,
     casts_once=True,

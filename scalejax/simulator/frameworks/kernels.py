@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE
+from scalejax.config.parallelism import CONTEXT, DATA, PIPELINE, TENSOR
 from scalejax.config.run import ResolvedRun
 from scalejax.simulator.frameworks.overlap import sent_beside
-from scalejax.simulator.program import Loop, Operation, Program, each_changed
+from scalejax.simulator.program import DeviceGroup, Loop, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import BUBBLE
 
 _Items = tuple[Operation | Loop, ...]
@@ -30,6 +30,8 @@ _OF_LAYOUTS = frozenset(("transpose", "transpose_tokens", "concatenate"))
 _ADDED_TO_SUMS = ("gradient.accumulate", ".sums.add")
 """Ends of the names of what adds gradients to float32 sums: those of all microbatches, and of
 every layer of a stage."""
+_OF_LOADS = re.compile(r"router\.(loads|losses)")
+"""Sums of the loads of experts, and of the losses that they make."""
 _CHUNKS = "chunks"
 _WEIGHT_CASTS = re.compile(r"(embedding|stage)\.[\w.]*cast|logits\.output\.cast")
 _NUMBER = re.compile(r"[.#]\w*\d+\w*|#\w+")
@@ -59,6 +61,10 @@ class Kernels:
     """Whether the router's product reads 16 bits and those of its gradient may be rounded to tf32
     (Megatron-LM, core/transformer/moe/moe_utils.py: RouterGatingLinearFunction by Transformer
     Engine's general_gemm); else they are float32, of which nothing is rounded."""
+    balances_own_tokens: bool = False
+    """Whether loads of experts are summed over tensor and context, for a loss of each sample alone
+    (Megatron-LM, core/transformer/moe/router.py: the group of both is all that its loss sums over,
+    and losses are reported once a step); else over all devices, and their losses too."""
     accumulates_in_products: bool = False
     """Whether the product that makes a matrix's gradient adds it to the float32 sum
     (Megatron-LM's gradient_accumulation_fusion); else a kernel reads both and writes the sum."""
@@ -88,6 +94,8 @@ def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Progra
     items = _summed_once(items)
     if kernels.routes_on_matrix_units:
         items = each_changed(items, _on_matrix_units)
+    if kernels.balances_own_tokens:
+        items = _balanced_apart(items, run.layout.context, run.layout.tensor)
     if run.layout.context > 1:
         items = _in_ring(_with_whole_steps(items), run.layout.context)
     if kernels.overlaps_sends and run.config.layout.pipeline_chunks > 1:
@@ -102,6 +110,32 @@ def _on_matrix_units(item: Operation) -> Operation:
         return replace(item, dtype="f32")
     batch, m, n, k = item.shape
     return replace(item, dtype="bf16", read_bytes=_WIDE_BYTES * batch * (m + n) * k)
+
+
+def _balanced_apart(items: _Items, context: int, tensor: int) -> _Items:
+    """`items` with loads of experts summed over context and tensor alone, and no losses summed."""
+    found: list[Operation | Loop] = []
+    dropped: set[str] = set()
+    axes = [(CONTEXT, context, tensor), (TENSOR, tensor, 1)]
+    axes = [axis for axis in axes if axis[1] > 1]
+    for item in items:
+        if isinstance(item, Loop):
+            found.append(replace(item, body=_balanced_apart(item.body, context, tensor)))
+            continue
+        collective = item.collective
+        if collective is None or not _OF_LOADS.search(_plain(item.name)):
+            if item.waits_for not in dropped:
+                found.append(item)
+            continue
+        if not axes or not _plain(item.name).endswith("loads"):
+            dropped.add(item.name)
+            continue
+        group = DeviceGroup(
+            extents=tuple((size, stride) for _, size, stride in axes),
+            axes=tuple(name for name, _, _ in axes),
+        )
+        found.append(replace(item, collective=replace(collective, group=group)))
+    return tuple(found)
 
 
 def _plain(name: str) -> str:

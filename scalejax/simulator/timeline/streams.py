@@ -41,7 +41,7 @@ class Streams:
         collective_seconds: Sequence[float],
         collective_links: Sequence[int],
         collective_is_send: Sequence[bool],
-        contention_fraction: float,
+        collective_contention: Sequence[float],
     ) -> None:
         """Start all streams idle at 0.
 
@@ -51,13 +51,14 @@ class Streams:
             collective_links: 0 for a collective within nodes, 1 across the network; 2 and 3 for a
                 copy to the memory of the host and from there.
             collective_is_send: whether each sends from one device to another.
-            contention_fraction: fraction of its speed that compute loses beside a collective.
+            collective_contention: fraction of its speed that compute loses beside each; none
+                beside copies.
         """
         self._segment_seconds = segment_seconds
         self._collective_seconds = collective_seconds
         self._collective_links = collective_links
         self._collective_is_send = collective_is_send
-        self._slow_speed = 1.0 - contention_fraction
+        self._collective_contention = collective_contention
         self.exposed: dict[str, float] = defaultdict(float)
         """Time that compute was stalled, by the name of the collective waited for."""
         self.contention_seconds = 0.0
@@ -67,6 +68,7 @@ class Streams:
         self._idle_from = [0.0] * LINK_COUNT  # when each set of links is free
         self._finish: dict[str, float] = {}  # end of each collective
         self._links: dict[str, int] = {}  # of each collective
+        self._contention: dict[str, float] = {}  # of each in flight that slows compute
 
     def run(self, events: Iterable[Event]) -> None:
         """Simulate `events` in order."""
@@ -89,18 +91,31 @@ class Streams:
 
     def work(self, segment: int) -> None:
         """Compute a segment: slowed while collectives are in flight, then at full speed."""
-        seconds = self._segment_seconds[segment]
-        # No queue runs dry in between: what is in it was started before now.
-        beside = max(self._idle_from[:2]) - self.now
-        if self._slow_speed < 1 and beside > 0:
-            done_beside = self._slow_speed * beside
-            if seconds < done_beside:
-                elapsed = seconds / self._slow_speed
-            else:
-                elapsed = beside + (seconds - done_beside)
+        seconds, elapsed = self._segment_seconds[segment], 0.0
+        if self._contention:
+            left = seconds
+            for until, slow in self._slow_until():
+                beside, speed = until - self.now - elapsed, 1.0 - slow
+                if left < speed * beside:
+                    elapsed, left = elapsed + left / speed, 0.0
+                    break
+                elapsed, left = elapsed + beside, left - speed * beside
+            elapsed += left
             self.contention_seconds += elapsed - seconds
             seconds = elapsed
         self.now += seconds
+
+    def _slow_until(self) -> list[tuple[float, float]]:
+        """Until when compute loses which fraction of its speed, in order of time."""
+        ends = {name: self._finish[name] for name in self._contention}
+        for name, finish in ends.items():
+            if finish <= self.now:
+                del self._contention[name]
+        steps, slow = [], 0.0
+        for name in sorted(self._contention, key=ends.__getitem__, reverse=True):
+            slow = max(slow, self._contention[name])
+            steps.append((ends[name], slow))
+        return steps[::-1]
 
     def start(self, event: Start) -> tuple[float, float]:
         """Queue a collective; returns when it starts and ends."""
@@ -118,6 +133,8 @@ class Streams:
             begin = self.now if self.now > idle_from else idle_from
             self._idle_from[links] = end = begin + seconds
         self._finish[event.name], self._links[event.name] = end, links
+        if slow := self._collective_contention[event.collective]:
+            self._contention[event.name] = slow
         if not event.is_async:
             self._wait(event.name, end)
         return begin, end

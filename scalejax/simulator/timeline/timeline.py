@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.hardware import Chip, Cluster
-from scalejax.simulator.collectives.placement import collective_seconds, links
+from scalejax.simulator.collectives.placement import collective_seconds, contention, links
 from scalejax.simulator.device_state import under_load, with_routing
 from scalejax.simulator.operations.roofline import OperationTime, operation_time
 from scalejax.simulator.program import (
@@ -303,6 +303,7 @@ class OperationCosts:
         self._collective_shares: list[float] = []
         self._links: list[int] = []
         self._is_send: list[bool] = []
+        self._contention: list[float] = []
 
     def timeline(self, operations: tuple[Operation | Loop, ...]) -> Timeline:
         """Timeline of one run of operations that wait for all collectives they start.
@@ -323,10 +324,9 @@ class OperationCosts:
         seconds, shares = self._collective_seconds, self._collective_shares
         dispatches += sum([runs * shares[i] for i, runs in found.collectives.items()])
         collectives = ((self._collectives[i], runs) for i, runs in found.collectives.items())
-        contention = self._cluster.chip.attainable.contention_fraction
         return _timeline(
             self._cluster,
-            Streams(found.segments, seconds, self._links, self._is_send, contention),
+            Streams(found.segments, seconds, self._links, self._is_send, self._contention),
             events,
             found.axes,
             dispatch_seconds=_dispatch_seconds(self._cluster, dispatches, collectives),
@@ -392,6 +392,7 @@ class OperationCosts:
                 self._collective_shares.append(collective.share)
                 self._links.append(links(collective, self._cluster))
                 self._is_send.append(collective.is_send)
+                self._contention.append(contention(collective, self._cluster))
             event = Start(item.name, index, collective.is_async)
         elif item.waits_for is not None:
             event = Wait(item.waits_for)
@@ -474,7 +475,7 @@ class WhatIf:
             collectives,
             [links(each, cluster) for each in schedule.collectives],
             [each.is_send for each in schedule.collectives],
-            cluster.chip.attainable.contention_fraction,
+            [contention(each, cluster) for each in schedule.collectives],
         )
         return _timeline(
             cluster,

@@ -12,7 +12,7 @@ from scalejax.core.serialization import JsonValue
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import format_seconds
 from scalejax.hardware import Cluster
-from scalejax.simulator.collectives.placement import collective_seconds, links
+from scalejax.simulator.collectives.placement import collective_seconds, contention, links
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Operation, Program
@@ -168,7 +168,7 @@ class _TracedStreams(Streams):
             [collective_seconds(each, cluster) for each in schedule.collectives],
             [links(each, cluster) for each in schedule.collectives],
             [each.is_send for each in schedule.collectives],
-            cluster.chip.attainable.contention_fraction,
+            [contention(each, cluster) for each in schedule.collectives],
         )
 
     def add_at_end(self, name: str, seconds: float, bound: Literal["wait", "overhead"]) -> None:

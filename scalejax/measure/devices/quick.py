@@ -177,8 +177,7 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
         seconds=work.seconds,
         turn_seconds=_TURN_SECONDS,
     )
-    times = dict(zip(functions, found, strict=True))
-    return _cpu_cluster(devices, work, _with_calls(work, times))
+    return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
 
 
 def _probes(work: Work, shape: Shape) -> list[tuple[Any, Probe]]:
@@ -352,6 +351,7 @@ def _call(
 
 
 def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) -> Cluster:
+    times = _with_calls(work, times)
     empty = times[_SMALL]
 
     def seconds(key: Any) -> float:

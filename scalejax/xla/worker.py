@@ -59,7 +59,7 @@ def _compile(job: RunJob | FunctionJob) -> Program:
     return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
 
 
-def _compiler_options(target: Target) -> dict[str, str]:
+def _compiler_options(target: Target) -> dict[str, str | bool]:
     """The folder of the CUDA toolkit, as an option: of the flag JAX makes that of an NVIDIA package
     that is installed."""
     return {"xla_gpu_cuda_data_dir": os.environ["CUDA_HOME"]} if target.backend == "cuda" else {}

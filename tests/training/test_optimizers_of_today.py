@@ -1,5 +1,6 @@
 """Optimizers of 2018 to 2025 against their papers' algorithms, written in NumPy in float64."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -207,6 +208,20 @@ def test_soap_is_adam_in_a_basis_that_follows_the_preconditioners():
     found = updates_of(SoapConfig(weight_decay=0, refresh_every_steps=3))
 
     assert far(found, SQUARE, expected) < 1e-4
+
+
+def test_bases_are_not_decomposed_in_batches_on_cpus():
+    """Batches wait for threads that wait for batches: training hung on two devices of two cores."""
+    optimizer = build_optimizer(
+        SoapConfig(), lambda _: jnp.asarray(RATE), hidden=HiddenMatrices(("blocks",))
+    )
+    params = nested(PARAMS)
+    lowered = jax.jit(optimizer.update).lower(params, optimizer.init(params), params)
+
+    calls = [line for line in lowered.as_text().splitlines() if "@lapack_sgeqrf" in line]
+
+    assert len(calls) == 3  # a function for each size of a side: 4, 5 and 6
+    assert all(re.search(r": \(tensor<(\d)x\1xf32>\) ->", line) for line in calls)
 
 
 def test_soap_without_refreshed_bases_is_adam():

@@ -47,7 +47,7 @@ def scale_by_soap(config: SoapConfig, hidden: HiddenMatrices) -> optax.GradientT
         return _multiplied(left, step, right, is_back=True), nu
 
     def basis(mean: jax.Array, largest: jax.Array, before: jax.Array, sides: int) -> jax.Array:
-        return jnp.linalg.qr(mean @ before)[0]
+        return _orthogonalised(mean @ before)
 
     return _preconditioned(config, hidden, direction, basis)
 
@@ -190,6 +190,25 @@ def _adam(
     """Adam's step of these moments, with its corrections (Kingma & Ba 2015, algorithm 1)."""
     mu, nu = mu / (1 - config.beta1**count), nu / (1 - config.beta2**count)
     return mu / (jnp.sqrt(nu) + config.epsilon)
+
+
+def _orthogonalised(matrices: jax.Array) -> jax.Array:
+    """Q of the QR decomposition of (..., n, n) matrices; on a CPU one after the other.
+
+    jaxlib's LAPACK gives a batch to the threads of XLA's pool and waits for them on one of these,
+    so that as many decompositions at once as there are threads wait for ever (seen with jaxlib
+    0.10.2: two devices on two cores).
+    """
+
+    def one_by_one(several: jax.Array) -> jax.Array:
+        size = several.shape[-1]
+        each = lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], several.reshape(-1, size, size))
+        return each.reshape(several.shape)
+
+    def at_once(several: jax.Array) -> jax.Array:
+        return jnp.linalg.qr(several)[0]
+
+    return lax.platform_dependent(matrices, cpu=one_by_one, default=at_once)
 
 
 def _inverse_root(mean: jax.Array, largest: jax.Array, degree: int, steps: int) -> jax.Array:

@@ -374,7 +374,10 @@ def test_a_network_that_no_machine_holds_is_refused(tmp_path, sizes, refused):
 
 def test_a_device_without_memory_left_is_a_refusal():
     """As XLA says it, and nothing else that it says."""
-    memory, other = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", "INTERNAL: another"
+    memory, other = (
+        f"RESOURCE_EXHAUSTED: {said}"
+        for said in ("Out of memory allocating 8 bytes.", "a long message")
+    )
     wanted = (
         r"the memory of a device is used up \(Out of memory allocating 8 bytes\): a smaller batch"
     )

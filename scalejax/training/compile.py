@@ -1,6 +1,7 @@
 """Compiles the programs of a run on this machine, and feeds them with its batches."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,36 +103,39 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
     """
     step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
     later = [build_step(run, mesh, phase=index) for index in range(1, len(run.phases))]
-    update = _compiled(step)
-    _require_memory(update, mesh)
+    update = _compiled(step, mesh)
+    evaluate = evaluation.function.lower(*evaluation.weights_shapes, evaluation.batch).compile()
+    _require_memory("an evaluation", evaluate, mesh)
     return RunPrograms(
         step=step,
         update=update,
-        later=tuple((each, _compiled(each)) for each in later),
+        later=tuple((each, _compiled(each, mesh)) for each in later),
         evaluation=evaluation,
-        evaluate=evaluation.function.lower(*evaluation.weights_shapes, evaluation.batch).compile(),
+        evaluate=evaluate,
         sharpness=build_sharpness(run, mesh, evaluation) if run.config.train.sharpness else None,
     )
 
 
-def _compiled(step: Step) -> Any:
-    return step.lower().compile()
+def _compiled(step: Step, mesh: Mesh) -> Any:
+    compiled = step.lower().compile()
+    _require_memory("the training step", compiled, mesh)
+    return compiled
 
 
-def _require_memory(update: Any, mesh: Mesh) -> None:
-    """Refuse a step that needs more memory than this machine has at all.
+def _require_memory(what: str, compiled: Any, mesh: Mesh) -> None:
+    """Refuse a program that needs more memory than this machine has at all.
 
     A GPU or TPU refuses by itself; the memory of a host is promised whatever is asked for, and the
     system kills who uses it.
     """
-    needed = program_bytes(update)
+    needed = program_bytes(compiled)
     if mesh.local_devices[0].platform != "cpu" or needed is None:
         return
     needed *= len(mesh.local_devices)
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise DoesNotFit(
-            f"the training step needs {format_bytes(needed)} of memory, and this machine has "
+            f"{what} needs {format_bytes(needed)} of memory, and this machine has "
             f"{format_bytes(there)}: {_LESS}."
         )
 
@@ -149,8 +153,9 @@ def refusing_without_memory() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith(OUT_OF_MEMORY):
-            raise
+        is_of_memory = re.search("out of memory|allocat", str(error), re.IGNORECASE)
+        if not (str(error).startswith(OUT_OF_MEMORY) and is_of_memory):
+            raise  # other things are used up by the same status: a message may be too long
         said = str(error).splitlines()[0].removeprefix(f"{OUT_OF_MEMORY}: ").rstrip(".")
         raise DoesNotFit(f"the memory of a device is used up ({said}): {_LESS}.") from error
 

@@ -45,6 +45,7 @@ def test_names_of_columns_may_have_dots(tmp_path):
         "petal.length": pa.array([1.5, 2.5]),
         "petal": pa.array([{"width": [1, 2]}, {"width": []}]),
         "kind.of": pa.array(["a", "b" * 100]),
+        "shape": pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((2, 3, 4), np.float32)),
         "parts": pa.array([[("x", 1)], []], pa.map_(pa.string(), pa.int32())),
     }
     pq.write_table(pa.table(table), tmp_path / "a.parquet", compression="zstd")
@@ -52,8 +53,8 @@ def test_names_of_columns_may_have_dots(tmp_path):
     columns = {each.name: each for each in inspect(open_rows(str(tmp_path))).columns}
 
     metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0)
-    stored = [metadata.column(place).total_compressed_size for place in range(5)]
-    assert [columns[name].stored_bytes for name in table] == [*stored[:3], stored[3] + stored[4]]
+    stored = [metadata.column(place).total_compressed_size for place in range(6)]
+    assert [columns[name].stored_bytes for name in table] == [*stored[:4], stored[4] + stored[5]]
     assert columns["petal.length"].decompressed_bytes == 2 * 8
     assert (columns["kind.of"].decompressed_bytes or 0) > 100
 

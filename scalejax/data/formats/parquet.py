@@ -190,6 +190,8 @@ def leaf_columns(schema: pa.Schema) -> list[str]:
 
 
 def _leaf_count(type_: pa.DataType) -> int:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _leaf_count(type_.storage_type)
     if pa.types.is_nested(type_):
         return sum(_leaf_count(type_.field(place).type) for place in range(type_.num_fields))
     return 1

@@ -181,7 +181,9 @@ def _require_possible_warmup(config: ScheduleConfig) -> None:
         accepted = 'it scales the epochs of a gradual warmup; use warmup="gradual"'
         raise ConfigError(refusal("schedule.scaling", config.scaling, accepted))
     if config.warmup == "constant" and config.warmup_from == "zero":
-        accepted = "a constant warmup from zero would not train"
+        accepted = (
+            'a constant warmup from zero would not train; it must be "base", or warmup "gradual"'
+        )
         raise ConfigError(refusal("schedule.warmup_from", config.warmup_from, accepted))
     if config.warmup != "none" and config.warmup_from == "base" and config.scaling == "none":
         accepted = 'with scaling="none" the base is already the peak; use warmup_from="zero"'

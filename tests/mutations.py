@@ -563,6 +563,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/timeline/streams.py",
+        old="(each.fraction for each in rest if each.begin <= at)",
+        new="(each.fraction for each in rest)",
+        mistake="a collective that waits for its wires slows compute",
+        first_tests=("tests/simulator/test_timeline.py",),
+    ),
+    Mutation(
+        path="scalejax/simulator/timeline/streams.py",
+        old="each.begin = self._beside_send(each.begin, seconds)",
+        new="each.begin += 0.0",
+        mistake="what waits behind a collective that a send delays slows compute too early",
+        first_tests=("tests/simulator/test_timeline.py",),
+    ),
+    Mutation(
+        path="scalejax/simulator/timeline/streams.py",
         old="rest = loop.trip_count - done  #",
         new="rest = loop.trip_count - done - 1  #",
         mistake="a loop that has settled loses its last iteration",

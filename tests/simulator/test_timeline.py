@@ -339,6 +339,37 @@ def test_compute_loses_what_the_slowest_of_those_under_way_takes():
     assert streams.contention_seconds == pytest.approx(1.6e-3)
 
 
+@pytest.mark.parametrize(
+    ("contention", "compute", "elapsed"),
+    [
+        ([0.0, 0.5], 2e-3, 2e-3),  # ends before the second begins
+        ([0.0, 0.5], 6e-3, 7e-3),  # 5 ms beside the first, then 1 ms at half speed
+        ([0.5, 0.0], 6e-3, 8.5e-3),  # 5 ms for half as much, then at full speed
+        ([0.2, 0.5], 8e-3, 11.5e-3),  # 4 and 2.5 ms of it beside them, then 1.5
+    ],
+)
+def test_a_collective_slows_compute_from_when_it_begins(
+    contention: list[float], compute: float, elapsed: float
+):
+    """Two of 5 ms on the same links, both started at 0: the second waits for the first."""
+    streams = Streams([compute], [5e-3, 5e-3], [1, 1], [False, False], contention)
+
+    streams.run([Start("g", 0, True), Start("h", 1, True), Work(0)])
+
+    assert streams.now == pytest.approx(elapsed)
+    assert streams.contention_seconds == pytest.approx(elapsed - compute)
+
+
+def test_a_send_lets_what_is_queued_slow_compute_later():
+    """A send of 2 ms takes half of the links: the first of 5 ms ends at 7, the second is from 7 to
+    12 and takes half of the speed then: 7 ms alone and 1 ms for 2."""
+    streams = Streams([8e-3], [5e-3, 5e-3, 2e-3], [1, 1, 1], [False, False, True], [0.0, 0.5, 0.0])
+
+    streams.run([Start("g", 0, True), Start("h", 1, True), Start("s", 2, True), Work(0)])
+
+    assert streams.now == pytest.approx(9e-3)
+
+
 def test_overhead_of_the_step_is_added_once():
     """It is the host's, whatever the operations."""
     chip = replace(CHIP, attainable=replace(CHIP.attainable, step_overhead_seconds=2e-3))

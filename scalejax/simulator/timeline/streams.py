@@ -22,7 +22,8 @@ out.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from scalejax.simulator.collectives.placement import LINK_COUNT
 from scalejax.simulator.timeline.schedule import Event, Repeat, Start, Wait, Work
@@ -30,6 +31,16 @@ from scalejax.simulator.timeline.schedule import Event, Repeat, Start, Wait, Wor
 _SAME_FRACTION = 1e-11
 """Of the time of an iteration: what may be left over differently if the next one is equal. What
 remains may grow by this in each of the iterations that are not simulated."""
+
+
+@dataclass(slots=True)
+class _Slowdown:
+    """What compute loses beside one collective: a fraction of its speed from begin to end."""
+
+    begin: float
+    end: float
+    fraction: float
+    links: int
 
 
 class Streams:
@@ -68,7 +79,7 @@ class Streams:
         self._idle_from = [0.0] * LINK_COUNT  # when each set of links is free
         self._finish: dict[str, float] = {}  # end of each collective
         self._links: dict[str, int] = {}  # of each collective
-        self._contention: dict[str, float] = {}  # of each in flight that slows compute
+        self._slowdowns: list[_Slowdown] = []  # by those queued and in flight
 
     def run(self, events: Iterable[Event]) -> None:
         """Simulate `events` in order."""
@@ -92,7 +103,7 @@ class Streams:
     def work(self, segment: int) -> None:
         """Compute a segment: slowed while collectives are in flight, then at full speed."""
         seconds, elapsed = self._segment_seconds[segment], 0.0
-        if self._contention:
+        if self._slowdowns:
             left = seconds
             for until, slow in self._slow_until():
                 beside, speed = until - self.now - elapsed, 1.0 - slow
@@ -105,17 +116,16 @@ class Streams:
             seconds = elapsed
         self.now += seconds
 
-    def _slow_until(self) -> list[tuple[float, float]]:
-        """Until when compute loses which fraction of its speed, in order of time."""
-        ends = {name: self._finish[name] for name in self._contention}
-        for name, finish in ends.items():
-            if finish <= self.now:
-                del self._contention[name]
-        steps, slow = [], 0.0
-        for name in sorted(self._contention, key=ends.__getitem__, reverse=True):
-            slow = max(slow, self._contention[name])
-            steps.append((ends[name], slow))
-        return steps[::-1]
+    def _slow_until(self) -> Iterator[tuple[float, float]]:
+        """Until when compute loses which fraction of its speed, in order of time from now on: the
+        largest of those under way, nothing by those that wait for their links."""
+        rest, at = self._slowdowns, self.now
+        self._slowdowns = rest = [each for each in rest if each.end > at]
+        while rest:
+            slow = max((each.fraction for each in rest if each.begin <= at), default=0.0)
+            at = min(each.begin if each.begin > at else each.end for each in rest)
+            yield at, slow
+            rest = [each for each in rest if each.end > at]
 
     def start(self, event: Start) -> tuple[float, float]:
         """Queue a collective; returns when it starts and ends."""
@@ -128,13 +138,17 @@ class Streams:
             for name, finish in self._finish.items():
                 if finish > begin and self._links[name] == links:
                     self._slow_down(name, seconds)
+            for each in self._slowdowns:
+                if each.links == links:
+                    each.begin = self._beside_send(each.begin, seconds)
+                    each.end = self._beside_send(each.end, seconds)
             self._idle_from[links] = max(self._beside_send(idle_from, seconds), end)
         else:
             begin = self.now if self.now > idle_from else idle_from
             self._idle_from[links] = end = begin + seconds
         self._finish[event.name], self._links[event.name] = end, links
-        if slow := self._collective_contention[event.collective]:
-            self._contention[event.name] = slow
+        if fraction := self._collective_contention[event.collective]:
+            self._slowdowns.append(_Slowdown(begin, end, fraction, links))
         if not event.is_async:
             self._wait(event.name, end)
         return begin, end
@@ -171,7 +185,8 @@ class Streams:
     def _remaining_seconds(self) -> dict[str, float]:
         """Seconds after `now` at which each collective in flight ends: the whole state.
 
-        Links are free when the last collective on them ends.
+        Links are free when the last collective on them ends, and one that is queued begins when
+        another ends.
         """
         return {
             name: finish - self.now for name, finish in self._finish.items() if finish > self.now

@@ -165,8 +165,8 @@ class Attainable:
     likewise; above 1 where they are beside other work."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
-    multiprocessors and the memory. Across nodes it is less, by the part of a node's network that
-    the group has."""
+    multiprocessors and the memory. Over nodes it is this times the share of a node's
+    positions that the group has (`simulator/collectives/placement.py`)."""
     collective_seconds: float = 0.0
     """Time that each collective takes besides, of a host and of streams that wait for each other;
     those of a graph have none."""

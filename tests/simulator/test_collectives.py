@@ -528,9 +528,7 @@ def test_an_oversubscribed_network_slows_large_groups():
         (HOST_MEMORY, 0.0),
     ],
 )
-def test_compute_loses_by_the_part_of_the_network_that_a_group_has(
-    group: DeviceGroup, share: float
-):
+def test_compute_loses_by_the_share_of_a_node_that_a_group_has(group: DeviceGroup, share: float):
     """On nodes of eight: all of it within one, and as members of a node over its devices else."""
     cluster = load_cluster("dgx-h100")
     attainable = dataclasses.replace(cluster.chip.attainable, contention_fraction=0.4)

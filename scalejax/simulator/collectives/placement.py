@@ -52,9 +52,13 @@ def links(collective: Collective, cluster: Cluster) -> int:
 def contention(collective: Collective, cluster: Cluster) -> float:
     """Fraction of its speed that compute loses while a collective runs.
 
-    A library takes processors to copy, and memory to read and write, by the rate at which it sends:
-    across nodes that of the part of a node's network that the group has, where all groups like it
-    are busy at once. The chip's fraction is beside links within a node, and a whole network.
+    All of the chip's fraction beside a group within a node, and beside one over nodes the share of
+    a node's positions that the group has: an eighth for one device of eight. An empirical rule, not
+    derived: a library takes processors to copy and memory to read and write, but this asks neither
+    how fast the group sends nor over what. A group that has whole nodes counts as one on NVLink
+    does, also of an all-to-all, most of which goes over the network. Held against steps of NeMo
+    and torchtitan, families of theirs left out of the fit in turn, one with Megatron-FSDP
+    (experiments/left_out).
     """
     fraction = cluster.chip.attainable.contention_fraction
     if not fraction or collective.group == HOST_MEMORY:

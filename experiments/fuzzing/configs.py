@@ -217,8 +217,8 @@ def _flags_of(command: str, draw: random.Random) -> list[str]:
         "predict": [*cluster, "--devices", devices],
         "explain": [*cluster, "--devices", devices],
         "search": [*cluster, "--devices", devices, "--confirm", "0"],
-        # 30 billion parameters do not fit on 8 devices, whatever else is wrong
-        "plan": ["--clusters", cluster[1], "--devices", "16"],
+        # 30 billion parameters do not fit on fewer or smaller ones, whatever else is wrong
+        "plan": ["--clusters", draw.choice(["dgx-h100", "dgx-a100"]), "--devices", "16"],
         "launch": [
             "--np",
             draw.choice(["0", "1", "x", "-x", "", "1.5", "nan", "99999999999999999"]),

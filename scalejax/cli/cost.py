@@ -76,7 +76,8 @@ class Cost(OverridingCommand):
     """Grams of CO2 for a kWh of electricity, such as 400: adds the CO2."""
     confirm: Annotated[int, flag("K")] = 1
     """Number of the best layouts of each row that are compiled, 10 to 30 s each, of which the
-    fastest is taken. By default 1; 0 for none, which is less exact."""
+    fastest is taken; up to 3 where the next may be faster than the best as compiled. By default 1;
+    0 for none, which is less exact."""
     facts: Annotated[Path | None, flag("FACTS.json")] = None
     """Counts and shapes of the data, kept as facts.json in a run folder."""
     json: JsonFile = None

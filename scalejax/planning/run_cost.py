@@ -67,6 +67,9 @@ _MOST = 1e18
 """Tokens, epochs or updates of a run: more than any."""
 _TRIED = 3
 """Fastest strategies of a search that are compiled until one fits; then those that need less."""
+_USUALLY_OFF = 0.05
+"""Part of a step by which closed forms are below what is compiled, of most layouts
+(experiments/closed_form): by more, the next best may be better."""
 _BEYOND = 1.05
 """Memory that such a program is taken to need at least, over that of a device: so that the next one
 is leaner by as much."""
@@ -355,6 +358,20 @@ class _Row:
             self.chosen, self.prediction = candidate, compiled or candidate.closed_form
             self.is_compiled = compiled is not None
             self.notes = [] if why is None else [f"{self.place}, not compiled: {why}"]
+
+    def has_rival(self, place: int) -> bool:
+        """Whether the candidate at `place` is by its closed form faster than what is chosen is as
+        compiled, by more than closed forms are usually off."""
+        if not self.is_compiled or self.prediction is None or place >= len(self.candidates):
+            return False
+        rival = self.candidates[place]
+        closed = rival.closed_form
+        return (
+            place < _TRIED
+            and rival.run is not None
+            and closed is not None
+            and closed.step_seconds < (1 - _USUALLY_OFF) * self.prediction.step_seconds
+        )
 
 
 def published_decoder(
@@ -663,14 +680,15 @@ def _lay_out(row: _Row, config: RunConfig, facts: DatasetFacts) -> None:
 def _compile(
     rows: Sequence[_Row], framework: Framework, confirm: int, on_compiled: OnProgress
 ) -> None:
-    """Choose a candidate of each row: the fastest of the first `confirm` as they are compiled, or
-    the next that fits, then of those that need less memory; in closed form where none is to be
-    compiled or the compiler refuses it for another reason than memory."""
+    """Choose a candidate of each row: the fastest of the first `confirm` as they are compiled, and
+    of those that might be faster; or the next that fits, then of those that need less memory; in
+    closed form where none is to be compiled or the compiler refuses it for another reason than
+    memory."""
     begin, end = 0, confirm
-    while any(map(_is_open, rows)):
+    while tried := [row for row in rows if _is_open(row) or row.has_rival(begin)]:
         jobs: list[ProfileJob] = []
         compiled: list[tuple[_Row, _Candidate]] = []
-        for row in filter(_is_open, rows):
+        for row in tried:
             cluster = row.option.cluster
             is_here = cluster.chip.cuda is None or has_cuda_compiler()
             for each in row.candidates[begin : max(end, begin + 1)]:

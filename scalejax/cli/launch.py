@@ -24,6 +24,7 @@ from scalejax.cli.command import (
     RunFileCommand,
     flag,
     require_result_files,
+    say,
 )
 from scalejax.cli.train import write_run
 from scalejax.config.dataset_facts import DatasetFacts
@@ -305,13 +306,21 @@ class LaunchRun(RunFileCommand):
         code = launch(job)
         if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
             print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
-        self._write_result(run, code)
+        self._write_result(run)
         raise SystemExit(code)
 
-    def _write_result(self, run: RunFolder, code: int) -> None:
-        """Write how the run went to --json and --csv, where its record can be read."""
-        if run.measurements.is_file() and code != ExitCode.DAMAGED:
+    def _write_result(self, run: RunFolder) -> None:
+        """Write how the run went to --json and --csv, where they are given.
+
+        A record that cannot be read, or a file that cannot be written, is said, and leaves the
+        exit code that of the run.
+        """
+        if (self.json is None and self.csv is None) or not run.measurements.is_file():
+            return
+        try:
             write_run(RunRecord.load(run.path), self.json, self.csv)
+        except ScalejaxError as error:
+            say(f"error: how it went is not written: {error}", sys.stderr)
 
     def _most_restarts(self, default: int) -> int:
         return default if self.max_restarts is None else self.max_restarts
@@ -371,7 +380,7 @@ class LaunchRun(RunFileCommand):
         except KeyboardInterrupt:
             print(f"job {job_id} goes on; scancel {job_id} cancels it.")
             raise
-        self._write_result(RunFolder(path=folder), code)
+        self._write_result(RunFolder(path=folder))
         raise SystemExit(code)
 
     def _write_jobset(self, changed: list[str]) -> None:

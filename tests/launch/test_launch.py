@@ -282,6 +282,28 @@ def test_what_is_refused_is_refused_once(start, run_file, tmp_path, capfd):
     assert "batch.global_batch=7" in said
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_result_that_cannot_be_written_leaves_the_code_of_the_run(
+    run_file, tmp_path, monkeypatch, capsys, flags
+):
+    """Without --json the record is not even read; with it, it is said that it is damaged."""
+    folder = RunFolder(path=tmp_path / "run")
+
+    def lose(job):
+        folder.path.mkdir()
+        folder.measurements.write_text("{}\n{}\n")
+        return ExitCode.LOST
+
+    monkeypatch.setattr("scalejax.cli.launch.launch", lose)
+    words = ["launch", "--np", "-2", str(run_file), "--folder", str(folder.path)]
+
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *flags, *(str(tmp_path / "out.json") for _ in flags)])
+
+    assert ended.value.code == ExitCode.LOST
+    assert ("error: how it went is not written" in capsys.readouterr().err) == bool(flags)
+
+
 def test_a_run_that_diverged_is_not_started_again(tmp_path):
     """Every process ends with code 3, and so does the launcher."""
     code = "import sys; print('begun'); sys.exit(3)"

@@ -21,6 +21,7 @@ from scalejax.config.run import RunConfig, load_config
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.core.errors import (
     ConfigError,
+    nearest_name,
     prefixed,
     refusal,
     require_above,
@@ -432,7 +433,10 @@ def _warmup(text: str) -> Warmup:
     if form == "linear":
         raise ConfigError(refusal("warmup", text, "a linear warmup is called gradual"))
     if form not in forms:
-        raise ConfigError(unknown_name("warmup", form, forms))
+        closest = nearest_name(form, forms)
+        accepted = "it must be none, gradual:LENGTH or constant:LENGTH, such as gradual:5%"
+        hint = f" (did you mean {closest!r}?)" if closest else ""
+        raise ConfigError(refusal("warmup", text, f"{accepted}{hint}"))
     if form == "none" and (length or start):
         raise ConfigError(refusal("warmup", text, "none has no length"))
     if form == "none":

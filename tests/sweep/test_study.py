@@ -133,6 +133,7 @@ def test_a_warmup_is_typed_in_epochs_or_per_cent_of_the_run(run_file, text, warm
         ("--scaling sde", "nothing is left to train: sde with sgd"),
         ("--warmup gradual:2", "must end before train.epochs=2 do"),
         ("--warmup gradul:2", "'gradual'"),
+        ("--warmup foo", "'foo' is refused: it must be none, gradual:LENGTH or constant:LENGTH"),
         ("--scaling linera", "'linear'"),
         ("--batches 8,1.5", "whole numbers above 0"),
         ("--batches 8,,16", "nothing empty"),

@@ -32,6 +32,7 @@ from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue
 from scalejax.measure.bench import (
     BenchFolder,
@@ -116,7 +117,8 @@ class Bench(RunFileCommand):
                 raise ConfigError(refusal(name, value, "it is of a cluster: give --cluster NAME"))
         names = [] if self.cluster is None else cluster_list(self.cluster)
         clusters = [take_conditions(name, of_cluster)[:2] for name in names]
-        require_result_files(self.json, self.csv)
+        path = self.folder or Path("benches") / self.run_file.stem
+        require_result_files(self.json, self.csv, path, FileIn.names(BenchFolder))
         serialization.require_writable("plan", self.plan)
         bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
         tables.show(bench_tables.plan(bench))
@@ -124,7 +126,6 @@ class Bench(RunFileCommand):
             serialization.save_text(bench.to_json(), self.plan)
             print(f"wrote {self.plan}; nothing was timed")
             return
-        path = self.folder or Path("benches") / self.run_file.stem
         folder = BenchFolder(path=path)
         column_of(self.baseline, sorted({each.settings.devices for each in bench.benchmarks}))
         problems: list[str] = []

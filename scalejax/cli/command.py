@@ -9,13 +9,14 @@ import shutil
 import sys
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TextIO
 
 from tyro.conf import Positional, arg
 
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import (
     JsonValue,
     flag_text,
@@ -132,14 +133,32 @@ def suggest(what: str, *words: str) -> None:
         print(to_type(what, words), file=sys.stderr)
 
 
-def require_result_files(json: Path | None, csv: Path | None) -> None:
-    """Refuse --json and --csv that cannot be written, before the work.
+def require_result_files(
+    json: Path | None,
+    csv: Path | None,
+    folder: Path | None = None,
+    names: Collection[str] = (),
+) -> None:
+    """Refuse --json and --csv that cannot be written, or are what the command writes, before the
+    work.
+
+    Args:
+        json: the file of --json.
+        csv: that of --csv.
+        folder: where the command writes its record.
+        names: names of its files there; everything in subfolders is its own too.
 
     Raises:
         ConfigError: naming the flag.
     """
-    require_writable("json", json)
-    require_writable("csv", csv)
+    for name, path in (("json", json), ("csv", csv)):
+        require_writable(name, path)
+        if path is None or folder is None or not path.resolve().is_relative_to(folder.resolve()):
+            continue
+        first, *rest = path.resolve().relative_to(folder.resolve()).parts
+        if rest or first in names:
+            accepted = f"it is a file of the record in {str(folder)!r}: give another name"
+            raise ConfigError(refusal(name, str(path), accepted))
 
 
 def write_result(found: Tabular, json: Path | None, csv: Path | None, *, more: str = "") -> None:

@@ -25,8 +25,11 @@ from scalejax.config.run import RunConfig, load_config
 from scalejax.core import progress
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.folder import FileIn
+from scalejax.emulation.record import EMULATION
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.report.terminal import tables
+from scalejax.training.record import RunFolder, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +64,22 @@ class Emulate(RunFileCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Emulate, print the results and the folder of the record."""
-        require_result_files(self.json, self.csv)
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
+        algorithm = config.emulation.algorithm.name if config.emulation else ""
+        folder = self.folder or Path("runs") / f"{self.run_file.stem}-{algorithm}"
+        names = {*FileIn.names(RunFolder), EMULATION}
+        require_result_files(self.json, self.csv, folder, names)
         cluster, site = _cluster(config, conditions)
         choose_platform(None)
         from scalejax.emulation.run_folder import emulate, replay_folder
         from scalejax.report.terminal import sweep as sweep_tables
-        from scalejax.training.record import RunRecord
         from scalejax.training.reporter import reporter_for
 
         if self.replay is not None:
             lines = replay_folder(config, self.replay)
             print(f"{self.replay}: all {lines} lines of losses and accuracies are the same.")
             return
-        algorithm = config.emulation.algorithm.name if config.emulation else ""
-        folder = self.folder or Path("runs") / f"{self.run_file.stem}-{algorithm}"
         found = emulate(
             config,
             folder,

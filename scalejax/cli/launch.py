@@ -31,6 +31,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ExitCode, ScalejaxError, refusal
+from scalejax.core.folder import FileIn
 from scalejax.core.process_group import GO_ON
 from scalejax.core.serialization import JsonValue
 from scalejax.data.facts import fitting_facts
@@ -162,7 +163,7 @@ class LaunchRun(RunFileCommand):
         facts = fitting_facts(config)  # refused once, and before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
         require_stuck_seconds(self.stuck_seconds)
-        require_result_files(self.json, self.csv)
+        require_result_files(self.json, self.csv, self._run_folder, FileIn.names(RunFolder))
         if self.cpu_devices is not None:
             changed = ["--cpu-devices", str(self.cpu_devices), *changed]
         if self.stuck_seconds != STUCK_SECONDS:

@@ -92,6 +92,14 @@ MODERN = Forecast(
     cluster="dgx-h100",
     device_counts=(8, 256, 4096),
 )
+FILES = frozenset(
+    [
+        "report.html",
+        *(arm.file for arm in ARMS),
+        *(name for each in (GOYAL, MODERN) for name in (each.file, f"{each.name}.json")),
+    ]
+)
+"""Names of the files in its folder, beside the runs in folders of their own."""
 
 
 def quickstart(folder: Path, *, seeds: int = 1) -> list[Path]:

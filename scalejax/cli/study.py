@@ -25,6 +25,7 @@ from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.environment import choose_platform, has_accelerator, machine_cores
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.folder import FileIn
 from scalejax.core.progress import Progress
 from scalejax.core.units import counted, format_seconds, parse_seconds
 from scalejax.report.terminal import sweep as sweep_tables
@@ -96,7 +97,8 @@ class StudyWarmup(TrainMany):
         self.require_training_flags()
         require_at_least("cores", self.cores, 1)
         limit = parse_seconds("limit", self.limit)
-        require_result_files(self.json, self.csv)
+        folder = StudyFolder(path=self.folder or Path("studies") / self.run_file.stem)
+        require_result_files(self.json, self.csv, folder.path, FileIn.names(StudyFolder))
         study = plan_study(
             self.run_file,
             overrides,
@@ -108,7 +110,6 @@ class StudyWarmup(TrainMany):
             rates=self.rates,
             measure=self.measure,
         )
-        folder = StudyFolder(path=self.folder or Path("studies") / self.run_file.stem)
         self._require_folder(folder)
         self._announce(study, limit)
         if self.plan:

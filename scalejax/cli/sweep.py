@@ -23,6 +23,7 @@ from scalejax.config.grid import flat_fields
 from scalejax.config.migrate import load_run_file
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal, require_at_least
+from scalejax.core.folder import FileIn
 from scalejax.launch.slurm import SlurmResources
 from scalejax.report.terminal import sweep as sweep_tables
 from scalejax.report.terminal import tables
@@ -164,12 +165,12 @@ class Sweep(TrainMany):
     def execute(self, overrides: Overrides) -> None:
         """Plan, train the runs that are not finished, write and print the results."""
         self.require_training_flags()
-        require_result_files(self.json, self.csv)
+        folder = self.folder or Path("sweeps") / self.run_file.stem
+        require_result_files(self.json, self.csv, folder, FileIn.names(SweepFolder))
         if self.figure is not None:
             self._require_figure(self.figure)
         typed = parse_grammar(self.parameter, self.variable, self.extension)
         grammar = replace(typed, parameters=overrides | typed.parameters)
-        folder = self.folder or Path("sweeps") / self.run_file.stem
         if self.optuna is not None:
             for name in ("json", "csv"):
                 if (path := getattr(self, name)) is not None:

@@ -28,6 +28,7 @@ from scalejax.config.run import ResolvedRun, load_config, resolve
 from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform, limit_arenas
 from scalejax.core.errors import ConfigError, ExitCode
+from scalejax.core.folder import FileIn
 from scalejax.launch.peers import PeerWatch, require_stuck_seconds
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
@@ -75,13 +76,13 @@ class Train(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Train, and print where the record is."""
         config = load_config(self.run_file, overrides)
-        require_result_files(self.json, self.csv)
+        folder = self.folder or Path("runs") / self.run_file.stem
+        require_result_files(self.json, self.csv, folder, FileIn.names(RunFolder))
         require_stuck_seconds(self.stuck_seconds)
         limit_arenas()
         choose_platform(self.cpu_devices)
         place = process_group.place_here()
         process_group.join(place)
-        folder = self.folder or Path("runs") / self.run_file.stem
         with process_group.leaving_at_once(place), PeerWatch(place, self.stuck_seconds):
             from scalejax.api import train
             from scalejax.training.profiler import parse_schedule
@@ -303,9 +304,9 @@ class Quickstart(PlainCommand):
 
     def execute(self) -> None:
         """Run the quickstart."""
-        from scalejax.cli.quickstart import quickstart
+        from scalejax.cli.quickstart import FILES, quickstart
 
-        require_result_files(self.json, self.csv)
+        require_result_files(self.json, self.csv, self.folder, FILES)
         shown = quickstart(self.folder, seeds=self.seeds)
         _write_contents(shown, self.folder / "report.html", self.json, self.csv)
 

@@ -22,6 +22,11 @@ class FileIn:
     def __get__(self, folder: Any, owner: type) -> Path:
         return folder.path / self._name
 
+    @staticmethod
+    def names(kind: type) -> frozenset[str]:
+        """Names of the files that a folder class has."""
+        return frozenset(e._name for e in vars(kind).values() if isinstance(e, FileIn))
+
 
 @contextlib.contextmanager
 def locked(path: Path, refused: str, *, seconds: float = 0.0) -> Iterator[int]:

@@ -322,6 +322,30 @@ def test_outputs_that_cannot_be_written_are_refused_first(
         assert f"{option.replace('-', '_')}='{path}' is refused: '{tmp_path / 'file'}' is" in answer
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (f"train {WARMUP}", "measurements.jsonl"),
+        (f"train {WARMUP}", "checkpoints/out.json"),
+        (f"launch {WARMUP} --np -2", "prediction.json"),
+        (f"emulate {WARMUP} --algorithm downpour", "emulation.json"),
+        (f"sweep {WARMUP} -V seed=[0,1]", "sweep.json"),
+        (f"study warmup {WARMUP}", "run.toml"),
+        (f"bench {WARMUP}", "results.json"),
+        ("quickstart", "resnet50-h100.json"),
+    ],
+)
+def test_a_result_is_no_file_of_the_record(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Which it would overwrite; beside them it may be, as the next refusal shows."""
+    folder = tmp_path / "run"
+    for option in ("json", "csv"):
+        answer = refused(f"{command} --folder {folder} --{option} {folder / name}", capsys)
+        assert f"{option}='{folder / name}' is refused: it is a file of the record in" in answer
+    assert not folder.exists()
+
+
 def test_layout_larger_than_the_machine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -2,7 +2,6 @@
 
     python experiments/loss_model/fit.py            # writes results.json
     python experiments/loss_model/fit.py --write    # and the constants that come with scalejax
-    python experiments/loss_model/fit.py --choose   # the nested choice of the valley's form
 
 Runs are those that come with scalejax (`validation/ledgers/steplaw_*`).
 """
@@ -184,14 +183,22 @@ def _factor(one: float, other: float) -> float:
     return math.exp(abs(math.log(one / other)))
 
 
-def best_of(surface: Surface, runs: Sequence[LanguageRun]) -> dict[str, float]:
-    """Of runs of one cell: what the batch and rate that the surface calls best lose, by the local
-    quadratic, to the best run and to the least of that quadratic; how far they are from those of
-    the best run; and what the run loses that the surface calls best of those that were made."""
+def best_of(
+    surface: Surface, runs: Sequence[LanguageRun], *, valley_alone: bool = False
+) -> dict[str, float]:
+    """Of runs of one cell: what the batch and rate that the surface (or its valley, whatever its
+    sum says) calls best lose, by the local quadratic, to the best run and to the least of that
+    quadratic; how far they are from those of the best run; and what the run loses that the valley
+    calls best of those that were made."""
     best = min(runs, key=lambda run: run.loss or math.inf)
     log_best = math.log(best.loss or math.nan)
-    found = surface.best(best.parameters, best.tokens, best.sparsity)
-    there = replace(best, learning_rate=found.learning_rate, batch_tokens=found.batch_tokens)
+    sizes = best.parameters, best.tokens, best.sparsity
+    if valley_alone and surface.valley:
+        rate, batch = surface.valley.least(sizes, None)
+    else:
+        found = surface.best(*sizes)
+        rate, batch = found.learning_rate, found.batch_tokens
+    there = replace(best, learning_rate=rate, batch_tokens=batch)
     local, wider = Local.fit(runs), Local.fit(runs, 2 * WITHIN)
     log_loss, error = local.at(there)
     least, bottom = local.least()
@@ -241,7 +248,10 @@ def choose(runs: Sequence[LanguageRun], terms: Surface) -> dict[str, object]:
         seen = [run for run in runs if run.cell[:2] not in out]
         surface = with_valley(terms, seen, width=choice[0], curvature_deviation=choice[1])
         return [
-            [best_of(surface, [r for r in runs if r.cell == cell]) for cell in cells[size]]
+            [
+                best_of(surface, [r for r in runs if r.cell == cell], valley_alone=True)
+                for cell in cells[size]
+            ]
             for size in out
         ]
 
@@ -331,7 +341,6 @@ def main() -> None:
     """Fit, leave out, write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--choose", action="store_true")
     arguments = parser.parse_args()
     dense = runs_of("steplaw_dense_lr_batch_loss")
     experts = runs_of("steplaw_moe_lr_batch_loss")
@@ -339,9 +348,7 @@ def main() -> None:
     used = fitted(every)
     results: dict[str, object] = {"runs": len(every), "fitted": len(used)}
     whole = with_valley(fit_surface(used), used)
-    if arguments.choose:
-        print(json.dumps(choose(used, whole), indent=1))
-        return
+    results["choice of the valley's form"] = choose(used, whole)
     results["in sample"] = {
         name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
         for name, moe in (("dense", False), ("experts", True))

@@ -18,6 +18,7 @@ from scalejax.planning.convergence.loss_surface import (
     LanguageRun,
     LossModel,
     Surface,
+    Valley,
     anchored,
     fit_ladder,
     published_surface,
@@ -99,6 +100,27 @@ def test_a_row_of_a_plan_is_arithmetic_that_can_be_done_by_hand():
     alone = plan.steps_source.split("(")[1].split(")")[0]
     assert alone == "61.4 G to 108 G"
     assert late == pytest.approx(108.2 / 80, rel=1e-3)
+
+
+def test_a_plan_says_where_the_best_is_not_that_of_runs_near_it():
+    """A valley at e^32 times the rate at which the loss is least, and a ladder without one."""
+    valley = Valley(
+        rate=(32.0, 0.0, 0.0, 0.0), batch=(0.0, 0.0, 0.0, 0.0), rate_curvature=(-4.0, 0.0, 0.0),
+        batch_curvature=(-4.0, 0.0, 0.0), correlation=0.0,
+    )  # fmt: skip
+    wrong = replace(BY_HAND, surface=replace(BY_HAND.surface, valley=valley))
+    ladder = replace(BY_HAND, shown={"parameters": 2.0, "tokens": 2.0})
+    options = [ClusterOption(cluster=load_cluster("dgx-h100"), price_per_device_hour=3.0)]
+    run = like_llama("llama-like:N=1b")
+
+    said, other, plain = (
+        "; ".join(plan_loss(run, options, [64], model, 1.1).notes)
+        for model in (wrong, ladder, BY_HAND)
+    )
+
+    assert "times the least loss by all of them" in said
+    assert "too few of its runs are near the best" in other
+    assert "by all of them" not in plain
 
 
 def test_the_command_prints_a_plan_of_80_columns_in_seconds(

@@ -65,13 +65,16 @@ DIVERGES_ABOVE = 0.1
 runs that did, so that the two errors are about as likely."""
 NEAR = 0.006
 """Of the fit of a valley: standard deviation of the normal weights over the loss beside the least
-of a cell. Chosen by sizes left out within those that remain (`experiments/loss_model/fit.py
---choose`)."""
+of a cell. Chosen by sizes left out within those that remain
+(`experiments/loss_model/fit.py`)."""
 _LEAST_WEIGHT = 1e-3
 """Weight below which a run is none of a valley's."""
 _NOISE = 0.0015
 """Scale of a run's ln loss about its valley in a fit, beyond which the loss function is linear:
 0.08 to 0.18 % in each of the published cells (the same)."""
+AGREED = 0.005
+"""Loss of the sum at the valley's best over the sum's least, less one, up to which the valley alone
+says the best batch and rate: 0.30 % at most in the published cells."""
 VALLEY_DEVIATION = 0.3
 """Of a fit of a valley: how far its exponents are taken to be from those of `_START_VALLEY`."""
 _START_VALLEY = np.array(
@@ -187,7 +190,8 @@ class Surface:
     terms: tuple[tuple[float, ...], ...]
     """Of each term of the sum ln C and its exponents."""
     valley: Valley | None = None
-    """Where the best batch and rate are; where the sum of `terms` is least, if None."""
+    """Where the best batch and rate are; where the sum of `terms` is least, if None, and where the
+    two disagree."""
 
     def loss(self, run: LanguageRun) -> float:
         """Final loss of `run`, if it does not diverge."""
@@ -203,22 +207,45 @@ class Surface:
     ) -> Optimum:
         """The best rate, and the best batch unless it is given.
 
+        Where the sum of `terms` has much more loss at the valley's best than at its own, the two
+        disagree, and rate and batch go over to those of the sum (`AGREED`): of a convex sum, the
+        loss is 0.67 % above its least at most.
+
         A given batch is no best one: the more its least loss is above that of the best batch, the
         more its rate is that of `terms`, by the weight that such a run had in the fit of `valley`.
         """
         sizes = [parameters, tokens, sparsity]
         if self.valley is None:
             return self._at(*_least(self.terms, sizes, batch_tokens), sizes)
-        rate, batch = self.valley.least(sizes, batch_tokens)
-        found = self._at(rate, batch, sizes)
+        agreement, free = self._free(self.valley, sizes)
         if batch_tokens is None:
-            return found
+            return free
+        found, batch = self.valley.least(sizes, batch_tokens)
         other = self._at(*_least(self.terms, sizes, batch_tokens), sizes)
-        free = self._at(*self.valley.least(sizes, None), sizes)
         off = max(0.0, other.loss / free.loss - 1)
-        share = float(_nearness(np.array(off), NEAR))
-        rate = other.learning_rate * (found.learning_rate / other.learning_rate) ** share
+        share = agreement * float(_nearness(np.array(off), NEAR))
+        rate = other.learning_rate * (found / other.learning_rate) ** share
         return self._at(rate, batch, sizes)
+
+    def disagreement(self, parameters: float, tokens: float, sparsity: float = 1.0) -> float:
+        """Loss of the sum at the valley's best over the sum's least, less one; 0 without a
+        valley."""
+        sizes = [parameters, tokens, sparsity]
+        if self.valley is None:
+            return 0.0
+        least = self._at(*_least(self.terms, sizes, None), sizes)
+        return self._at(*self.valley.least(sizes, None), sizes).loss / least.loss - 1
+
+    def _free(self, valley: Valley, sizes: Sequence[float]) -> tuple[float, Optimum]:
+        """The valley's share of the best batch and rate, 0..1, and those."""
+        beyond = self.disagreement(*sizes) - AGREED
+        there = valley.least(sizes, None)
+        if beyond <= 0:
+            return 1.0, self._at(*there, sizes)
+        share = float(_nearness(np.array(beyond), AGREED))
+        least = _least(self.terms, sizes, None)
+        rate, batch = (b * (v / b) ** share for v, b in zip(there, least, strict=True))
+        return share, self._at(rate, batch, sizes)
 
     def _at(self, rate: float, batch: float, sizes: Sequence[float]) -> Optimum:
         """A rate and a batch with their loss, at (parameters, tokens, sparsity)."""

@@ -23,6 +23,7 @@ from scalejax.core.units import counted, format_count
 from scalejax.hardware import load_chip, require_own_names
 from scalejax.planning.convergence.hyperbola import Estimate
 from scalejax.planning.convergence.loss_surface import (
+    AGREED,
     DIVERGES_ABOVE,
     FITTED,
     LanguageRun,
@@ -356,6 +357,18 @@ def _notes(
         found.append(
             f"the anchor itself is beyond the runs ({'; '.join(model.anchored_beyond)}): the band "
             "is wider for that"
+        )
+    apart = model.surface.disagreement(run.parameters, run.tokens, run.sparsity)
+    if model.shown and model.surface.valley is None:
+        found.append(
+            "too few of its runs are near the best of their size and tokens to say where that is: "
+            "batch and rate are those of the least loss by all of them"
+        )
+    elif apart > AGREED:
+        found.append(
+            "the batch and rate that its runs near the best point to have "
+            f"{1 + apart:.4g} times the least loss by all of them: it goes over to those of the "
+            "least loss"
         )
     found += model.context
     if shape.tokens != _TOKENS and model.context:

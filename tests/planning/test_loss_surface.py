@@ -381,3 +381,46 @@ def test_the_band_is_wider_for_batches_and_anchors_beyond_the_runs():
     assert moved.scale_deviation > 2 * here.scale_deviation
     assert "30 times the most tokens" in moved.anchored_beyond[0]
     assert here.anchored_beyond == ()
+
+
+def test_the_tables_of_the_experiment_are_those_of_its_results():
+    """Every cell of the table of the best batch and rate; of that of losses, the first five rows;
+    and the valley's columns of the comparison of measures."""
+    results = json.loads((EXPERIMENT / "results.json").read_text())
+    summary = results["summary"]
+    lines = (EXPERIMENT / "README.md").read_text().splitlines()
+    tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    starts = {
+        name: next(at for at, row in enumerate(tables) if name in row) + 2
+        for name in ("cells", "experts", "single runs: second sum")
+    }
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.2f} %"
+
+    def whole(mean: str, largest: str, found: dict[str, float]) -> str:
+        values = [found[mean], found[largest]]
+        return ", ".join(map(percent, values[: 1 if found["cells"] == 1 else 2]))
+
+    first = starts["cells"]
+    rows = tables[first : first + len(summary)]
+    for row, found in zip(rows, summary.values(), strict=True):
+        within = round(found["within_0.3_percent_by_excess"] * found["cells"])
+        assert row[1:] == [
+            str(found["cells"]),
+            whole("mean_excess", "largest_excess", found),
+            "all" if within == found["cells"] else str(within),
+            whole("mean_excess_over_least", "largest_excess_over_least", found),
+            f"{found['largest_rate_factor']:.2f}, {found['largest_batch_factor']:.2f}",
+        ]
+    errors = [results["in sample"].values()]
+    for kind in ("size", "size and tokens", "one of each size", "most tokens"):
+        errors.append([summary[f"{kind}, {what}"]["mean_error"] for what in ("dense", "experts")])
+    for row, both in zip(tables[starts["experts"] :], errors, strict=False):
+        assert row[1:3] == [percent(each) for each in both]
+    for row, found in zip(
+        tables[starts["single runs: second sum"] :][:4], summary.values(), strict=False
+    ):
+        for column, name in ((2, "called_excess"), (4, "excess")):
+            within = f"{found[f'within_0.3_percent_by_{name}']:.0%}".replace("%", " %")
+            assert row[column] == f"{whole(f'mean_{name}', f'largest_{name}', found)}, {within}"

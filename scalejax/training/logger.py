@@ -233,7 +233,6 @@ def input_measurement(
     step: int = 0,
     epoch: float = 0.0,
     of_updates_seconds: float | None = None,
-    element_bytes: int | None = None,
     elapsed_seconds: float = 0.0,
 ) -> InputMeasurement:
     """Life of a batch: the means of `seconds`.
@@ -246,7 +245,6 @@ def input_measurement(
         epoch: passes over the data made.
         of_updates_seconds: time of the updates of these batches, with the waits for them; None if
             none was made.
-        element_bytes: bytes of a number of the inputs; None if unknown.
         elapsed_seconds: time since training began.
     """
     count = seconds.batches
@@ -268,7 +266,6 @@ def input_measurement(
         copy_seconds=seconds.copy / count,
         step_seconds=None if of_step is None else max(0.0, of_step - seconds.waited) / count,
         wait_seconds=seconds.waited / count,
-        element_bytes=element_bytes,
         elapsed_seconds=elapsed_seconds,
     )
 

@@ -637,7 +637,6 @@ class TrainingLoop:
                 step=self._step,
                 epoch=each.run.epoch_of(self._step),
                 of_updates_seconds=of_updates,
-                element_bytes=each.run.dataset.element_bytes,
                 elapsed_seconds=each.logger.elapsed_seconds,
             )
             self._write(each, measurement)

@@ -280,13 +280,10 @@ class InputMeasurement:
     """An update with its exchange and without the wait for its batch; None where none was made."""
     wait_seconds: float
     """Time that the devices waited for the batch."""
-    element_bytes: int | None = None
-    """Bytes of a number of the inputs: 1 of pixels, 4 of others; None in older records."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
 
     def __post_init__(self) -> None:
-        require_at_least("element_bytes", self.element_bytes, 1)
         for name in ("batches", "cores"):
             require_at_least(name, getattr(self, name), 1)
 

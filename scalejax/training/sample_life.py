@@ -113,10 +113,7 @@ def _predicted(prediction: Prediction) -> tuple[float, float, float | None]:
 
 
 def period_seconds(
-    measured: InputMeasurement,
-    *,
-    workers: int | None = None,
-    is_cached: bool = False,
+    measured: InputMeasurement, *, workers: int | None = None, is_cached: bool = False
 ) -> float:
     """Time from one update to the next with other settings, from the measured stages.
 
@@ -151,27 +148,9 @@ def period_seconds(
     return max((storage + own) / max(1, count), processor / measured.cores, step + beside)
 
 
-def period_with_bytes(measured: InputMeasurement, factor: float) -> float:
-    """Time from one update to the next with inputs of a type of `factor` times the bytes, which
-    take as many times as long to hand over and to copy.
-
-    Devices of their own compute while the training process copies; a CPU does not. Left out: that
-    numbers of another type take another time to decode, and that memory of batches above some 32
-    MB is mapped anew for each (32 MB took 14 to 33 times as long to hand over as 8).
-    """
-    step = measured.step_seconds or 0.0
-    now, made = period_seconds(measured), period_seconds(measured, workers=measured.workers)
-    handed = (factor - 1) * measured.hand_over_seconds / max(1, measured.workers)
-    copied = (factor - 1) * measured.copy_seconds
-    if not measured.shares_cores:
-        copied = max(0.0, factor * measured.copy_seconds - step)
-    then = max(min(now, made) + handed, step + copied)
-    return max(now, then) if factor > 1 else min(now, then)
-
-
 def other_settings(measured: InputMeasurement) -> tuple[tuple[str, float, float], ...]:
     """(setting, seconds from one update to the next with it, seconds now): of more workers, of
-    longer prefetching, of a cache, and of another type of the inputs where the present is known."""
+    longer prefetching and of a cache."""
     now = period_seconds(measured)
     more = 2 * measured.workers or measured.cores
     cached = min(now, period_seconds(measured, is_cached=True))
@@ -180,13 +159,4 @@ def other_settings(measured: InputMeasurement) -> tuple[tuple[str, float, float]
         # In the mean a queue is as fast as what fills it, however long it is.
         ("a longer input.read_ahead_batches", now, now),
         ("data in memory (cache)", cached, now),
-        *_other_type(measured, now),
     )
-
-
-def _other_type(measured: InputMeasurement, now: float) -> tuple[tuple[str, float, float], ...]:
-    """Of pixels as float32, or of other inputs in 16 bits."""
-    if measured.element_bytes is None:
-        return ()
-    name, factor = ("float32", 4.0) if measured.element_bytes == 1 else ("16 bits", 0.5)
-    return ((f"inputs as {name} (type)", period_with_bytes(measured, factor), now),)

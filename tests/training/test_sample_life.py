@@ -15,13 +15,12 @@ from toy_data import Pausing
 from scalejax.config.data import ParquetConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.data.datasets import open_source
-from scalejax.data.loader import worker_pool
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.stage_clock import STAGES, reading, timed
 from scalejax.measure.input.probes import on_first_device
 from scalejax.training.logger import input_measurement
 from scalejax.training.record import InputMeasurement
-from scalejax.training.sample_life import life_of, other_settings, period_seconds, period_with_bytes
+from scalejax.training.sample_life import life_of, other_settings, period_seconds
 
 PAUSE = 0.1
 MEASURED = InputMeasurement(
@@ -154,58 +153,6 @@ def test_settings_by_hand():
 
     settings = other_settings(replace(MEASURED, workers=1))
     assert [round(then / now, 3) for _, then, now in settings] == [0.5, 1.0, 0.375]
-
-
-def test_a_type_of_the_inputs_by_hand():
-    """Four times the bytes: of a worker, 30 ms more to hand over; of a CPU, 3 ms more to copy in
-    each step, which other devices do not see."""
-    handed = replace(MEASURED, workers=1, hand_over_seconds=0.010, wait_seconds=0.060)
-    copied = replace(MEASURED, wait_seconds=0.0, shares_cores=True)
-
-    assert period_with_bytes(handed, 4) == pytest.approx(0.090 + 3 * 0.010)
-    assert period_with_bytes(copied, 4) == pytest.approx(0.030 + 3 * 0.001)
-    assert period_with_bytes(replace(copied, shares_cores=False), 4) == pytest.approx(0.030)
-    *_, (name, then, now) = other_settings(replace(handed, element_bytes=4))
-    assert (name, then, now) == ("inputs as 16 bits (type)", pytest.approx(0.085), 0.090)
-    assert "type" not in str(other_settings(MEASURED))  # of a record that does not say
-
-
-class Numbers:
-    """Zeros of a type, 2^12 in each example, all in memory."""
-
-    def __init__(self, dtype: Any) -> None:
-        self._values = np.zeros((1, 2**12), dtype)
-
-    def __len__(self) -> int:
-        return 1000
-
-    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The zeros."""
-        count = len(indices)
-        inputs = np.repeat(self._values, count, axis=0)
-        return {"inputs": inputs, "targets": np.zeros(count, np.int32)}
-
-
-@pytest.mark.slow
-def test_a_type_changes_what_the_table_said_it_would(monkeypatch):
-    """Slow, for it starts a worker twice. Handed over at 1 MB/s, 32 kB make 33 ms a batch; as
-    float32 they take what the table said, within a quarter."""
-
-    def slowly(*args: Any, **kwargs: Any):
-        array = worker_pool_array_at(*args, **kwargs)
-        time.sleep(array.nbytes * 1e-6)
-        return array
-
-    worker_pool_array_at = worker_pool.array_at
-    monkeypatch.setattr(worker_pool, "array_at", slowly)
-    pixels, floats = (
-        lived(source, on_first_device(source.take(np.arange(1)), 8), workers=1, step_seconds=0.01)
-        for source in (Numbers(np.uint8), Numbers(np.float32))
-    )
-
-    now = period_seconds(floats)
-    assert now > 2 * period_seconds(pixels)
-    assert period_with_bytes(pixels, 4) == pytest.approx(now, rel=0.25)
 
 
 @pytest.mark.parametrize(

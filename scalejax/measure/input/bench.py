@@ -156,13 +156,7 @@ def batch_life(
     samples = min(len(source), config.batch.global_batch or config.batch.per_device_batch or TAKEN)
     how = replace(config.input, workers=workers)
     seconds, shares_cores = probes.batch_seconds(source, how, samples, grid.seconds)
-    inputs = source.take(np.arange(1), 0)["inputs"]
-    measured = input_measurement(
-        seconds,
-        workers=workers,
-        shares_cores=shares_cores,
-        element_bytes=inputs.dtype.itemsize,
-    )
+    measured = input_measurement(seconds, workers=workers, shares_cores=shares_cores)
     given = HostInput(rates=rates, work=sample_work(config.data), workers=workers)
     return measured, life_of(measured, input_stages=dict(stage_seconds(given, samples)))
 

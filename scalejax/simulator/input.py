@@ -70,7 +70,8 @@ def taken_seconds(given: HostInput, pace: InputPace, samples_per_node: float) ->
     """Time that the input of one batch takes from a step on the cores of its host: all of its work,
     divided among the cores.
 
-    Threads of images keep all cores busy for as long as they take; other input is of one thread.
+    Without workers, threads that decode images keep all cores busy for as long as they take; all
+    else is measured as the time of one core.
 
     Left out: cores that a small step leaves idle, and nodes that are processes of one machine.
 
@@ -79,9 +80,11 @@ def taken_seconds(given: HostInput, pace: InputPace, samples_per_node: float) ->
         pace: that of `input_pace`.
         samples_per_node: samples of the batch on this host.
     """
-    seconds = samples_per_node * math.fsum(each for _, each in pace.stages)
-    uses_all = not given.workers and given.rates.is_of_images
-    return seconds if uses_all else seconds / given.rates.cores
+    of_all_cores = {"take"} if given.rates.is_of_images and not given.workers else set()
+    return samples_per_node * math.fsum(
+        seconds if stage in of_all_cores else seconds / given.rates.cores
+        for stage, seconds in pace.stages
+    )
 
 
 def input_pace(

@@ -72,8 +72,9 @@ def step_terms(program: Program, cluster: Cluster, site: Site, step_seconds: flo
 
 
 def is_host(cluster: Cluster) -> bool:
-    """Whether the devices are the CPU of their host, on whose cores the input runs too."""
-    return cluster.chip.name == "cpu"
+    """Whether the devices are the CPU of their host, on whose cores the input runs too: as measured
+    by `calibrate`, whatever the chip is called since; on GPUs it measures other all-reduces."""
+    return cluster.link.kind == "host" and cluster.library.runs_buffers_one_by_one
 
 
 def input_stages(program: Program, cluster: Cluster, site: Site) -> tuple[tuple[str, float], ...]:

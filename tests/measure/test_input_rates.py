@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hardware_cases import CHIP, cluster_of
+from hardware_cases import cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,6 +28,7 @@ from scalejax.hardware import (
     FileWork,
     HostInput,
     InputRates,
+    Link,
     ReadRates,
     RunConditions,
     SampleWork,
@@ -348,18 +349,22 @@ def test_nothing_is_waited_for_or_said_where_input_is_fast():
 
 
 @pytest.mark.parametrize(
-    ("workers", "taken"),
+    ("workers", "is_first_epoch", "taken"),
     [
-        (2, 8 * 875e-6 / 4),  # of workers: 700 us to decode and 175 to take, on four cores
-        (0, 8 * 300e-6),  # threads keep all of them busy
+        (2, False, 8 * 875e-6 / 4),  # of workers: 700 us to decode and 175 to take, on four cores
+        (0, False, 8 * 300e-6),  # threads keep all of them busy
+        (0, True, 8 * (300e-6 + 50e-6 / 4)),  # and one thread reads 10 groups: 10 ms, 40 MB: 40 ms
     ],
 )
-def test_input_on_the_cores_of_the_step_makes_it_longer(workers, taken):
-    """Of devices that are the CPU: what the input computes is beside the step, and said; other
-    devices wait for none of it."""
-    site = Site(input=with_workers(HOST, workers))
+def test_input_on_the_cores_of_the_step_makes_it_longer(workers, is_first_epoch, taken):
+    """Of devices that are the CPU, whatever it is called: what the input computes is beside the
+    step, and said; other devices wait for none of it."""
+    site = Site(input=replace(HOST, workers=workers, is_first_epoch=is_first_epoch))
     step, program = 1.0, replace(data_parallel(8), global_batch=8)
-    on_cpu = cluster_of(chip=replace(CHIP, name="cpu"))
+    on_cpu = cluster_of(
+        link=Link(kind="host", bytes_per_second=100e9),
+        library=replace(cluster_of().library, runs_buffers_one_by_one=True),
+    )
 
     assert step_terms(program, on_cpu, site, step).input_seconds == pytest.approx(taken)
     assert step_terms(program, cluster_of(), site, step).input_seconds == 0

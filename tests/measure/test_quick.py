@@ -131,16 +131,19 @@ ENTRY %main (x: f32[48,48], y: f32[48,48]) -> f32[48,48] {
 def test_operations_are_timed_as_the_compiler_wrote_them(mesh, monkeypatch):
     """Three products of rows by columns and one of columns by columns: the mean of what they took,
     by how often there are any."""
-    shapes = []
+    called = []
 
     def seconds_in_turn(calls, **_):
-        shapes.append(len(calls))
+        called.append(len(calls))
         return [0.0, 0.0, 0.0, 0.0, 2e-3, 6e-3] + [1e-3] * (len(calls) - 6)
 
     monkeypatch.setattr("scalejax.measure.devices.quick.seconds_in_turn", seconds_in_turn)
 
     cluster = local_cluster(mesh, program_of((PRODUCT, 4)), TEXT)
 
+    # nothing, two of pairs of products, a step; two orders; three fusions of two sizes; sums of two
+    # sizes, with and without
+    assert called == [4 + 2 + 3 * 2 + 2 * 2]
     assert operation_time(PRODUCT, cluster.chip).busy_seconds == pytest.approx(3e-3)
 
 

@@ -315,6 +315,36 @@ def test_what_is_far_off_a_ring_is_measured_again(tmp_path, monkeypatch):
     assert found.cluster.library.residual == pytest.approx(0, abs=1e-6)
 
 
+def test_no_all_reduce_is_timed_again_after_20_s(tmp_path, monkeypatch):
+    """A round of four takes 28 s; of the next three begin within 20 s, and no other round does."""
+    now = [0.0]
+
+    def late(count: int, size: int, done: int) -> float:
+        now[0] += 7.0
+        return 0.0
+
+    timed = all_reduces(monkeypatch, late)
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("scalejax.measure.devices.collectives.time", clock)
+
+    found = calibrate(tmp_path, TINY_GRID)
+
+    assert len(timed) == 4 + 3
+    assert found.cluster.library.residual == pytest.approx(0, abs=1e-6)
+
+
+def test_buffers_of_all_reduces_are_there_only_while_they_are_timed():
+    """Of all sizes and device counts they take gigabytes together."""
+    before = len(jax.live_arrays())
+
+    timed = probes.all_reduce_round(mesh_of(jax.local_devices()[:2]), 2**14, calls=1)
+    compiled = len(jax.live_arrays())
+    timed()
+
+    assert compiled == before
+    assert len(jax.live_arrays()) == before
+
+
 def test_a_busy_machine_is_calibrated_with_a_note(tmp_path, monkeypatch):
     """A sum that is disturbed in every round is farther off than the files hold, which are written
     all the same."""

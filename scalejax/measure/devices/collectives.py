@@ -33,7 +33,7 @@ class MeasuredCollective:
 
 
 ROUNDS = 3
-"""Fewest rounds of timing."""
+"""Rounds of timing, if they take no longer than `_MOST_SECONDS`."""
 _MOST_ROUNDS, _MOST_SECONDS = 9, 20.0
 _FAR_OFF = math.log(2)
 """Residual beyond which a disturbance is likelier than another law than a ring's."""
@@ -47,30 +47,33 @@ def timed_in_rounds(
     """All-reduces that are timed in turn, over and over, while they are far off a ring.
 
     Of every step the least time counts: other programs can only make it longer, and one that runs
-    for a second is beside a single round of each.
+    for a second is beside a single round of each. After the first round none begins later than
+    `_MOST_SECONDS`.
 
     Args:
         rounds: by number of devices and payload in bytes, what times the steps with such an
             all-reduce once.
         seconds_of: seconds of the all-reduce, from those of its steps.
-        agreed: the largest of what all processes say, which must make equally many rounds.
+        agreed: the largest of what all processes say, which must time equally many.
     """
-    end = time.perf_counter() + _MOST_SECONDS
-    least: dict[tuple[int, int], Parts] = {}
-    measured: list[MeasuredCollective] = []
-    for done in range(1, _MOST_ROUNDS + 1):
-        for key, seconds in rounds.items():
-            found = seconds()
-            before = least.get(key, found)
-            least[key] = tuple(map(min, found, before))  # type: ignore[assignment]  four of them
-        measured = [
+
+    def measured() -> list[MeasuredCollective]:
+        return [
             MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds_of(parts))
             for (count, size), parts in least.items()
         ]
-        is_far_off = (fit_ring(measured).residual or 0.0) > _FAR_OFF
-        if done >= ROUNDS and not agreed(is_far_off and time.perf_counter() < end):
+
+    least = {key: seconds() for key, seconds in rounds.items()}
+    end = time.perf_counter() + _MOST_SECONDS
+    for done in range(1, _MOST_ROUNDS):
+        is_far_off = (fit_ring(measured()).residual or 0.0) > _FAR_OFF
+        if done >= ROUNDS and not agreed(is_far_off):
             break
-    return measured
+        for key, seconds in rounds.items():
+            if not agreed(time.perf_counter() < end):
+                return measured()
+            least[key] = tuple(map(min, seconds(), least[key]))  # type: ignore[assignment]  four
+    return measured()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalejax.measure.devices.timing import ALL, filled, seconds_of_call, seconds_of_function
+from scalejax.measure.devices.timing import (
+    ALL,
+    filled,
+    filling,
+    seconds_of_call,
+    seconds_of_function,
+)
 
 MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
@@ -385,13 +391,19 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
 def all_reduce_round(mesh: Mesh, size_bytes: int, calls: int) -> Callable[[], Parts]:
     """Compiles steps with an all-reduce of `size_bytes` per device; returns what times them once.
 
-    A CPU runs an all-reduce for each of `BUFFERS` buffers, a GPU one for all of them.
+    A CPU runs an all-reduce for each of `BUFFERS` buffers, a GPU one for all of them. The buffers
+    are there only while they are timed: those of all sizes and device counts take gigabytes.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), (max(1, size_bytes // 4),)]
-    product, buffer = (filled(mesh, shape, jnp.float32) for shape in shapes)
-    copies = [jnp.copy(buffer) for _ in range(BUFFERS - 1 if is_cpu else 0)]
-    arguments = [product, buffer, *copies]
+    fill_product, fill_buffer = (filling(mesh, shape, jnp.float32) for shape in shapes)
+    count = BUFFERS if is_cpu else 1
+    product, buffer = jax.eval_shape(fill_product), jax.eval_shape(fill_buffer)
+    spec = PartitionSpec(ALL)
+    given = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, spec))
+        for each in (product, *[buffer] * count)
+    ]
 
     def step(x: jax.Array, *values: jax.Array, product: bool, sums: bool) -> list[jax.Array]:
         computed = (x[0] @ x[0] if product else x[0])[0, 0]
@@ -400,15 +412,15 @@ def all_reduce_round(mesh: Mesh, size_bytes: int, calls: int) -> Callable[[], Pa
         return [each[None] for each in found]
 
     def compiled(**parts: bool) -> Any:
-        spec = PartitionSpec(ALL)
         each = jax.shard_map(partial(step, **parts), mesh=mesh, in_specs=spec, out_specs=spec)
-        return jax.jit(each).lower(*arguments).compile()
+        return jax.jit(each).lower(*given).compile()
 
     steps = [
         compiled(product=product, sums=sums) for product in (True, False) for sums in (True, False)
     ]
 
     def seconds() -> Parts:
+        arguments = [fill_product(), *(fill_buffer() for _ in range(count))]
         found = [seconds_of_call(each, arguments, calls=calls, statistic=median) for each in steps]
         return found[0], found[1], found[2], found[3]
 

@@ -191,6 +191,12 @@ def keep_pages() -> None:
     _set_option(_TRIM_THRESHOLD, 2**27)
 
 
+def release_pages() -> None:
+    """Return to the system what was freed: arenas of many threads keep gigabytes between them."""
+    with contextlib.suppress(OSError, AttributeError):  # another library of C
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def limit_arenas() -> None:
     """Limit the allocator to one arena per core, at least four, unless the environment sets a
     limit.

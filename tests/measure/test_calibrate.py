@@ -1,6 +1,7 @@
 """This machine measured and written down: what the files hold, and what they are good for."""
 
 import re
+import resource
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -335,14 +336,20 @@ def test_no_all_reduce_is_timed_again_after_20_s(tmp_path, monkeypatch):
 
 def test_buffers_of_all_reduces_are_there_only_while_they_are_timed():
     """Of all sizes and device counts they take gigabytes together."""
-    before = len(jax.live_arrays())
+    arrays = len(jax.live_arrays())
+    timed = probes.all_reduce_round(mesh_of(jax.local_devices()[:2]), 2**22, calls=1)
+    assert len(jax.live_arrays()) == arrays
 
-    timed = probes.all_reduce_round(mesh_of(jax.local_devices()[:2]), 2**14, calls=1)
-    compiled = len(jax.live_arrays())
+    before = resident_bytes()
     timed()
 
-    assert compiled == before
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) == arrays
+    assert resident_bytes() - before < 2 * probes.BUFFERS * 2**22  # of the arguments, of 3 times
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_busy_machine_is_calibrated_with_a_note(tmp_path, monkeypatch):

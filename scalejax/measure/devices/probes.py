@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalejax.core.environment import release_pages
 from scalejax.measure.devices.timing import (
     ALL,
     filled,
@@ -422,6 +423,8 @@ def all_reduce_round(mesh: Mesh, size_bytes: int, calls: int) -> Callable[[], Pa
     def seconds() -> Parts:
         arguments = [fill_product(), *(fill_buffer() for _ in range(count))]
         found = [seconds_of_call(each, arguments, calls=calls, statistic=median) for each in steps]
+        del arguments
+        release_pages()
         return found[0], found[1], found[2], found[3]
 
     return seconds

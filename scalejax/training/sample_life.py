@@ -18,8 +18,9 @@ Hidden = Literal["yes", "in part", "no", "takes the step's cores"]
 longer."""
 
 
-EXCHANGE = "  of it exchange"
-"""Name of the stage that no clock sees: the program runs it with compute."""
+EXCHANGE = "exchange"
+"""Name of the stage that no clock sees: the program runs it with compute, a part of whose time it
+is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

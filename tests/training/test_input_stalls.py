@@ -120,6 +120,8 @@ def test_a_run_records_the_life_of_its_batches(plain, capsys):
     assert max(map(len, lines)) <= 80
     (decode,) = [line for line in lines if line.startswith("decode ")]
     assert "25 ms" in decode
+    assert "exchange" in [each.stage for each in life_of(measured, known)]
+    assert [line for line in lines if line.startswith("  of it exchange ")]
     (step,) = [line for line in lines if line.startswith("compute + exchange ")]
     for seconds in (measured.step_seconds, prediction.step_seconds):
         assert format_seconds(seconds) in step

@@ -184,11 +184,11 @@ def life(measured: InputMeasurement, stages: Sequence[LifeStage]) -> Iterator[Re
     yield Text.assemble(("Life of a batch", "bold"), f" (mean of {measured.batches:,})")
     table = figures("stage", "measured", "predicted", "runs in", "hidden")
     for each in stages:
-        measured_as = format_seconds(each.measured_seconds)
+        name, measured_as = each.stage, format_seconds(each.measured_seconds)
         if each.stage == EXCHANGE:
-            measured_as = "with compute"
+            name, measured_as = f"  of it {each.stage}", "with compute"
         predicted_as = format_seconds(each.predicted_seconds)
-        table.add_row(each.stage, measured_as, predicted_as, each.place, each.hidden or "")
+        table.add_row(name, measured_as, predicted_as, each.place, each.hidden or "")
     yield table
     if measured.step_seconds is None:
         return

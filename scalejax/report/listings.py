@@ -371,8 +371,8 @@ class PaceRow:
     """Samples delivered to the host's devices."""
     limit: Limit
     """What it is bounded by."""
-    stage_seconds: tuple[tuple[str, float], ...]
-    """(stage, processor seconds of a sample)."""
+    stage_seconds: dict[str, float]
+    """Processor seconds of a sample, by stage."""
 
 
 @document("input_bench")
@@ -389,7 +389,7 @@ class InputBench(Tabular):
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """A row for each number of workers."""
-        return [{**asdict(each), "stage_seconds": dict(each.stage_seconds)} for each in self.paces]
+        return [asdict(each) for each in self.paces]
 
 
 def input_bench(
@@ -403,7 +403,7 @@ def input_bench(
                 workers=workers,
                 samples_per_second=pace.samples_per_second,
                 limit=pace.limit,
-                stage_seconds=pace.stages,
+                stage_seconds=dict(pace.stages),
             )
             for workers, pace in paces
         ),

@@ -388,6 +388,18 @@ def test_the_command_of_the_page_predicts_what_it_shows(tmp_path: Path):
         assert found["predictions"][0]["step_seconds"] == pytest.approx(chosen["step"], rel=1e-4)
 
 
+@pytest.mark.skipif(NODE is None, reason="there is no Node here")
+def test_times_have_the_unit_that_a_person_would_use():
+    """The headline of a page, in days of the arithmetic: seconds too."""
+    script = (SCRIPTS / "explorer.js").read_text(encoding="utf-8")
+    (words,) = re.findall(r"  (const digits = .*?;\n  const time = .*?;\n)", script, re.DOTALL)
+    times = [15.8 / 86_400, 90 / 86_400, 0.1, 3]
+
+    shown = in_node(f"(() => {{ {words} return input.map(time); }})()", times)
+
+    assert shown == ["15.8 s", "1.5 min", "2.4 hours", "3 days"]
+
+
 def in_node(expression: str, given: object) -> Any:
     """The value of an expression over `answers`, the page's arithmetic, and `input`."""
     assert NODE is not None

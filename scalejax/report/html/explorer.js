@@ -9,7 +9,7 @@
   const digits = (value, most = 3) => value >= 100 ? Math.round(value).toLocaleString("en")
     : String(Number(value.toPrecision(most)));
   const time = (days) => days >= 1 ? `${digits(days)} days` : days * 24 >= 1
-    ? `${digits(days * 24)} hours` : `${digits(days * 1440)} min`;
+    ? `${digits(days * 24)} hours` : days * 1440 >= 1 ? `${digits(days * 1440)} min` : `${digits(days * 86400)} s`;
   const large = (value) => {
     for (const [size, word] of [[1e12, " T"], [1e9, " billion"], [1e6, " million"]])
       if (value >= size * 0.9995) return digits(value / size) + word;
@@ -364,7 +364,7 @@
     const priced = data.clusters.every((each) => (state.prices[each.name] ?? each.price) !== null);
     const cost = (each) => priced ? each.dollars : each.deviceHours, words = (value) => priced ? dollars(value) : `${large(value)} device-hours`;
     const longest = Math.max(0, ...series.flatMap((each) => each.points.map((point) => point.chosen.days)));
-    const [size, unit] = longest >= 3 ? [1, "d"] : longest * 24 >= 3 ? [24, "h"] : [1440, "min"];
+    const [size, unit] = longest >= 3 ? [1, "d"] : longest * 24 >= 3 ? [24, "h"] : longest * 1440 >= 3 ? [1440, "min"] : [86400, "s"];
     const scaled = (value) => value === null ? null : value * size;
     overDevices("days", series, (each) => scaled(each.days), (each) => scaled(each.lowDays), (each) => scaled(each.highDays), (each) => `${time(each.days)}${each.lowDays === null ? "" : ` (${time(each.lowDays)} to ${time(each.highDays)})`}`, (value) => `${digits(value)} ${unit}`);
     const share = (each, days) => days === null ? null : cost(each) * days / each.days;

@@ -218,7 +218,8 @@ class Bench(RunFileCommand):
         serialization.save(found, folder.results)
         write_result(found, self.json, self.csv)
         pictures = save_bench(summaries, folder.path)
-        say(f"wrote results.json, {', '.join(pictures)} in {folder.path}")
+        print(f"wrote {folder.path}")
+        say(f"In it are {', '.join((folder.results.name, *pictures))}.")
         print(f"scalejax report {folder.path} draws them in one page.")
 
 

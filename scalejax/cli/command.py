@@ -3,6 +3,7 @@
 Imported without JAX.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -89,7 +90,8 @@ def flags_of(overrides: Overrides) -> list[str]:
 
 
 def wrapped(line: str) -> str:
-    """`line` wrapped to the width of the terminal, continuation lines indented below its title.
+    """`line` wrapped to the width of the terminal (COLUMNS), continuation lines indented below its
+    title.
 
     Words stay whole, so that paths and flags can be copied.
     """
@@ -110,8 +112,15 @@ def wrapped(line: str) -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a sentence, wrapped; on standard output, or to `file`."""
-    print(wrapped(text), file=file)
+    """Print sentences, each of its lines wrapped where a person reads it; on standard output, or to
+    `file`.
+
+    In pipes and files, which programs read, lines stay whole, unless COLUMNS asks for a width. What
+    names a path is printed as it is.
+    """
+    is_read = "COLUMNS" in os.environ or (file or sys.stdout).isatty()
+    for line in text.split("\n"):
+        print(wrapped(line) if is_read else line, file=file)
 
 
 def to_type(what: str, words: Sequence[str]) -> str:

@@ -134,7 +134,7 @@ class Explore(OverridingCommand):
             start=grid.start(config.batch.global_batch),
         )
         size = write_explorer(grid, subject, self.output)
-        say(f"wrote {self.output}, {size / 1e6:.1f} MB, which any browser opens without network")
+        print(f"wrote {self.output}, {size / 1e6:.1f} MB, which any browser opens without network")
         if size > _MOST_BYTES:
             say("Fewer --devices, --batches, --networks, --frameworks or --layouts make it small.")
         write_result(page_contents(grid, str(self.output), size, tokens), self.json, self.csv)

@@ -212,13 +212,11 @@ class StudyWarmup(TrainMany):
     ) -> None:
         from scalejax.report.study import write_study
 
-        write_study(study, rates, results, folder, width=self.width, cores=self._cores)
+        names = write_study(study, rates, results, folder, width=self.width, cores=self._cores)
         print()
         tables.show(sweep_tables.study(study, results))
-        say(
-            f"wrote {folder.path}: figure.pdf, .svg and .png, table.md and .tex, data, "
-            "PROTOCOL.md, commands.sh"
-        )
+        print(f"wrote {folder.path}")
+        say(f"In it are {', '.join(names)}.")
         table = StudyTable(rates=rate_rows(rates), cells=cell_rows(results))
         write_result(table, self.json, self.csv)
 

@@ -56,9 +56,12 @@ def write_study(
     *,
     width: PrintWidth,
     cores: int | None,
-) -> None:
+) -> list[str]:
     """Write every file of the study but its sweeps; `cores` are those of each process, on which
     bits depend, None where an accelerator trains.
+
+    Returns: the names of what is written: of figures in each format, tables, texts, and the folder
+        of the data.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -74,16 +77,21 @@ def write_study(
     for name, lines in tables.items():
         save_table(folder.data / f"{name}.parquet", lines)
         save_text(to_csv(lines), folder.data / f"{name}.csv")
-    figure = study_panels(study, results, width)
-    for suffix in SUFFIXES:
-        save_print(figure, folder.figure(suffix))
+    figures = {folder.figure: study_panels(study, results, width)}
     if along := sharpness_panels(study, results, width):
-        for suffix in SUFFIXES:
-            save_print(along, folder.sharpness(suffix))
-    save_text(markdown(study, results), folder.table)
-    save_text(latex(study, results), folder.latex)
-    save_text(protocol(study, rates, results, cores), folder.protocol)
-    save_text(commands(study, width, cores), folder.commands)
+        figures[folder.sharpness] = along
+    pictures = {of(suffix): spec for of, spec in figures.items() for suffix in SUFFIXES}
+    for path, spec in pictures.items():
+        save_print(spec, path)
+    texts = {
+        folder.table: markdown(study, results),
+        folder.latex: latex(study, results),
+        folder.protocol: protocol(study, rates, results, cores),
+        folder.commands: commands(study, width, cores),
+    }
+    for path, text in texts.items():
+        save_text(text, path)
+    return [path.name for path in (*pictures, *texts, folder.data)]
 
 
 # The table.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import scalejax
-from scalejax.cli.command import OverridingCommand
+from scalejax.cli.command import OverridingCommand, say
 from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse, split_overrides
 from scalejax.cli.predict import Predict
@@ -227,6 +227,22 @@ def test_refusals_fit_the_terminal(
     assert max(map(len, capsys.readouterr().err.splitlines())) <= 60
     assert main(["config", "show", path]) == 2
     assert path in capsys.readouterr().err
+
+
+def test_sentences_are_wrapped_for_who_reads_them_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """In a pipe a line stays one, as what reads it expects; lines of a text stay apart."""
+    text = "note: " + "a path with spaces " * 6 + "\nand a second line"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    say(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    say(text)
+    wide, *others, second = capsys.readouterr().out.splitlines()
+    assert len(wide) <= 60
+    assert others
+    assert second == "and a second line"
 
 
 @pytest.mark.slow

@@ -424,7 +424,7 @@ def test_the_sharpness_along_runs_is_in_tables_and_a_figure_of_its_own(studied, 
     ]
     folder = StudyFolder(path=tmp_path / "out")
 
-    write_study(study, found_rates(study, ()), sharp, folder, width="page", cores=2)
+    names = write_study(study, found_rates(study, ()), sharp, folder, width="page", cores=2)
 
     cells = {(c["scaling"], c["batch"], c["warmup"]): c for c in lines_of(cell_rows(sharp))}
     warm = cells["sqrt", 32, "gradual:50%"]
@@ -447,6 +447,7 @@ def test_the_sharpness_along_runs_is_in_tables_and_a_figure_of_its_own(studied, 
     assert highest == pytest.approx(40 * 6 ** (1 / 3))
     assert {row["kind"] for row in drawn} == {"is", "limit"}
     assert folder.sharpness("pdf").stat().st_size > 1000
+    assert sorted(names) == sorted(each.name for each in folder.path.iterdir())
     assert sharpness_panels(study, results, "page") == {}
     assert "sharpness" not in markdown(study, results)
 

@@ -4,7 +4,6 @@ Imported without JAX, which is imported when they run.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -150,29 +149,22 @@ class Report(PlainCommand):
     json: JsonFile = None
     """Write what it shows here as JSON (scalejax schema): how each run went, and predictions."""
     csv: CsvFile = None
-    """Write a row for each run here as CSV; without runs one for each prediction."""
+    """Write a row for each run here as CSV; without runs one for each prediction, or else for each
+    point of a plan."""
 
     def execute(self) -> None:
         """Read the sources and write the report."""
-        from scalejax.report.html.report import write_report
+        from scalejax.report.html.report import render
+        from scalejax.report.listings import report_contents
+        from scalejax.report.sources import read_sources
 
         serialization.require_writable("output", self.output)
         require_result_files(self.json, self.csv)
-        write_report(self.sources, self.output)
+        sources = read_sources(self.sources)
+        serialization.save_text(render(sources, "scalejax report"), self.output)
         print(f"wrote {self.output}")
-        _write_contents(self.sources, self.output, self.json, self.csv)
-
-
-def _write_contents(
-    sources: Sequence[Path], page: Path, json: Path | None, csv: Path | None
-) -> None:
-    """Write what the report of these sources shows to --json and --csv, where they are given."""
-    if json is None and csv is None:
-        return
-    from scalejax.report.listings import report_contents
-    from scalejax.report.sources import read_sources
-
-    write_result(report_contents(read_sources(sources), str(page)), json, csv)
+        if self.json is not None or self.csv is not None:
+            write_result(report_contents(sources, str(self.output)), self.json, self.csv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +300,12 @@ class Quickstart(PlainCommand):
 
         require_result_files(self.json, self.csv, self.folder, FILES)
         shown = quickstart(self.folder, seeds=self.seeds)
-        _write_contents(shown, self.folder / "report.html", self.json, self.csv)
+        if self.json is not None or self.csv is not None:
+            from scalejax.report.listings import report_contents
+            from scalejax.report.sources import read_sources
+
+            found = report_contents(read_sources(shown), str(self.folder / "report.html"))
+            write_result(found, self.json, self.csv)
 
 
 def _resolve_here(run_file: Path, overrides: Overrides, device_count: int | None) -> ResolvedRun:

@@ -14,6 +14,7 @@ from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster, InputRates
 from scalejax.planning.search.run import in_words
 from scalejax.planning.settings_grid import LayoutEntry, Setting, SettingsGrid
+from scalejax.planning.time_to_target.plan import Plan
 from scalejax.report.sources import Sources
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.input import InputPace, Limit
@@ -337,14 +338,17 @@ class ReportContents(Tabular):
     """Names of its sweeps, in whose folders are tables of their arms."""
     benches: tuple[str, ...]
     """Names of its benches, in whose folders are their results."""
-    plans: tuple[str, ...]
-    """Titles of its plans."""
+    plans: tuple[Plan, ...]
+    """Its plans."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The runs, a row for each; without any the predictions, a row for each number of
-        devices."""
-        rows = [{"title": each.title, **row} for each in self.predictions for row in each.to_rows()]
-        return _run_rows(self.runs) or rows
+        """The runs, a row for each; without any the predictions, a row for each number of devices;
+        without these the plans, a row for each point."""
+
+        def rows(found: Sequence[ScalingPrediction | Plan]) -> list[dict[str, JsonValue]]:
+            return [{"title": each.title, **row} for each in found for row in each.to_rows()]
+
+        return _run_rows(self.runs) or rows(self.predictions) or rows(self.plans)
 
 
 def report_contents(sources: Sources, page: str) -> ReportContents:
@@ -357,7 +361,7 @@ def report_contents(sources: Sources, page: str) -> ReportContents:
         predictions=sources.studies,
         sweeps=tuple(each.name for each in sources.sweeps),
         benches=tuple(each.name for each in sources.benches),
-        plans=tuple(each.title for each in sources.plans),
+        plans=sources.plans,
     )
 
 

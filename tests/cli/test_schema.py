@@ -32,6 +32,7 @@ from scalejax.measure.bench.results import BenchResults, BenchRow
 from scalejax.measure.doctor import Finding, Findings
 from scalejax.measure.input import bench as input_bench
 from scalejax.measure.input.bench import Grid
+from scalejax.planning.time_to_target.plan import Plan, PlanPoint
 from scalejax.report.listings import Calibrated, RunList, report_contents, run_summary
 from scalejax.report.sources import Sources
 from scalejax.simulator.comparison import compare
@@ -204,6 +205,15 @@ def _results() -> list[Tabular | ArmTable]:
         diverged_only=0, validation_accuracy=metric, validation_loss=metric, test_accuracy=metric,
         test_loss=metric, sharpness=SharpnessSummary(largest=8.0, last=2.0, count=1),
     )  # fmt: skip
+    point = PlanPoint(
+        cluster="it", device_count=8, global_batch=64, per_device_batch=8, steps=10.0,
+        step_seconds=0.1, goodput=None, run_seconds=1.0, p10_run_seconds=None,
+        p90_run_seconds=None, device_hours=1.0, cost=1.0,
+    )  # fmt: skip
+    plan = Plan(
+        title="it", target="loss 3", steps_source="its run", has_convergence=True, is_priced=False,
+        points=(point,),
+    )  # fmt: skip
     rate = RateRow(optimizer="sgd", learning_rate=0.1, validation=None, chosen=True, at_edge=False)
     return [
         one,
@@ -220,6 +230,7 @@ def _results() -> list[Tabular | ArmTable]:
         ResultTable(rows=({"run": 0, "optimizer.nesterov": True},)),
         StudyTable(rates=(rate,), cells=(cell,)),
         report_contents(Sources(runs=(), studies=(scaling,)), "report.html"),
+        report_contents(Sources(runs=(), studies=(), plans=(plan,)), "report.html"),
     ]
 
 

@@ -86,8 +86,8 @@ def test_the_wheel_alone_has_all_that_the_tree_has(tmp_path: Path):
     `tests/support/wheel_alone.py` installs it for each Python, and runs everything."""
     try:
         archive = wheel_alone.build(tmp_path / "dist")
-    except subprocess.CalledProcessError:
-        pytest.skip("no package index here to build it with")
+    except ConnectionError as error:
+        pytest.skip(str(error))
     with zipfile.ZipFile(archive) as files:
         files.extractall(tmp_path / "installed")
     tracked = subprocess.check_output(["git", "ls-files", "scalejax"], cwd=ROOT, text=True)
@@ -121,6 +121,26 @@ def test_the_wheel_alone_has_all_that_the_tree_has(tmp_path: Path):
     assert absent == []
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith(str(tmp_path / "installed/scalejax/__init__.py"))
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("WARNING: Retrying after connection broken by 'NewConnectionError'", ConnectionError),
+        ("tomli.TOMLDecodeError: Invalid value", subprocess.CalledProcessError),
+    ],
+)
+def test_a_wheel_that_cannot_be_built_fails_where_the_network_is_not_why(
+    said: str, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A broken pyproject.toml is no reason to skip."""
+    pip = tmp_path / "pip"
+    pip.write_text(f"#!/bin/sh\necho {shlex.quote(said)} >&2\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+
+    with pytest.raises(raised):
+        wheel_alone.build(tmp_path)
 
 
 def test_set_up_asks_for_extras_and_commands_that_exist():

@@ -51,10 +51,18 @@ def build(folder: Path) -> Path:
     """The wheel of this tree, built into a folder.
 
     Raises:
-        subprocess.CalledProcessError: if it cannot be built, as without a package index.
+        ConnectionError: if no package index can be reached for what builds it.
+        subprocess.CalledProcessError: if it cannot be built for another reason.
     """
     words = ("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *words], stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        if "connection broken by" in done.stderr:  # in pip's warnings of what it tries again
+            raise ConnectionError("no package index can be reached")
+        done.check_returncode()
     (wheel,) = folder.glob("*.whl")
     return wheel
 

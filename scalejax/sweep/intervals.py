@@ -92,7 +92,7 @@ def spread_in_words(count: int) -> str:
     """What stands beside a mean over `count` seeds, for captions: of three or more, of which some
     may have diverged; of two; nothing of one."""
     if count >= LEAST_COUNT:
-        return "95 % t intervals, and both values in place of it where two runs are left"
+        return "95 % t intervals (of two runs, both values)"
     return "both values, as an interval needs three" if count > 1 else ""
 
 

@@ -42,6 +42,7 @@ from scalejax.simulator.program import MemoryUse, Operation, Program, load_progr
 from scalejax.training.compile import refusing_without_memory
 from scalejax.training.record import RecordPosition
 from scalejax.training.train import train
+from scalejax.validation.accuracy import Accuracy
 from scalejax.validation.kinds import read_any
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
@@ -398,6 +399,18 @@ def test_what_a_ledger_counts_is_at_least_one(tmp_path, column):
 
     with pytest.raises(ConfigError, match=f"{column}='0' is refused: .* whole number, 1 or more"):
         read_any(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("coverage", 1.5), ("mean_error", -1)])
+def test_accuracy_of_a_release_makes_sense(name, value):
+    """A mean over cells of no rows was a traceback."""
+    cell = {
+        "quantity": "step time", "family": "a", "framework": "xla", "chip": "h100", "rows": 3,
+        "median_error": 0.1, "mean_error": 0.1, "bias": -0.1, "coverage": 0.5,
+    }  # fmt: skip
+
+    with pytest.raises(ConfigError, match=f"{name}={value} is refused"):
+        build(Accuracy, {"release": "0.2.0", "cells": [cell | {name: value}]})
 
 
 def test_a_ledger_of_losses_names_the_column_that_is_wrong(tmp_path):

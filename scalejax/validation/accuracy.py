@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.serialization import document
 from scalejax.validation.summary import MEMORY, RowResult
 
@@ -97,6 +98,14 @@ class AccuracyCell:
     """Mean signed error: above 0 where predictions are too large."""
     coverage: float | None
     """Fraction of measurements between p10 and p90, 0..1; None without a band."""
+
+    def __post_init__(self) -> None:
+        require_at_least("rows", self.rows, 1)
+        for name in ("median_error", "mean_error"):
+            require_at_least(name, getattr(self, name), 0)
+        require_at_least("bias", self.bias, -1)
+        if self.coverage is not None and not 0 <= self.coverage <= 1:
+            raise ConfigError(refusal("coverage", self.coverage, "it must be from 0 to 1"))
 
     @property
     def key(self) -> Key:

@@ -414,7 +414,8 @@ def test_a_report_says_that_a_completed_run_has_too_few_lines(finished, tmp_path
     main(["report", str(folder), "--output", str(page)])
 
     assert RunRecord.load(folder).status == "completed"
-    assert "run is damaged: the record up to there is not what was written" in page.read_text()
+    # shorter than at the checkpoint, if what was written after it is shorter than the lost line
+    assert re.search("run is damaged: .*(is not what was written|bytes)", page.read_text())
 
 
 PASSED_OVER = {

@@ -401,7 +401,7 @@ def test_what_a_ledger_counts_is_at_least_one(tmp_path, column):
         read_any(path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("coverage", 1.5), ("mean_error", -1)])
+@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("coverage", 1.5), ("mean_error", -1.0)])
 def test_accuracy_of_a_release_makes_sense(name, value):
     """A mean over cells of no rows was a traceback."""
     cell = {

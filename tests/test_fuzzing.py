@@ -352,6 +352,10 @@ def test_a_network_of_a_ledger_has_no_more_layers_than_any(tmp_path):
     ("sizes", "refused"),
     [
         ({"hidden": 2**40}, "model.hidden=1099511627776 is refused: it must be from 1 to 100,000,"),
+        (
+            {"name": "llama", "kv_heads": 1, "norm_epsilon": 2.0**31},
+            "model.norm_epsilon=2147483648.0 is refused: it must be at most 1",
+        ),
         ({"hidden": 2 * 10**7}, "the training step needs .* of memory, and this machine has"),
         (
             {"hidden": 2 * 10**7, "layers": 1000},

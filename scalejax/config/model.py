@@ -13,6 +13,7 @@ from scalejax.core.errors import (
     ConfigError,
     refusal,
     require_above,
+    require_at_most,
     require_fraction,
     require_import_path,
     require_multiple,
@@ -739,6 +740,7 @@ class LlamaConfig(DecoderConfig):
             require_size(f"model.{name}", getattr(self, name))
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
+        require_at_most("model.norm_epsilon", self.norm_epsilon, 1)  # beside a variance of about 1
         require_size("model.amax_history_length", self.amax_history_length)
         if self.block.head_size is None and self.mla is None:
             # Rotary embeddings rotate pairs of entries of a head.

@@ -12,7 +12,7 @@ on another, and the two synchronise at starts and waits.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from scalejax.core.errors import (
     ConfigError,
@@ -225,6 +225,20 @@ class MemoryUse:
     """What the framework's allocator reserves, free blocks among it, which it gives back where
     memory is short: a program fits by `peak_bytes`. None where nothing is reserved beyond that, or
     is known of it."""
+
+    @classmethod
+    def of_statistics(cls, statistics: Any) -> "MemoryUse":
+        """That of a compiled program, by what its `memory_analysis` says."""
+        return cls(
+            argument_bytes=statistics.argument_size_in_bytes,
+            output_bytes=statistics.output_size_in_bytes,
+            alias_bytes=statistics.alias_size_in_bytes,
+            temporary_bytes=statistics.temp_size_in_bytes,
+            host_bytes=statistics.host_argument_size_in_bytes
+            + statistics.host_output_size_in_bytes
+            - statistics.host_alias_size_in_bytes
+            + statistics.host_temp_size_in_bytes,
+        )
 
     @property
     def peak_bytes(self) -> int:

@@ -20,6 +20,7 @@ from scalejax.data.loader.loader import Batches, evaluation_batches, training_ba
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Source
 from scalejax.simulator.predict import slow_note
+from scalejax.simulator.program import MemoryUse
 from scalejax.training.evaluation import Evaluation, build_evaluation
 from scalejax.training.record import RunFolder
 from scalejax.training.run_folder import kept_prediction
@@ -163,11 +164,8 @@ def refusing_without_memory() -> Iterator[None]:
 def program_bytes(compiled: Any) -> int | None:
     """Memory of a device that a compiled program needs, its arguments included; None if the
     compiler does not say."""
-    used = compiled.memory_analysis()
-    if used is None:
-        return None
-    kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
-    return kept + used.temp_size_in_bytes
+    statistics = compiled.memory_analysis()
+    return None if statistics is None else MemoryUse.of_statistics(statistics).peak_bytes
 
 
 def measured_and_predicted(files: RunFolder, step_times: Sequence[float]) -> str:

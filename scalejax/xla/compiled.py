@@ -186,16 +186,7 @@ def _memory(compiled: "jax.stages.Compiled") -> MemoryUse:
     statistics = compiled.memory_analysis()
     if statistics is None:
         raise ProfileError("the compiler keeps no account of the memory of this program.")
-    return MemoryUse(
-        argument_bytes=statistics.argument_size_in_bytes,
-        output_bytes=statistics.output_size_in_bytes,
-        alias_bytes=statistics.alias_size_in_bytes,
-        temporary_bytes=statistics.temp_size_in_bytes,
-        host_bytes=statistics.host_argument_size_in_bytes
-        + statistics.host_output_size_in_bytes
-        - statistics.host_alias_size_in_bytes
-        + statistics.host_temp_size_in_bytes,
-    )
+    return MemoryUse.of_statistics(statistics)
 
 
 CONVOLUTIONS_AT_ONCE = 2

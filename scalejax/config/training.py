@@ -513,7 +513,9 @@ class SharpnessConfig:
 
     Of the parameters that learn, in float32, over the same training samples each time, without
     augmentation and dropout; BatchNorm normalises by all of these together; weight decay is not in
-    the loss. The step is the same with it and without, so `predict` does not know of it.
+    the loss. With AdamW as many products again give that of the Hessian as its steps are
+    preconditioned (Cohen et al. 2022, 2207.14484). The step is the same with it and without, so
+    `predict` does not know of it.
     """
 
     every_steps: int = 10

@@ -146,8 +146,13 @@ def _caption(study: Study, sharpness: Sequence[SharpnessName]) -> str:
             " Sharpness: the largest eigenvalue of the Hessian of the training loss; the largest "
             "and the last that were measured along a run"
         )
+        if "largest_preconditioned" in sharpness:
+            along += ", the largest of the Hessian as AdamW preconditions it"
         if "largest_over_threshold" in sharpness:
-            along += ", and the largest over that up to which SGD of the rate then is stable"
+            along += (
+                ", and the largest over that up to which SGD of the rate then is stable (of AdamW "
+                "the preconditioned over its own)"
+            )
         along += "."
     return (
         f"means over {counted(study.seeds, 'seed')}{spread and f' and {spread}'}, of the runs that "

@@ -44,7 +44,7 @@ Scaling = Literal["none", "linear", "sqrt", "sde", "legw"]
 """A rule of `schedule.scaling`."""
 Measure = Literal["accuracy", "loss"]
 """What runs are compared by."""
-SharpnessName = Literal["largest", "last", "largest_over_threshold"]
+SharpnessName = Literal["largest", "last", "largest_preconditioned", "largest_over_threshold"]
 """A measure of the sharpness along a run."""
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Learning rates that are tried, two in each decade, from those of Adam to those of LARS: as many
@@ -596,8 +596,11 @@ class SharpnessSummary:
     """The largest that was measured along a run, in the mean over seeds that did not diverge."""
     last: float | None = None
     """The last that was measured, likewise."""
+    largest_preconditioned: float | None = None
+    """With AdamW, the largest of the Hessian as it is preconditioned, likewise."""
     largest_over_threshold: float | None = None
-    """The largest over that above which SGD of that rate and momentum is not stable, likewise."""
+    """The largest over that above which SGD of that rate and momentum is not stable, and with AdamW
+    that of the preconditioned Hessian over that of its own, likewise."""
     count: int = 0
     """Seeds in it."""
 
@@ -774,9 +777,17 @@ class CellResult:
         with its interval; None of none."""
 
         def of(each: SharpnessMeasurement) -> float | None:
-            if name != "largest_over_threshold" or each.sharpness is None:
+            if name == "largest_preconditioned":
+                return each.preconditioned_sharpness
+            if name != "largest_over_threshold":
                 return each.sharpness
-            return each.stability_threshold and each.sharpness / each.stability_threshold
+            for value, limit in (
+                (each.sharpness, each.stability_threshold),
+                (each.preconditioned_sharpness, each.preconditioned_threshold),
+            ):
+                if value is not None and limit:
+                    return value / limit
+            return None
 
         runs = [[of(m) for m in row.sharpness] for row in self.arm.rows if not row.has_diverged]
         found = [[value for value in values if value is not None] for values in runs]
@@ -881,10 +892,11 @@ def _summary(result: CellResult, metric: Metric) -> MetricSummary:
 
 
 def _sharpness_summary(result: CellResult) -> SharpnessSummary:
-    largest, last, over = map(result.sharpness, get_args(SharpnessName))
+    largest, last, preconditioned, over = map(result.sharpness, get_args(SharpnessName))
     return SharpnessSummary(
         largest=largest and largest.mean,
         last=last and last.mean,
+        largest_preconditioned=preconditioned and preconditioned.mean,
         largest_over_threshold=over and over.mean,
         count=largest.count if largest else 0,
     )
@@ -902,6 +914,9 @@ def sharpness_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]
             "sharpness": found.sharpness,
             "sharpness_error": found.sharpness_error,
             "stability_threshold": found.stability_threshold,
+            "preconditioned_sharpness": found.preconditioned_sharpness,
+            "preconditioned_error": found.preconditioned_error,
+            "preconditioned_threshold": found.preconditioned_threshold,
         }
         for each in results
         for row in each.arm.rows

@@ -113,7 +113,11 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
         later=tuple((each, _compiled(each, mesh)) for each in later),
         evaluation=evaluation,
         evaluate=evaluate,
-        sharpness=build_sharpness(run, mesh, evaluation) if run.config.train.sharpness else None,
+        sharpness=(
+            build_sharpness(run, mesh, step.state, evaluation)
+            if run.config.train.sharpness
+            else None
+        ),
     )
 
 

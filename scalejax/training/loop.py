@@ -10,6 +10,7 @@ Every process runs this loop over its own devices; only the first writes files a
 """
 
 import json
+import math
 import shutil
 import signal
 import time
@@ -61,7 +62,7 @@ from scalejax.training.record import (
 )
 from scalejax.training.resume import RunIdentity
 from scalejax.training.run_folder import versions
-from scalejax.training.sharpness import stability_threshold
+from scalejax.training.sharpness import preconditioned_threshold, stability_threshold
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import Step
@@ -426,6 +427,13 @@ class TrainingLoop:
                 sharpness_error=finite(values["error"]),
                 learning_rate=rate,
                 stability_threshold=stability_threshold(each.run.config.optimizer, rate),
+                preconditioned_sharpness=finite(values.get("preconditioned_sharpness", math.nan)),
+                preconditioned_error=finite(values.get("preconditioned_error", math.nan)),
+                preconditioned_threshold=(
+                    preconditioned_threshold(each.run.config.optimizer, rate)
+                    if "preconditioned_sharpness" in values
+                    else None
+                ),
                 seconds=seconds,
                 elapsed_seconds=each.logger.elapsed_seconds,
             )

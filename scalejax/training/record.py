@@ -183,7 +183,8 @@ class ValidationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharpnessMeasurement:
-    """The sharpness: the largest eigenvalue of the Hessian of the training loss."""
+    """The sharpness: the largest eigenvalue of the Hessian of the training loss; and with AdamW of
+    the Hessian as it is preconditioned."""
 
     kind: Literal["sharpness"] = "sharpness"
     """Selects this kind of line."""
@@ -205,6 +206,17 @@ class SharpnessMeasurement:
     """Time that the measurement took."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
+    preconditioned_sharpness: float | None = None
+    """With AdamW, the largest eigenvalue of P^-1/2 H P^-1/2, H the Hessian and P the diagonal that
+    it divides its first moment by (Cohen et al. 2022, arXiv 2207.14484); None of other optimizers,
+    before the first update, where its steps are not of that form (moments in 8 bits, cautious,
+    `model.parametrization`, rate factors), and if it was not finite."""
+    preconditioned_error: float | None = None
+    """As `sharpness_error`."""
+    preconditioned_threshold: float | None = None
+    """Preconditioned sharpness above which AdamW of that rate grows away from the minimum of a
+    quadratic, 2 (1 + beta1) / ((1 - beta1) rate), gradients not clipped; None where there is no
+    preconditioned sharpness, and where the rate is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,8 +583,8 @@ class RunRecord(Tabular):
 def figures(path: Path) -> list[tuple[int, float, float, float]]:
     """All that the run in the folder `path` measured but the time it took, of which two runs that
     are the same have the same: (step, loss, accuracy, learning rate) of updates, of
-    evaluations with 0 for the rate, and with the sharpness and its error in place of loss and
-    accuracy; `math.nan`, the same one each time, where there is none.
+    evaluations with 0 for the rate, and with the sharpness, plain and preconditioned, and its error
+    in place of loss and accuracy; `math.nan`, the same one each time, where there is none.
 
     Raises:
         ConfigError: if there is no run, or a line is damaged.
@@ -580,9 +592,12 @@ def figures(path: Path) -> list[tuple[int, float, float, float]]:
     rows: list[tuple[int, float, float, float]] = []
     for line in RunRecord.load(path).measurements:
         if isinstance(line, SharpnessMeasurement):
-            values = (line.sharpness, line.sharpness_error)
-            found = [math.nan if value is None else value for value in values]
-            rows.append((line.step, found[0], found[1], line.learning_rate))
+            pairs = [(line.sharpness, line.sharpness_error)]
+            if line.preconditioned_sharpness is not None:
+                pairs.append((line.preconditioned_sharpness, line.preconditioned_error))
+            for pair in pairs:
+                value, error = (math.nan if each is None else each for each in pair)
+                rows.append((line.step, value, error, line.learning_rate))
         if not isinstance(line, TrainMeasurement | EvaluationMeasurement | ValidationMeasurement):
             continue
         loss = math.nan if line.loss is None else line.loss

@@ -264,6 +264,10 @@ def _sentence(measurement: Told, total_steps: int) -> str:
     if isinstance(measurement, SharpnessMeasurement):
         value, limit = measurement.sharpness, measurement.stability_threshold
         of_rate = "" if limit is None else f", stable below {limit:.4g}"
+        if (of_steps := measurement.preconditioned_sharpness) is not None:
+            of_rate += f", preconditioned {of_steps:.4g}"
+            if measurement.preconditioned_threshold is not None:
+                of_rate += f", stable below {measurement.preconditioned_threshold:.4g}"
         return (
             f"step {measurement.step}/{total_steps}: "
             f"sharpness {UNKNOWN if value is None else f'{value:.4g}'}{of_rate}"

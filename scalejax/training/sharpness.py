@@ -1,4 +1,5 @@
-"""The sharpness of a run: the largest eigenvalue of the Hessian of its training loss.
+"""The sharpness of a run: the largest eigenvalue of the Hessian of its training loss, and with
+AdamW that of the Hessian as it is preconditioned.
 
 The Hessian is never built: Lanczos takes products of it with vectors, each the gradient of the
 product of the gradient with it. Vectors are trees like the parameters, sharded as they
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config.input import InputConfig
 from scalejax.config.model import DecoderConfig
-from scalejax.config.optimizer import OptimizerConfig, SgdConfig
+from scalejax.config.optimizer import AdamWConfig, OptimizerConfig, SgdConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.config.training import SharpnessConfig
 from scalejax.data.held_out import part_of
@@ -58,7 +59,11 @@ class Sharpness:
     batch: Batch
     """Shapes, types and shardings of the samples."""
     function: Any
-    """The compiled (params, model_state, batch) -> "sharpness" and its "error", float32."""
+    """The compiled (params, model_state, second_moment, step, batch) -> "sharpness" and its
+    "error", float32, and of the preconditioned Hessian these two as "preconditioned_sharpness" and
+    "preconditioned_error", if there is a second moment."""
+    second_moment: Callable[[TrainState], PyTree]
+    """Of a state, that of the optimizer by which the Hessian is preconditioned; None of others."""
     schedule: Any
     """Learning rate by updates made."""
 
@@ -71,18 +76,25 @@ class Sharpness:
 
     def measured(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """The "sharpness" at the parameters that the next gradient is taken at, and its "error":
-        the distance to the nearest eigenvalue is no larger."""
-        values = jax.device_get(self.function(state.params, state.model_state, batch))
-        return {name: float(value) for name, value in values.items()}
+        the distance to the nearest eigenvalue is no larger. The same two of the preconditioned
+        Hessian with AdamW, once it has a second moment."""
+        weights = state.params, state.model_state, self.second_moment(state), state.step
+        values = jax.device_get(self.function(*weights, batch))
+        found = {name: float(value) for name, value in values.items()}
+        if int(jax.device_get(state.step)):
+            return found
+        return {name: found[name] for name in ("sharpness", "error")}
 
     def learning_rate(self, step: int) -> float:
         """That of the update after `step` updates."""
         return float(self.schedule(step))
 
 
-def build_sharpness(run: ResolvedRun, mesh: Mesh, evaluation: Evaluation) -> Sharpness:
+def build_sharpness(
+    run: ResolvedRun, mesh: Mesh, state: TrainState, evaluation: Evaluation
+) -> Sharpness:
     """The measurement of the sharpness of `run` over `mesh`, compiled: of the weights that are
-    trained, which are shaped as those of `evaluation`, and of samples as there."""
+    trained, shaped as those of `state`, and of samples as those of `evaluation`."""
     wanted = run.config.train.sharpness
     assert wanted is not None  # noqa: S101  by its caller
     batch = {
@@ -90,24 +102,28 @@ def build_sharpness(run: ResolvedRun, mesh: Mesh, evaluation: Evaluation) -> Sha
         for name, like in evaluation.batch.items()
     }
     setup = train_setup(_in_float32(run))
-    measure = partial(_measure, setup, mesh, wanted, shardings_of(evaluation.weights_shapes[0]))
+    second_moment = _second_moment if _is_preconditioned(run) else _nothing
+    shapes = state.params, state.model_state, second_moment(state), state.step, batch
+    measure = partial(_measure, setup, mesh, wanted, shardings_of(state.params))
     function = jax.jit(
         partial(with_constraints, setup, mesh, measure),
-        in_shardings=shardings_of((*evaluation.weights_shapes, batch)),
+        in_shardings=shardings_of(shapes),
         out_shardings=replicated(mesh),
     )
     return Sharpness(
         wanted=wanted,
         how=replace(run.config.input, workers=0),  # for one batch
         batch=batch,
-        function=function.lower(*evaluation.weights_shapes, batch).compile(),
+        function=function.lower(*shapes).compile(),
+        second_moment=second_moment,
         schedule=setup.schedule,
     )
 
 
 def stability_threshold(optimizer: OptimizerConfig, learning_rate: float) -> float | None:
     """The curvature of a quadratic above which SGD of this rate grows away from its minimum; None
-    of other optimizers, whose limit is that of a preconditioned Hessian, and at rate 0.
+    of other optimizers, whose limit is that of a preconditioned Hessian
+    (`preconditioned_threshold`), and at rate 0.
 
     Source: Cohen et al. 2021, arXiv 2103.00065, section 2 and appendix B: 2 / rate, times 1 + m
     with momentum m, and over 1 + 2 m besides if it is Nesterov's.
@@ -117,6 +133,51 @@ def stability_threshold(optimizer: OptimizerConfig, learning_rate: float) -> flo
     momentum = optimizer.momentum
     limit = 2 * (1 + momentum) / learning_rate
     return limit / (1 + 2 * momentum) if optimizer.nesterov else limit
+
+
+def preconditioned_threshold(optimizer: OptimizerConfig, learning_rate: float) -> float | None:
+    """The largest eigenvalue of the preconditioned Hessian of a quadratic above which AdamW of this
+    rate, its preconditioner as it is and without weight decay, grows away from the minimum; None of
+    other optimizers, and at rate 0.
+
+    Source: Cohen et al. 2022, arXiv 2207.14484, section 3: 2 (1 + beta1) / ((1 - beta1) rate).
+    """
+    if not isinstance(optimizer, AdamWConfig) or learning_rate <= 0:
+        return None
+    return 2 * (1 + optimizer.beta1) / ((1 - optimizer.beta1) * learning_rate)
+
+
+def _is_preconditioned(run: ResolvedRun) -> bool:
+    """Whether the steps of a run are its first moment over what `_preconditioner` says."""
+    optimizer, fine_tuning = run.config.optimizer, run.config.fine_tuning
+    return (
+        isinstance(optimizer, AdamWConfig)
+        and not (optimizer.has_blocks or optimizer.cautious)
+        and getattr(run.config.model, "parametrization", None) is None
+        and not (fine_tuning and fine_tuning.rate_factors)
+    )
+
+
+def _second_moment(state: TrainState) -> PyTree:
+    return optax.tree.get(state.opt_state, "nu")
+
+
+def _nothing(_: TrainState) -> None:
+    return None
+
+
+def _preconditioner(optimizer: AdamWConfig, second_moment: PyTree, step: jax.Array) -> PyTree:
+    """The diagonal that AdamW divides its first moment by, both without correction, after `step`
+    updates: (1 - beta1^t) (sqrt(nu / (1 - beta2^t)) + epsilon).
+
+    Source: Cohen et al. 2022, arXiv 2207.14484, section 2.
+    """
+    count = jnp.maximum(step, 1).astype(jnp.float32)
+    first, second = 1 - optimizer.beta1**count, 1 - optimizer.beta2**count
+    return jax.tree.map(
+        lambda nu: first * (jnp.sqrt(nu.astype(jnp.float32) / second) + optimizer.epsilon),
+        second_moment,
+    )
 
 
 def _in_float32(run: ResolvedRun) -> ResolvedRun:
@@ -136,6 +197,8 @@ def _measure(
     shardings: PyTree,
     params: PyTree,
     model_state: PyTree,
+    second_moment: PyTree,
+    step: jax.Array,
     batch: Batch,
 ) -> dict[str, jax.Array]:
     mask = batch["mask"]
@@ -156,11 +219,26 @@ def _measure(
 
         return jax.grad(along)(learning)
 
-    with jax.default_matmul_precision("highest"):
-        value, error = largest_eigenvalue(
-            product, learning, own, iterations=wanted.iterations, seed=wanted.seed
-        )
-    return {"sharpness": value, "error": error}
+    def largest(product: Callable[[PyTree], PyTree]) -> tuple[jax.Array, jax.Array]:
+        with jax.default_matmul_precision("highest"):
+            return largest_eigenvalue(
+                product, learning, own, iterations=wanted.iterations, seed=wanted.seed
+            )
+
+    value, error = largest(product)
+    found = {"sharpness": value, "error": error}
+    optimizer = setup.run.config.optimizer
+    if second_moment is not None and isinstance(optimizer, AdamWConfig):
+        diagonal = _preconditioner(optimizer, second_moment, step)
+        root = jax.tree.map(lambda each: 1 / jnp.sqrt(each), diagonal)
+
+        def scaled(vector: PyTree) -> PyTree:
+            return jax.tree.map(jnp.multiply, root, vector)
+
+        # P^-1/2 H P^-1/2 is symmetric, and has the eigenvalues of P^-1 H.
+        value, error = largest(lambda vector: scaled(product(scaled(vector))))
+        found |= {"preconditioned_sharpness": value, "preconditioned_error": error}
+    return found
 
 
 def largest_eigenvalue(

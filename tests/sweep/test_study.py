@@ -398,7 +398,7 @@ def test_a_loss_is_better_where_it_is_lower(run_file, tmp_path):
 def test_the_sharpness_along_runs_is_in_tables_and_a_figure_of_its_own(studied, tmp_path):
     """8, 40 and 16 along each run, times 1, 2, 3 by seed, where SGD is stable up to 20: the largest
     is 80 in the mean, 4 times that; of two seeds beside a diverged one both. Nothing where it was
-    not measured."""
+    not measured. Of AdamW what counts is the preconditioned one, and its own limit."""
     study, results = studied
 
     def measured(row):
@@ -450,6 +450,30 @@ def test_the_sharpness_along_runs_is_in_tables_and_a_figure_of_its_own(studied, 
     assert sorted(names) == sorted(each.name for each in folder.path.iterdir())
     assert sharpness_panels(study, results, "page") == {}
     assert "sharpness" not in markdown(study, results)
+
+    def preconditioned(row):
+        found = [
+            replace(
+                m,
+                stability_threshold=None,
+                preconditioned_sharpness=None if m.step == 0 else 10 * (m.sharpness or 0),
+                preconditioned_threshold=None if m.step == 0 else 800.0,
+            )
+            for m in row.sharpness
+        ]
+        return replace(row, sharpness=tuple(found))
+
+    adam = [
+        replace(each, arm=replace(each.arm, rows=tuple(map(preconditioned, each.arm.rows))))
+        for each in sharp
+    ]
+    cells = {(c["scaling"], c["batch"], c["warmup"]): c for c in lines_of(cell_rows(adam))}
+    warm = cells["sqrt", 32, "gradual:50%"]
+    assert warm["sharpness_largest_preconditioned"] == 800
+    assert warm["sharpness_largest_over_threshold"] == 1
+    heading = "| largest preconditioned sharpness | largest sharpness over threshold |"
+    assert heading in markdown(study, adam)
+    assert "largest preconditioned" not in table
 
 
 def test_the_folder_says_what_was_done(studied, tmp_path):

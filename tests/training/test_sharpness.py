@@ -7,11 +7,13 @@ Tolerances. Against dense eigenvalues 1e-3 is asked for; 32 products on some hun
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from test_noise_scale import CURVATURE, quadratic
@@ -28,7 +30,13 @@ from scalejax.training.mesh import build_mesh
 from scalejax.training.record import figures
 from scalejax.training.reporter import Silent
 from scalejax.training.setup import train_setup
-from scalejax.training.sharpness import build_sharpness, largest_eigenvalue, stability_threshold
+from scalejax.training.sharpness import (
+    build_sharpness,
+    largest_eigenvalue,
+    preconditioned_threshold,
+    stability_threshold,
+)
+from scalejax.training.state import TrainState
 from scalejax.training.step import init_state
 from scalejax.training.trackers import tracked_values
 from scalejax.training.train import train
@@ -73,14 +81,19 @@ def config_of(model: dict[str, Any], data: dict[str, Any], layout: dict[str, Any
 def measured(run: ResolvedRun) -> dict[str, float]:
     """The sharpness of the initial weights."""
     mesh = build_mesh(run.layout)
-    program = build_sharpness(run, mesh, build_evaluation(run, mesh))
+    return measured_at(run, mesh, init_state(run, mesh))
+
+
+def measured_at(run: ResolvedRun, mesh: Any, state: TrainState) -> dict[str, float]:
+    """The sharpness of a state."""
+    program = build_sharpness(run, mesh, state, build_evaluation(run, mesh))
     source = open_source(run.config.data, "train", seed=run.config.seed, augmentation=None)
-    return program.measured(init_state(run, mesh), program.samples(source))
+    return program.measured(state, program.samples(source))
 
 
 @functools.cache
-def dense_eigenvalues(name: str) -> np.ndarray:
-    """All eigenvalues of the Hessian, built row by row on one device, ascending."""
+def dense_hessian(name: str) -> np.ndarray:
+    """The Hessian, built row by row on one device, parameters in the order of `ravel_pytree`."""
     model, data = {"mlp": (MLP, IMAGES), "gpt": (GPT, TOKENS)}[name]
     run = resolve(config_of(model, data, {"data": 1}))
     setup, state = train_setup(run), init_state(run, build_mesh(run.layout))
@@ -92,7 +105,7 @@ def dense_eigenvalues(name: str) -> np.ndarray:
         return mean_loss(setup, BatchNormScope(), whole(flat), state.model_state, batch)[0]
 
     hessian = jax.jit(jax.jacrev(jax.grad(loss)))(flat)  # layers of gpt have no forward derivative
-    return np.linalg.eigvalsh(np.asarray(hessian, np.float64))
+    return np.asarray(hessian, np.float64)
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -110,12 +123,60 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_every_layout_finds_the_largest_eigenvalue_of_the_whole_matrix(name):
     """That NumPy has of the Hessian that JAX builds; slow, as each layout is a program."""
     model, data, layout = LAYOUTS[name]
-    eigenvalues = dense_eigenvalues(model["name"])
+    eigenvalues = np.linalg.eigvalsh(dense_hessian(model["name"]))
     found = measured(resolve(config_of(model, data, layout)))
     print(name, len(eigenvalues), eigenvalues[-3:], eigenvalues[0], found)
     assert found["sharpness"] == pytest.approx(eigenvalues[-1], rel=RTOL)
     nearest = np.abs(eigenvalues - found["sharpness"]).min()
     assert nearest <= found["error"] + 1e-5 * eigenvalues[-1]
+
+
+@pytest.mark.slow_except("mlp, data")
+@pytest.mark.parametrize("name", ["mlp, data", "mlp, data x fsdp", "gpt, ZeRO 2"])
+def test_with_adamw_the_largest_of_the_preconditioned_matrix_is_found_too(name):
+    """NumPy's of P^-1/2 H P^-1/2, with the second moments of seven updates chosen at random and the
+    bias corrections by hand; before the first update there is none. Slow, as each is a program."""
+    model, data, layout = LAYOUTS[name]
+    config = config_of(model, data, layout)
+    run = resolve(replace(config, optimizer=AdamWConfig(beta2=0.9, epsilon=1e-3)))
+    mesh = build_mesh(run.layout)
+    state = init_state(run, mesh)
+    flat, whole = ravel_pytree(state.params)
+    second = np.exp(np.random.default_rng(3).normal(-9, 2, len(flat)))
+    moments = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding),
+        whole(jnp.asarray(second, jnp.float32)),
+        optax.tree.get(state.opt_state, "nu"),
+    )
+    later = replace(
+        state,
+        step=jax.device_put(jnp.asarray(7, jnp.int32), state.step.sharding),
+        opt_state=optax.tree.set(state.opt_state, nu=moments),
+    )
+
+    first, found = measured_at(run, mesh, state), measured_at(run, mesh, later)
+
+    root = np.sqrt((1 - 0.9**7) * (np.sqrt(second / (1 - 0.9**7)) + 1e-3))
+    eigenvalues = np.linalg.eigvalsh(dense_hessian(model["name"]) / np.outer(root, root))
+    assert found["preconditioned_sharpness"] == pytest.approx(eigenvalues[-1], rel=RTOL)
+    assert first.keys() == {"sharpness", "error"}
+    assert found["sharpness"] == pytest.approx(first["sharpness"], rel=1e-5)
+
+
+def test_adamw_converges_below_its_preconditioned_threshold_and_not_above():
+    """On a parabola whose curvature is divided by what steps are divided by, by the update."""
+    optimizer, rate = AdamWConfig(beta1=0.8), 0.1
+    threshold = preconditioned_threshold(optimizer, rate)
+    assert threshold is not None
+    assert threshold == pytest.approx(2 * 1.8 / (0.2 * 0.1))
+    for factor, converges in ((0.98, True), (1.02, False)):
+        point, mean = 1.0, 0.0
+        for _ in range(3000):
+            mean = 0.8 * mean + 0.2 * factor * threshold * point
+            point -= rate * mean
+        assert (abs(point) < 1e-3) == converges
+    assert preconditioned_threshold(optimizer, 0.0) is None
+    assert preconditioned_threshold(SgdConfig(), rate) is None
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -266,11 +266,16 @@ def noise_scale(runs: Sequence[RunSource]) -> Spec:
 
 def sharpness(runs: Sequence[RunSource]) -> Spec:
     """Sharpness by updates, of the runs that measured it, and up to where their optimizer is
-    stable, if it is SGD: where both are above 0, as the axis is logarithmic."""
+    stable, of AdamW as preconditioned: where they are above 0, as the axis is logarithmic."""
     rows: list[Row] = []
     for run in runs:
         for m in run.record.sharpness:
-            for suffix, value in (("", m.sharpness), (": limit", m.stability_threshold)):
+            for suffix, value in (
+                ("", m.sharpness),
+                (": limit", m.stability_threshold),
+                (": preconditioned", m.preconditioned_sharpness),
+                (": its limit", m.preconditioned_threshold),
+            ):
                 if value is not None and value > 0:
                     rows.append(
                         {

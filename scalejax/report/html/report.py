@@ -223,7 +223,8 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
             "each time, and the limit above which SGD of that learning rate and momentum leaves "
             "the minimum of a quadratic, 2 / rate without momentum: a rate that is warmed up "
             "drives the sharpness below it (Lewkowycz et al. 2020), or along it (Cohen et al. "
-            "2021).",
+            "2021). With AdamW both are of the Hessian as it is preconditioned (Cohen et al. "
+            "2022).",
             charts.sharpness(runs),
         )
     if any(run.has_experts for run in runs):

@@ -3,6 +3,8 @@
     python experiments/loss_model/fit.py            # writes results.json
     python experiments/loss_model/fit.py --write    # and the constants that come with scalejax
 
+Whatever a valley is fitted with (`CHOICES`) is chosen anew in each split, within the runs that are
+left. Tables are printed as they stand in README.md; `forms.py` tries other forms.
 Runs are those that come with scalejax (`validation/ledgers/steplaw_*`).
 """
 
@@ -11,7 +13,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from scalejax.planning.convergence.loss_surface import (
     DIVERGED,
     DIVERGES_ABOVE,
     FITTED,
+    NEAR,
     VALLEY_DEVIATION,
     LanguageRun,
     LossModel,
@@ -44,15 +46,21 @@ FAR = ((1e9, 1, 1e11), (7e9, 1, 2e12), (7e10, 1, 2e12))
 """Parameters, sparsity and tokens of runs such as are asked for."""
 _FAR = 0.5
 """Logarithm of a factor beyond the runs, below which an error says little of distance."""
-Bests = list[dict[str, float]]
-"""What `best_of` finds of several cells."""
+Cell = tuple[float, float, float]
+"""Parameters, sparsity and tokens."""
+Choice = tuple[float, float]
+"""Width of a valley's weights, and how far its curvatures may change with size and tokens."""
 WITHIN = 0.01
 """Loss over the best of a cell, less one, up to which runs tell the loss between them."""
 GOAL = 0.003
-CHOICES = tuple(
+"""What the best batch and rate may lose."""
+FACTOR = 2.0
+"""How far they may be from those of the best run."""
+CHOICES: tuple[Choice, ...] = tuple(
     (width, slopes) for width in (0.004, 0.006, 0.01, 0.015) for slopes in (1e-3, VALLEY_DEVIATION)
 )
-"""Widths of the valley's weights, and how far its curvatures may change with size and tokens."""
+KEPT = (NEAR, VALLEY_DEVIATION)
+"""The choice of what comes with scalejax."""
 DRAWS = 2000
 CONTEXT = (
     "AdamW, 2,000 updates of warmup whatever the batch, then cosine to a rate of 1e-5 whatever the "
@@ -87,7 +95,7 @@ def splits(runs: Sequence[LanguageRun]) -> Iterator[tuple[str, str, Callable[[La
             by_size.setdefault(cell[:2], []).append(cell)
         taken = {cells[int(chosen.integers(len(cells)))] for cells in by_size.values()}
         yield "one of each size", f"seed {SEED}.{fold}", lambda run, t=taken: run.cell in t
-    for some in (dense, experts):
+    for some in filter(None, (dense, experts)):
         most = max(run.tokens for run in some)
         kind = "experts" if some is experts else "dense"
         yield (
@@ -159,9 +167,7 @@ class Local:
 
     def least(self) -> tuple[float, LanguageRun]:
         """Its least ln loss, and a run there."""
-        _, rate, batch, *curves = self.constants
-        curvature = np.array([[2 * curves[0], curves[1]], [curves[1], 2 * curves[2]]])
-        log_rate, log_batch = np.linalg.solve(curvature, [-rate, -batch])
+        log_rate, log_batch = _bottom(self.constants)
         run = replace(
             self.runs[0],
             learning_rate=_CENTRE[0] * math.exp(log_rate),
@@ -171,6 +177,13 @@ class Local:
 
 
 _CENTRE = 2e-3, 524288.0
+
+
+def _bottom(constants: NDArray[np.floating]) -> NDArray[np.floating]:
+    """ln rate and ln batch over those of `_CENTRE` at which a quadratic is stationary."""
+    _, rate, batch, *curves = constants
+    curvature = np.array([[2 * curves[0], curves[1]], [curves[1], 2 * curves[2]]])
+    return np.linalg.solve(curvature, [-rate, -batch])
 
 
 def _quadratic(runs: Sequence[LanguageRun]) -> NDArray[np.float64]:
@@ -183,101 +196,148 @@ def _factor(one: float, other: float) -> float:
     return math.exp(abs(math.log(one / other)))
 
 
-def best_of(
-    surface: Surface, runs: Sequence[LanguageRun], *, valley_alone: bool = False
-) -> dict[str, float]:
-    """Of runs of one cell: what the batch and rate that the surface (or its valley, whatever its
-    sum says) calls best lose, by the local quadratic, to the best run and to the least of that
-    quadratic; how far they are from those of the best run; and what the run loses that the valley
-    calls best of those that were made."""
-    best = min(runs, key=lambda run: run.loss or math.inf)
-    log_best = math.log(best.loss or math.nan)
-    sizes = best.parameters, best.tokens, best.sparsity
-    if valley_alone and surface.valley:
-        rate, batch = surface.valley.least(sizes, None)
-    else:
-        found = surface.best(*sizes)
-        rate, batch = found.learning_rate, found.batch_tokens
-    there = replace(best, learning_rate=rate, batch_tokens=batch)
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a batch and rate lose in a cell, by its local quadratic, and where they are."""
+
+    excess: float
+    """Loss there over that of the best run, less one."""
+    rate_factor: float
+    """Factor to the rate of the best run."""
+    batch_factor: float
+    """Factor to its batch."""
+
+    @classmethod
+    def at(cls, place: LanguageRun, best: LanguageRun, local: Local) -> "Lost":
+        """At the batch and rate of `place`, in the cell of the run `best`."""
+        return cls(
+            math.exp(local.at(place)[0] - math.log(best.loss or math.nan)) - 1,
+            _factor(place.learning_rate, best.learning_rate),
+            _factor(place.batch_tokens, best.batch_tokens),
+        )
+
+    @property
+    def misses(self) -> bool:
+        """Whether it is beyond the goal in loss, rate or batch."""
+        return self.excess > GOAL or max(self.rate_factor, self.batch_factor) > FACTOR
+
+
+def _best_run(runs: Sequence[LanguageRun]) -> LanguageRun:
+    return min(runs, key=lambda run: run.loss or math.inf)
+
+
+def best_of(surface: Surface, runs: Sequence[LanguageRun]) -> dict[str, float]:
+    """Of runs of one cell: what the batch and rate that the surface calls best lose, by the local
+    quadratic, to the best run and to the least of that quadratic; how far they are from those of
+    the best run; and what the run loses that it calls best of those that were made."""
+    best = _best_run(runs)
+    found = surface.best(best.parameters, best.tokens, best.sparsity)
+    there = replace(best, learning_rate=found.learning_rate, batch_tokens=found.batch_tokens)
     local, wider = Local.fit(runs), Local.fit(runs, 2 * WITHIN)
-    log_loss, error = local.at(there)
-    least, bottom = local.least()
-    called = min(runs, key=surface.valley.rise) if surface.valley else best
+    lost, (log_loss, error), (least, bottom) = (
+        Lost.at(there, best, local), local.at(there), local.least(),
+    )  # fmt: skip
+    called = min(runs, key=surface.valley.rise if surface.valley else surface.loss)
     return {
-        "excess": math.exp(log_loss - log_best) - 1,
+        "excess": lost.excess,
         "standard_error": error,
         "excess_over_least": math.exp(log_loss - least) - 1,
-        "excess_by_runs_within_2_percent": math.exp(wider.at(there)[0] - log_best) - 1,
-        "rate_factor": _factor(there.learning_rate, best.learning_rate),
-        "batch_factor": _factor(there.batch_tokens, best.batch_tokens),
+        "excess_by_runs_within_2_percent": Lost.at(there, best, wider).excess,
+        "rate_factor": lost.rate_factor,
+        "batch_factor": lost.batch_factor,
         "rate_factor_to_least": _factor(there.learning_rate, bottom.learning_rate),
         "batch_factor_to_least": _factor(there.batch_tokens, bottom.batch_tokens),
-        "called_excess": math.exp(math.log(called.loss or math.nan) - log_best) - 1,
+        "called_excess": (called.loss or math.nan) / (best.loss or math.nan) - 1,
     }
 
 
 def noise_of(runs: Sequence[LanguageRun], draws: np.random.Generator) -> dict[str, float]:
-    """Of one cell: how its runs scatter about its local quadratic, and what that does to the
-    measure of a called run. Losses are drawn anew, normal about the quadratic; the run that truly
-    is best is called; how often is it more than `GOAL` above the best that was drawn?"""
+    """Of one cell: how its runs scatter about its local quadratic, and what that does to measures
+    by single runs. Losses are drawn anew, normal about the quadratic; the truth is called: the run
+    that truly is best, or the batch and rate of the quadratic's least. How often is that run more
+    than `GOAL` above the best that was drawn, and that place more than `FACTOR` from it? And how
+    far is the least of a quadratic from that place, which is fitted to what was drawn?"""
     local = Local.fit(runs)
     true = np.array([local.at(run)[0] for run in local.runs])
     drawn = true + draws.normal(0, local.deviation, (DRAWS, len(true)))
-    excess = drawn[:, true.argmin()] - drawn.min(axis=1)
-    log_best = math.log(min(run.loss or math.inf for run in runs))
+    excess = np.expm1(drawn[:, true.argmin()] - drawn.min(axis=1))
+    least, bottom = local.least()
+    far = [
+        max(_factor(run.learning_rate, bottom.learning_rate),
+            _factor(run.batch_tokens, bottom.batch_tokens)) > FACTOR
+        for run in local.runs
+    ]  # fmt: skip
+    again = (np.linalg.pinv(_quadratic(local.runs)) @ drawn.T).T
+    places = np.exp(np.array([_bottom(each) for each in again]) - _bottom(local.constants))
+    # Half of what lies between the quantiles of one deviation: some draws have no least.
+    low, high = np.quantile(places, [0.16, 0.84], axis=0)
+    best = _best_run(runs)
     return {
         "runs": len(true),
         "deviation": local.deviation,
-        "best_run_below_least": local.least()[0] - log_best,
+        "best_run_below_least": least - math.log(best.loss or math.nan),
+        "rate_factor_of_least": _factor(best.learning_rate, bottom.learning_rate),
+        "batch_factor_of_least": _factor(best.batch_tokens, bottom.batch_tokens),
+        "rate_deviation_of_least": float(high[0] / low[0]) ** 0.5,
+        "batch_deviation_of_least": float(high[1] / low[1]) ** 0.5,
+        "truly_best_excess": float(np.mean(excess)),
         "truly_best_beyond_goal": float(np.mean(excess > GOAL)),
+        "truly_best_beyond_factor": float(np.mean(np.array(far)[drawn.argmin(axis=1)])),
     }
 
 
-def choose(runs: Sequence[LanguageRun], terms: Surface) -> dict[str, object]:
-    """Nested choice among `CHOICES`: for each size left out that is taken whose best batch and rate
-    lose least, in the mean over the cells of the other sizes, each of them left out too; by the
-    local quadratics, and by single runs.
+class Chooser:
+    """The choice of what a valley is fitted with, by some cells alone."""
 
-    `terms` is any surface: its losses are not looked at.
-    """
-    sizes = sorted({run.cell[:2] for run in runs})
-    cells = {size: sorted({run.cell for run in runs if run.cell[:2] == size}) for size in sizes}
+    def __init__(self, runs: Sequence[LanguageRun], terms: Surface) -> None:
+        """Of all runs; `terms` is any surface: its losses are not looked at."""
+        self._terms = terms
+        self._cells = {c: [r for r in runs if r.cell == c] for c in sorted({r.cell for r in runs})}
+        self._bests = {cell: (_best_run(r), Local.fit(r)) for cell, r in self._cells.items()}
+        self._known: dict[tuple[Choice, frozenset[Cell]], dict[Cell, Lost]] = {}
 
-    def left_out(choice: tuple[float, float], *out: tuple[float, float]) -> list[Bests]:
-        """Of each size of `out` its cells, by a fit without all of them."""
-        seen = [run for run in runs if run.cell[:2] not in out]
-        surface = with_valley(terms, seen, width=choice[0], curvature_deviation=choice[1])
-        return [
-            [
-                best_of(surface, [r for r in runs if r.cell == cell], valley_alone=True)
-                for cell in cells[size]
+    def scores(self, seen: frozenset[Cell]) -> dict[Choice, tuple[int, float]]:
+        """Of each choice how many of the cells `seen`, foretold by those of them of other sizes,
+        miss the goal, and the mean of what the best batch and rate lose in them."""
+        found = {}
+        for choice in CHOICES:
+            lost = [
+                self._foretold(choice, frozenset(c for c in seen if c[:2] != size))[cell]
+                for size in sorted({cell[:2] for cell in seen})
+                for cell in sorted(seen)
+                if cell[:2] == size
             ]
-            for size in out
-        ]
+            excess = float(np.mean([each.excess for each in lost]))
+            found[choice] = sum(each.misses for each in lost), excess
+        return found
 
-    alone = {(choice, size): left_out(choice, size)[0] for choice in CHOICES for size in sizes}
-    pairs = {
-        (choice, pair): left_out(choice, *pair)
-        for choice in CHOICES
-        for pair in combinations(sizes, 2)
-    }
-    found: dict[str, object] = {}
-    for measure in ("excess", "called_excess"):
-        within = {size: dict.fromkeys(CHOICES, 0.0) for size in sizes}
-        for (choice, (one, other)), (of_one, of_other) in pairs.items():
-            within[one][choice] += sum(each[measure] for each in of_other)
-            within[other][choice] += sum(each[measure] for each in of_one)
-        taken = {size: min(within[size], key=within[size].__getitem__) for size in sizes}
-        chosen = [each for size in sizes for each in alone[taken[size], size]]
-        found[f"by {measure}"] = {
-            "taken": [f"{n:.3g} x {s:.3g}: {taken[n, s]}" for n, s in sizes],
-            **summary_of(chosen),
-        }
-    found["by itself, largest excess"] = {
-        str(choice): max(each["excess"] for size in sizes for each in alone[choice, size])
-        for choice in CHOICES
-    }
-    return found
+    def chosen(self, seen: frozenset[Cell]) -> Choice:
+        """That with which the fewest cells miss the goal; of several, that which loses least."""
+        scores = self.scores(seen)
+        return min(scores, key=scores.__getitem__)
+
+    def _foretold(self, choice: Choice, kept: frozenset[Cell]) -> dict[Cell, Lost]:
+        """All cells but those `kept`, by a fit to these."""
+        if (choice, kept) not in self._known:
+            runs = [run for cell in sorted(kept) for run in self._cells[cell]]
+            valley = fitted_with(self._terms, runs, choice).valley
+            found = self._known[choice, kept] = {}
+            for cell, (best, local) in self._bests.items():
+                n, s, d = cell
+                if cell in kept:
+                    continue
+                if valley is None:  # of too few runs, which foretell nothing
+                    found[cell] = Lost(math.inf, math.inf, math.inf)
+                    continue
+                rate, batch = valley.least((n, d, s), None)
+                there = replace(best, learning_rate=rate, batch_tokens=batch)
+                found[cell] = Lost.at(there, best, local)
+        return self._known[choice, kept]
+
+
+def fitted_with(surface: Surface, runs: Sequence[LanguageRun], choice: Choice) -> Surface:
+    """`surface` with the valley of `runs` by a choice."""
+    return with_valley(surface, runs, width=choice[0], curvature_deviation=choice[1])
 
 
 def excess_at_best(surface: Surface, cells: Sequence[tuple[float, ...]]) -> dict[str, object]:
@@ -296,12 +356,21 @@ def excess_at_best(surface: Surface, cells: Sequence[tuple[float, ...]]) -> dict
     }
 
 
+def mean_of(found: Sequence[dict[str, float]], name: str) -> float:
+    """Mean of one of their figures."""
+    return float(np.mean([each[name] for each in found]))
+
+
 def summary_of(bests: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean and largest of each of the measures of `best_of`, and the share of cells in the goal."""
+    """Mean and largest of each of the measures of `best_of`, the share of cells in the goal, and
+    how many miss it in loss, rate or batch."""
     found: dict[str, float] = {"cells": len(bests)}
+    found["misses"] = sum(
+        Lost(each["excess"], each["rate_factor"], each["batch_factor"]).misses for each in bests
+    )
     for name in bests[0]:
         values = [each[name] for each in bests]
-        found |= {f"mean_{name}": float(np.mean(values)), f"largest_{name}": max(values)}
+        found |= {f"mean_{name}": mean_of(bests, name), f"largest_{name}": max(values)}
         if "excess" in name:
             found[f"within_0.3_percent_by_{name}"] = float(np.mean(np.array(values) <= GOAL))
     return found
@@ -337,6 +406,36 @@ def _model(*, diverging: tuple[float, ...]) -> LossModel:
     )  # fmt: skip
 
 
+def in_rows(summary: dict[str, dict[str, float]]) -> dict[str, list[str]]:
+    """The tables of README.md, as Markdown: errors of losses; the best batch and rate by single
+    runs; the same by local quadratics."""
+    losses, single, smooth = [], [], []
+    for name, of in summary.items():
+        cells = f"{of['cells']:.0f}"
+        losses.append(f"| {name} | {of['mean_error']:.2%} | {of['worst']:.2%} |")
+        by_run = "called_excess"
+        single.append(
+            f"| {name} | {cells} | {of[f'mean_{by_run}']:.2%}, {of[f'largest_{by_run}']:.2%} "
+            f"| {of['mean_truly_best_excess']:.2%} | {of[f'within_0.3_percent_by_{by_run}']:.0%} "
+            f"| {of['truly_best_within']:.0%} |"
+        )
+        smooth.append(
+            f"| {name} | {cells} | {of['misses']:.0f} "
+            f"| {of['mean_excess']:.2%}, {of['largest_excess']:.2%} "
+            f"| {of['mean_excess_over_least']:.2%}, {of['largest_excess_over_least']:.2%} "
+            f"| {of['largest_rate_factor']:.2f}, {of['largest_batch_factor']:.2f} | "
+            f"{of['largest_rate_factor_to_least']:.2f}, {of['largest_batch_factor_to_least']:.2f} |"
+        )
+    return {
+        "left out | mean error | largest of a row": losses,
+        "left out | cells | excess of the called run: mean, largest | mean of the truth "
+        "| cells within 0.3 % | of the truth": single,
+        "left out | cells | miss the goal | over the best run: mean, largest "
+        "| over the least: mean, largest | rate, batch: largest factor to the best run "
+        "| to the least": smooth,
+    }
+
+
 def main() -> None:
     """Fit, leave out, write."""
     parser = argparse.ArgumentParser()
@@ -346,22 +445,45 @@ def main() -> None:
     experts = runs_of("steplaw_moe_lr_batch_loss")
     every = [*dense, *experts]
     used = fitted(every)
+    everywhere = frozenset(run.cell for run in used)
     results: dict[str, object] = {"runs": len(every), "fitted": len(used)}
-    whole = with_valley(fit_surface(used), used)
-    results["choice of the valley's form"] = choose(used, whole)
+    terms = fit_surface(used)
+    whole, chooser = fitted_with(terms, used, KEPT), Chooser(used, terms)
+    draws = np.random.default_rng(SEED)
+    noise = {
+        cell: noise_of([run for run in used if run.cell == cell], draws)
+        for cell in sorted(everywhere)
+    }
+    results["noise"] = {str(cell): found for cell, found in noise.items()}
+    for what, name in (("goal", "by single runs"), ("factor", "from the best run")):
+        chances = np.array([each[f"truly_best_beyond_{what}"] for each in noise.values()])
+        print(
+            f"cells in which the truth is beyond the {what} {name}: {chances.sum():.2f} in the "
+            f"mean, none with a probability of {np.prod(1 - chances):.2f}"
+        )
+    cell, found = max(noise.items(), key=lambda item: item[1]["rate_factor_of_least"])
+    print(
+        f"best run farthest from its own quadratic's least: {cell}, {found['runs']} runs, rate "
+        f"{found['rate_factor_of_least']:.2f}, of which one deviation is "
+        f"{found['rate_deviation_of_least']:.2f}; largest deviation of a cell "
+        f"{max(each['rate_deviation_of_least'] for each in noise.values()):.2f}"
+    )
     results["in sample"] = {
         name: float(np.mean(np.abs(errors_of(whole, [r for r in used if (r.sparsity > 1) == moe]))))
         for name, moe in (("dense", False), ("experts", True))
     }
-    for name, cells in (("cells", sorted({run.cell for run in used})), ("beyond", FAR)):
+    print(f"in sample: {json.dumps(results['in sample'])}")
+    for name, cells in (("cells", sorted(everywhere)), ("beyond", FAR)):
         results[f"loss at the best over its least, {name}"] = found = excess_at_best(whole, cells)
         print(f"loss at the best over its least, {name}: {json.dumps(found)}")
     rows, left_out, squares, beyond, far = [], [], [], [], []
     for kind, name, is_out in splits(used):
         seen = [run for run in used if not is_out(run)]
-        surface = with_valley(fit_surface(seen), seen)
+        choice = chooser.chosen(frozenset(run.cell for run in seen))
+        sums = fit_surface(seen)
+        surface, kept = fitted_with(sums, seen, choice), fitted_with(sums, seen, KEPT)
         if kind == "size and tokens":
-            left_out.append(surface)
+            left_out.append(kept)
         for what, moe in (("dense", False), ("experts", True)):
             out = [run for run in used if is_out(run) and (run.sparsity > 1) == moe]
             # Of experts nothing is foretold by runs without any.
@@ -369,58 +491,70 @@ def main() -> None:
                 continue
             errors = errors_of(surface, out)
             cells = sorted({run.cell for run in out})
-            bests = [best_of(surface, [run for run in out if run.cell == c]) for c in cells]
+            parts = [[run for run in out if run.cell == cell] for cell in cells]
             rows.append(
                 {
                     "left_out": kind, "name": name, "what": what, "runs": len(out),
                     "mean_error": float(np.mean(np.abs(errors))), "bias": float(np.mean(errors)),
-                    "best": bests,
+                    "choice": choice, "cells": cells,
+                    "best": [best_of(surface, part) for part in parts],
+                    "best by the choice kept": [best_of(kept, part) for part in parts],
                 }
             )  # fmt: skip
-            print(f"{kind}, {name}, {what}: {rows[-1]['mean_error']:.2%}, {rows[-1]['bias']:+.2%}")
+            print(
+                f"{kind}, {name}, {what}: {rows[-1]['mean_error']:.2%}, {rows[-1]['bias']:+.2%}, "
+                f"by {choice[0]:.1%}, {choice[1]}",
+                flush=True,
+            )
             if kind == "size and tokens":
                 squares += [each**2 for each in errors]
             if kind == "beyond":
-                kept = [r for r in used if not is_out(r) and (r.sparsity > 1) == moe]
+                near = [r for r in used if not is_out(r) and (r.sparsity > 1) == moe]
                 # A root mean square of each cell: mean errors of runs would cancel.
-                for cell in cells:
-                    same = [run for run in out if run.cell == cell]
-                    far.append(distance(same[0], kept))
-                    beyond.append(math.sqrt(float(np.mean(np.square(errors_of(surface, same))))))
-    summary: dict[str, object] = {}
-    for kind in dict.fromkeys(str(row["left_out"]) for row in rows):
-        for what in ("dense", "experts"):
-            some = [row for row in rows if row["left_out"] == kind and row["what"] == what]
-            if not some:
-                continue
-            weights = [row["runs"] for row in some]
-            summary[f"{kind}, {what}"] = {
-                "mean_error": float(np.average([r["mean_error"] for r in some], weights=weights)),
-                "worst": max(row["mean_error"] for row in some),
-            } | summary_of([each for row in some for each in row["best"]])  # fmt: skip
-    results["summary"], results["rows"] = summary, rows
-    draws = np.random.default_rng(SEED)
-    noise = {
-        str(cell): noise_of([run for run in used if run.cell == cell], draws)
-        for cell in sorted({run.cell for run in used})
+                for part in parts:
+                    far.append(distance(part[0], near))
+                    beyond.append(math.sqrt(float(np.mean(np.square(errors_of(surface, part))))))
+    for title, name in (("chosen within the rest", "best"), ("as kept", "best by the choice kept")):
+        summary: dict[str, dict[str, float]] = {}
+        for kind in dict.fromkeys(str(row["left_out"]) for row in rows):
+            for what in ("dense", "experts"):
+                some = [row for row in rows if row["left_out"] == kind and row["what"] == what]
+                if not some:
+                    continue
+                weights = [row["runs"] for row in some]
+                truth = [noise[cell] for row in some for cell in row["cells"]]
+                mean = float(np.average([row["mean_error"] for row in some], weights=weights))
+                summary[f"{kind}, {what}"] = {
+                    "mean_error": mean,
+                    "worst": max(row["mean_error"] for row in some),
+                    "mean_truly_best_excess": mean_of(truth, "truly_best_excess"),
+                    "truly_best_within": 1 - mean_of(truth, "truly_best_beyond_goal"),
+                } | summary_of([each for row in some for each in row[name]])
+        results[f"summary, {title}"] = summary
+        for heading, lines in in_rows(summary).items():
+            print(
+                f"\n{title}:\n| {heading} |",
+                "|---" + "|---:" * heading.count("|") + "|",
+                *lines,
+                sep="\n",
+            )
+    results["rows"] = rows
+    results["misses and mean excess of each choice, of all sizes left out"] = scores = {
+        f"{width:.1%}, {slopes}": score
+        for (width, slopes), score in chooser.scores(everywhere).items()
     }
-    results["noise"] = noise
-    chances = np.array([each["truly_best_beyond_goal"] for each in noise.values()])
-    print(
-        f"cells in which the truly best run is beyond the goal: {chances.sum():.2f} in the mean, "
-        f"none with a probability of {np.prod(1 - chances):.2f}"
-    )
+    print(f"\nmisses and mean excess of each choice, of all sizes left out: {json.dumps(scores)}")
     results["divergence, dense"] = divergence_errors(dense)
     deviation = math.sqrt(float(np.mean(squares)))
     deviation_beyond = deviation_by_distance(beyond, far)
     results["deviation"], results["deviation_beyond"] = deviation, deviation_beyond
-    print(json.dumps(summary, indent=1), results["divergence, dense"], deviation, deviation_beyond)
+    print(results["divergence, dense"], deviation, deviation_beyond)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if arguments.write:
         model = LossModel(
             name="Step Law (Li et al. 2025, arXiv 2503.04715)",
             surface=whole,
-            cells=tuple(sorted({run.cell for run in used})),
+            cells=tuple(sorted(everywhere)),
             left_out=tuple(left_out),
             divergence=fit_divergence(every),
             deviation=deviation,

@@ -545,22 +545,31 @@ def relative_loss(runs: Sequence[LanguageRun]) -> Floats:
     return np.array([(run.loss or math.nan) / best[run.cell] for run in runs])
 
 
-def fit_surface(runs: Sequence[LanguageRun], near: Surface | None = None) -> Surface:
+def fit_surface(
+    runs: Sequence[LanguageRun],
+    near: Surface | None = None,
+    *,
+    start: Surface | None = None,
+    weights: Floats | None = None,
+) -> Surface:
     """The surface of least misfit in ln loss, by Huber-like least squares.
 
     Args:
         runs: runs with losses that did not diverge, such as those up to `FITTED`.
         near: surface of another corpus, whose exponents are taken to be about those of `runs`, and
             its coefficients to be anything; None for runs that say all by themselves.
+        start: what such a fit begins at, with as many terms as the surface is to have; None for the
+            four of `_START`.
+        weights: of the squared misfit of each run; None for 1.
 
     Raises:
         ConfigError: if there are fewer runs than constants, and no other surface.
     """
-    known, prior = _known(near)
+    known, prior = _known(near, start)
     if near is None and len(runs) < known.size:
         accepted = f"a surface of {known.size} constants needs as many runs"
         raise ConfigError(refusal("runs", len(runs), accepted))
-    found = _fitted(runs, known, prior)
+    found = _fitted(runs, known, prior, np.ones(len(runs)) if weights is None else weights)
     return Surface(base=tuple(map(float, found[:4])), terms=_terms(found))
 
 
@@ -612,10 +621,10 @@ def with_valley(
     return replace(surface, valley=_valley(found))
 
 
-def _known(near: Surface | None) -> tuple[Floats, Floats]:
+def _known(near: Surface | None, start: Surface | None) -> tuple[Floats, Floats]:
     """Constants that a fit starts from, and the weight of their distance from them."""
     if near is None:
-        known = np.concatenate([_START_BASE, _START.ravel()])
+        known = np.concatenate([_START_BASE, _START.ravel()]) if start is None else _vector(start)
         return known, np.full(known.size, _PRIOR)
     known = _vector(near)
     prior = np.full(known.size, 1 / _EXPONENT_DEVIATION)
@@ -677,21 +686,21 @@ def _rises(vector: Floats, logs: Floats) -> Floats:
 
 
 def _terms(vector: Floats) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(float, each)) for each in vector[4:].reshape(_START.shape))
+    return tuple(tuple(map(float, each)) for each in vector[4:].reshape(-1, _START.shape[1]))
 
 
-def _fitted(runs: Sequence[LanguageRun], known: Floats, prior: Floats) -> Floats:
+def _fitted(runs: Sequence[LanguageRun], known: Floats, prior: Floats, weights: Floats) -> Floats:
     """Constants of least misfit, with `prior` as the weight of their distance from `known`."""
-    logs = _logarithms(runs)
+    logs, scale = _logarithms(runs), np.sqrt(weights) / _SCATTER
     measured = np.log([run.loss or math.nan for run in runs])
 
     def misfits(vector: Floats) -> Floats:
         off = np.log(np.maximum(_losses(vector, logs), 0.1)) - measured
-        return np.concatenate([off / _SCATTER, prior * (vector - known)])
+        return np.concatenate([off * scale, prior * (vector - known)])
 
     def slopes(vector: Floats) -> Floats:
         losses = np.maximum(_losses(vector, logs), 0.1)
-        slope = _gradients(vector, logs) / losses[:, None] / _SCATTER
+        slope = _gradients(vector, logs) / losses[:, None] * scale[:, None]
         return np.concatenate([slope, np.diag(prior)])
 
     return least_squares(misfits, known, jac=slopes, loss="soft_l1", max_nfev=600).x  # type: ignore[arg-type]  a function
@@ -813,7 +822,7 @@ def _vector(surface: Surface) -> Floats:
 def _parts(vector: Floats, logs: Floats) -> tuple[Floats, Floats]:
     """The second term of the loss, and the terms of the sum, of each run."""
     _, log_a, a, s = vector[:4]
-    terms = vector[4:].reshape(_START.shape)
+    terms = vector[4:].reshape(-1, _START.shape[1])
     base = np.exp(log_a - a * logs[:, 2] + s * logs[:, 4])
     # A fit may pass through exponents that overflow.
     return base, np.exp(np.clip(terms[:, 0] + logs @ terms[:, 1:].T, -40.0, 20.0))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -150,8 +151,11 @@ _PARTS = (
 def _shaping(job: RunJob) -> JsonValue:
     """Fields of a run on which its compiled step depends; epochs and seeds do not matter."""
     run, config = job.run, job.run.config
+    # A data axis that is left open is the same as one that says what it comes to, in the split.
+    layout = replace(config.layout, data=None)
     return {
-        **{name: plain(getattr(config, name)) for name in (*_PARTS, "layout")},
+        **{name: plain(getattr(config, name)) for name in _PARTS},
+        "layout": plain(layout),
         "mix": run.is_mixed,
         **({"cut": True} if run.is_cut else {}),
         "weights": run.is_weighted,

@@ -37,7 +37,8 @@ def _refuse(jobs, on_done, on_error):
 
 
 def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monkeypatch):
-    """Seeds and epochs do not shape a step; widths do."""
+    """Seeds and epochs do not shape a step; widths do. A data axis of its size is the same as one
+    that is left open."""
     cluster, wider = load_cluster("dgx-h100"), {"model": {"name": "mlp", "hidden": [64]}}
     monkeypatch.setattr("scalejax.xla.batch.run_jobs", _answer)
     first = profile(resolved("mlp", 8), cluster, cache=tmp_path)
@@ -46,6 +47,8 @@ def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monk
     assert profile(resolved("mlp", 8), cluster, cache=tmp_path) == first
     again = resolved("mlp", 8, seed=7, train={"epochs": 90})
     assert profile(again, cluster, cache=tmp_path) == first
+    spelled = resolved("mlp", 8, layout={"data": 8})
+    assert profile(spelled, cluster, cache=tmp_path) == first
     for changed in (resolved("mlp", 16), resolved("mlp", 8, **wider)):
         with pytest.raises(ProfileError, match="asked to compile"):
             profile(changed, cluster, cache=tmp_path)

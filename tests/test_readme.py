@@ -99,7 +99,7 @@ def test_the_wheel_alone_has_all_that_the_tree_has(tmp_path: Path):
         "train run.toml --folder run --train.epochs 1",
         "report run p.json --output report.html",
         "page gpt2-124m --cluster dgx-h100 --devices 8 --networks 1 --layouts 1 "
-        "--batches 8 --frameworks xla --precisions bfloat16 --output page.html",
+        "--batches 8 --frameworks xla --precisions bfloat16 --confirm 0 --output page.html",
         "validate hf_cluster_collectives_256MB",
     )
     (work / "modern.toml").write_bytes(EXAMPLES.joinpath("resnet50_modern.toml").read_bytes())

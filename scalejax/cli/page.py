@@ -1,6 +1,6 @@
 """The command `page`: one HTML file with which a decoder's time, cost and memory can be played.
 
-Imported without JAX, which its calculation never needs.
+Imported without JAX: processes of their own compile.
 """
 
 import math
@@ -48,8 +48,10 @@ class Explore(OverridingCommand):
 
     Of RUN.toml, or of a published decoder by name (llama3-8b): sliders and menus for devices,
     batch, tokens, layout, precision, network and framework, on one HTML file that needs no network
-    and holds its setting in its address. It takes about a minute; nothing is compiled. A flag with
-    a dot replaces a field of the file, a condition of the clusters or a part of their hardware.
+    and holds its setting in its address. Every step on it is what predict prints, or marked as a
+    closed form: XLA's is compiled for each cluster, number of devices and batch, 36 times for two
+    clusters, 10 to 30 s of a core each; what was compiled before is found again. A flag with a dot
+    replaces a field of the file, a condition of the clusters or a part of their hardware.
     """
 
     run: Annotated[Positional[str], flag("MODEL or RUN.toml")]
@@ -75,6 +77,10 @@ class Explore(OverridingCommand):
     or MaxText elsewhere."""
     layouts: Annotated[int, flag("K")] = 8
     """Most layouts of a setting."""
+    confirm: Annotated[int, flag("K")] = 1
+    """Layouts of a setting that are compiled, where the framework has no kernels of its own, and
+    more until one fits; others are marked as closed forms. With 0 none, and a page takes a minute
+    or two."""
     price: Annotated[str | None, flag("P,P,...")] = None
     """Own prices of a device-hour, one for each cluster. By default the list prices."""
     grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
@@ -115,13 +121,18 @@ class Explore(OverridingCommand):
             network_multiples=tuple(sorted(_numbers("networks", self.networks))),
             frameworks=self._frameworks(clusters),
         )
-        with progress.costing_cases(len(axes.cases)) as on_progress:
+        with (
+            progress.costing_cases(len(axes.cases)) as on_progress,
+            progress.compiling_programs() as on_compiled,
+        ):
             grid = settings_grid(
                 config,
                 axes,
                 layouts=self.layouts,
+                confirm=self.confirm,
                 processes=machine_cores(),
                 on_progress=on_progress,
+                on_compiled=on_compiled,
             )
         subject = Subject(
             title=title_of(name),

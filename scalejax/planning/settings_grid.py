@@ -1,15 +1,16 @@
 """Predictions of one decoder at every setting of a grid, for a page that has no simulator.
 
 Clusters, devices, batches, compute types, rates of the network and frameworks, each with its best
-layouts. Every entry is what `predict` says of that layout's program in closed form; nothing is
-compiled and nothing interpolated. Layouts are looked for in two rounds, over some hundreds of the
-tens of thousands that `search` goes through: first data or fsdp over all devices with each size of
-the other axes, then all of the best sizes. Knows no page and no file.
+layouts; nothing is interpolated. Layouts are looked for in closed form and in two rounds, over some
+hundreds of the tens of thousands that `search` goes through: first data or fsdp over all devices
+with each size of the other axes, then all of the best sizes. Of a framework with kernels of its own
+every entry is what `predict` says; of others the best of each setting are compiled, as `predict`
+does, and each program is costed at every rate of the network. Knows no page and no file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.parallelism import Layout
@@ -25,7 +26,7 @@ from scalejax.core.errors import (
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker
 from scalejax.data.facts import fitting_facts
-from scalejax.hardware import Cluster, Site, require_own_names
+from scalejax.hardware import Chip, Cluster, Site, require_own_names
 from scalejax.planning.search import Candidate, deduplicated, pareto
 from scalejax.planning.search.costs import StrategyCosts, workspace_bytes
 from scalejax.planning.search.parallel import (
@@ -33,14 +34,16 @@ from scalejax.planning.search.parallel import (
     collecting_seldom,
     fitting_candidates,
 )
-from scalejax.planning.search.run import in_words, program_of
+from scalejax.planning.search.run import in_words, program_of, run_of
 from scalejax.planning.search.space import Group, groups
 from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, memory_use
+from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
 from scalejax.xla.closed_form import installed_compiler, shape_of
+from scalejax.xla.target import has_tpu_compiler
 
 _FAMILIES = 2
 """Sizes of the axes but data and fsdp that the second round goes through."""
@@ -118,14 +121,23 @@ class Setting:
     """Name of the framework."""
 
 
+Origin = Literal["compiled", "kernels", "closed_form"]
+"""Where a step is from: the compiled program; the closed form of a framework with kernels of its
+own, which is all that `predict` has of it; or the closed form of a step that was not compiled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEntry:
     """A layout at one setting."""
 
     strategy: Strategy
     """Parallelism, microbatches and recompute."""
+    origin: Origin
+    """Where its step is from; "closed_form" is not what `predict` says."""
     prediction: Prediction
-    """What `predict` says of its program."""
+    """The step, its memory and its band."""
+    closed_form_seconds: float | None = None
+    """Time of a compiled step by its closed form; None of others."""
     state_bytes: int
     """Of the peak memory: parameters, state of the optimizer and batch."""
     working_bytes: int
@@ -141,11 +153,27 @@ class SettingsGrid:
     tokens_per_sample: int
     """Tokens of a sample."""
     entries: dict[Setting, tuple[LayoutEntry, ...]]
-    """Layouts of each setting, the fastest that fits first, and those that do not fit last."""
+    """Layouts of each setting, the fastest that fits first and those that do not fit last; those
+    that `predict` would say otherwise after all others."""
     refused: dict[Setting, str]
     """Why a setting has none."""
     considered: int
     """Layouts that were costed to choose from."""
+    why_not_compiled: str | None = None
+    """Why nothing was compiled of frameworks whose steps are; None if something was."""
+
+    @property
+    def closed_form_errors(self) -> tuple[float, ...]:
+        """How far the closed form is off each compiled step, (closed - compiled) / compiled,
+        rising."""
+        return tuple(
+            sorted(
+                each.closed_form_seconds / each.prediction.step_seconds - 1
+                for entries in self.entries.values()
+                for each in entries
+                if each.closed_form_seconds is not None
+            )
+        )
 
     def start(self, global_batch: int | None) -> Setting:
         """The setting to begin with: the first of each axis, with that batch and the cluster's own
@@ -173,8 +201,10 @@ def settings_grid(
     *,
     facts: DatasetFacts | None = None,
     layouts: int = 8,
+    confirm: int = 1,
     processes: int = 1,
     on_progress: OnProgress = no_display,
+    on_compiled: OnProgress = no_display,
 ) -> SettingsGrid:
     """The predictions of `config` at every setting of `axes`.
 
@@ -183,8 +213,11 @@ def settings_grid(
         axes: clusters, devices and other values.
         facts: counts and shapes of its data; if None, they are read.
         layouts: most layouts of a setting.
+        confirm: layouts of a setting that are compiled, the fastest in closed form; more only
+            until one fits. With 0 nothing is compiled.
         processes: most processes.
         on_progress: called now and then with the cases (cluster, devices and batch) that are done.
+        on_compiled: called with the programs that are compiled, of those that are to be.
 
     Raises:
         ConfigError: if the network is not known in closed form.
@@ -192,6 +225,7 @@ def settings_grid(
         ScalejaxError: if the system ends a process.
     """
     require_at_least("layouts", layouts, 1)
+    require_at_least("confirm", confirm, 0)
     require_at_least("processes", processes, 1)
     tokens = fitting_facts(config, facts).input_shape[0]
     shape_of(config, axes.places[0].cluster.chip, facts)  # refuses what it does not know
@@ -207,12 +241,18 @@ def settings_grid(
                 raise value
             found[index] = value
             on_progress(Progress(done=len(found), total=len(cases)))
+    entries = {key: each for i in sorted(found) for key, each in found[i].entries.items()}
+    refused = {key: why for i in sorted(found) for key, why in found[i].refused.items()}
+    why = "nothing was to be compiled"
+    if confirm:
+        why = _Compilation(config, axes, facts, on_compiled).replace(entries, refused, confirm)
     grid = SettingsGrid(
         axes=axes,
         tokens_per_sample=tokens,
-        entries={key: each for i in sorted(found) for key, each in found[i].entries.items()},
-        refused={key: why for i in sorted(found) for key, why in found[i].refused.items()},
+        entries=entries,
+        refused=refused,
         considered=sum(each.considered for each in found.values()),
+        why_not_compiled=why,
     )
     if not grid.entries:
         reasons = "; ".join(dict.fromkeys(grid.refused.values()))
@@ -298,13 +338,14 @@ class _CaseCosts:
                         programs[key].append((strategy, program))
                     else:
                         whys[key] = note.removeprefix("as XLA runs it: ").rstrip(".")
+            has_kernels = framework_named(key[1]).kernels is not None
+            origin: Origin = "kernels" if has_kernels else "closed_form"
             found = [
-                _entry(strategy, program, cluster, place.site)
+                _entry(strategy, program, cluster, place.site, origin)
                 for strategy, program in programs[key]
             ]
-            found.sort(key=lambda each: (not each.prediction.fits, each.prediction.step_seconds))
             if found:
-                entries[setting] = tuple(found)
+                entries[setting] = _in_order(found)
             else:
                 refused[setting] = whys[key]
         return _CaseAnswer(entries, refused, considered)
@@ -418,10 +459,136 @@ def _nearest(
     return [min(needed, key=lambda pair: pair[0].peak_bytes)[1]] if needed else []
 
 
-def _entry(strategy: Strategy, program: Program, cluster: Cluster, site: Site) -> LayoutEntry:
+class _Compilation:
+    """Replaces the best closed forms of settings by compiled steps."""
+
+    def __init__(
+        self, config: RunConfig, axes: Axes, facts: DatasetFacts | None, on_progress: OnProgress
+    ) -> None:
+        self._config, self._axes, self._facts = config, axes, facts
+        self._on_progress = on_progress
+        self._done = self._total = 0
+
+    def replace(
+        self,
+        entries: dict[Setting, tuple[LayoutEntry, ...]],
+        refused: dict[Setting, str],
+        wanted: int,
+    ) -> str | None:
+        """Compile the first `wanted` of the closed forms of each setting, then one after another
+        where none of them fits; those that the compiler refuses are taken out. Returns why nothing
+        was to be compiled, if that is so."""
+        places = {place.cluster.name: place for place in self._axes.places}
+        families: dict[Setting, list[Setting]] = {}
+        whys: dict[str, None] = {}
+        for setting in entries:
+            framework = framework_named(setting.framework)
+            if framework.kernels is not None:
+                continue
+            if (missing := _missing_compiler(places[setting.cluster].cluster.chip)) is not None:
+                whys[f"no compiler for {missing} is installed"] = None
+                continue
+            # A program is the same at every rate of the network; the best at its own is compiled.
+            of_program = families.setdefault(replace(setting, network_multiple=1), [])
+            of_program.insert(0 if setting.network_multiple == 1 else len(of_program), setting)
+        last: dict[Setting, str] = {}
+        while families:
+            tried = [
+                (key, each.strategy)
+                for key, (first, *_) in families.items()
+                for each in [e for e in entries[first] if e.origin == "closed_form"][:wanted]
+            ]
+            answers = self._programs(tried, places)
+            for (key, strategy), answer in zip(tried, answers, strict=True):
+                for setting in families[key]:
+                    place = places[setting.cluster]
+                    old = next(e for e in entries[setting] if e.strategy == strategy)
+                    others = [e for e in entries[setting] if e is not old]
+                    if isinstance(answer, ScalejaxError):
+                        last[setting] = " ".join(str(answer).split()).rstrip(".")
+                        entries[setting] = tuple(others)
+                        continue
+                    cluster = with_network(place.cluster, setting.network_multiple)
+                    assert cluster is not None  # noqa: S101  else the setting has no entry
+                    new = replace(
+                        _entry(strategy, answer, cluster, place.site, "compiled"),
+                        closed_form_seconds=old.prediction.step_seconds,
+                    )
+                    entries[setting] = _in_order([*others, new])
+            families = {
+                key: settings
+                for key, settings in families.items()
+                if any(each.origin == "closed_form" for each in entries[settings[0]])
+                and not any(
+                    each.origin == "compiled" and each.prediction.fits
+                    for each in entries[settings[0]]
+                )
+            }
+            wanted = 1
+        for setting in [each for each, some in entries.items() if not some]:
+            del entries[setting]
+            refused[setting] = last[setting]
+        return next(iter(whys), None)
+
+    def _programs(
+        self, tried: Sequence[tuple[Setting, Strategy]], places: Mapping[str, Place]
+    ) -> list[Program | ScalejaxError]:
+        """The compiled program of a strategy at each setting, or why there is none."""
+        answers: list[Program | ScalejaxError | None] = []
+        jobs: list[ProfileJob] = []
+        for setting, strategy in tried:
+            config = with_fields(self._config, {"model.compute_dtype": setting.compute_dtype})
+            try:
+                run = run_of(config, strategy, self._facts)
+            except ConfigError as error:  # scalejax trains no such run
+                answers.append(error)
+                continue
+            answers.append(None)
+            framework = framework_named(setting.framework)
+            cluster = places[setting.cluster].cluster
+            name = f"{setting.device_count} of {cluster.name}"
+            jobs.append(ProfileJob(run=run, cluster=cluster, framework=framework, name=name))
+        self._total += len(jobs)
+
+        def count(progress: Progress) -> None:
+            if progress.done:
+                self._done += 1
+                self._on_progress(Progress(done=self._done, total=self._total))
+
+        self._on_progress(Progress(done=self._done, total=self._total))
+        made = iter(profile_each(jobs, count) if jobs else ())
+        return [next(made) if each is None else each for each in answers]
+
+
+def _missing_compiler(chip: Chip) -> str | None:
+    """The devices whose compiler `chip` needs and this machine lacks; that of a CPU says too much
+    time of them."""
+    if chip.cuda is not None and not has_cuda_compiler():
+        return "GPUs"
+    return "TPUs" if chip.tpu is not None and not has_tpu_compiler() else None
+
+
+def _in_order(entries: Sequence[LayoutEntry]) -> tuple[LayoutEntry, ...]:
+    """Those that `predict` says first, and of each the fastest that fits first."""
+    return tuple(
+        sorted(
+            entries,
+            key=lambda each: (
+                each.origin == "closed_form",
+                not each.prediction.fits,
+                each.prediction.step_seconds,
+            ),
+        )
+    )
+
+
+def _entry(
+    strategy: Strategy, program: Program, cluster: Cluster, site: Site, origin: Origin
+) -> LayoutEntry:
     memory = program.memory
     return LayoutEntry(
         strategy=strategy,
+        origin=origin,
         prediction=predict(program, cluster, site=site),
         state_bytes=memory.argument_bytes + memory.output_bytes - memory.alias_bytes,
         working_bytes=memory.temporary_bytes,

@@ -13,7 +13,7 @@ from scalejax.core.serialization import JsonValue, document, plain
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster, InputRates
 from scalejax.planning.search.run import in_words
-from scalejax.planning.settings_grid import LayoutEntry, Setting, SettingsGrid
+from scalejax.planning.settings_grid import LayoutEntry, Origin, Setting, SettingsGrid
 from scalejax.planning.time_to_target.plan import Plan
 from scalejax.report.sources import Sources
 from scalejax.simulator.frameworks import Framework
@@ -437,6 +437,11 @@ class SettingRow:
     """Peak memory of a device."""
     fits: bool
     """Whether that fits."""
+    origin: Origin
+    """Where the step is from: the compiled program, the closed form of a framework with kernels of
+    its own, or a closed form that was not compiled, which is not what `predict` says."""
+    closed_form_seconds: float | None
+    """Time of a compiled step by its closed form."""
 
 
 @document("page")
@@ -488,4 +493,6 @@ def _setting_row(setting: Setting, entry: LayoutEntry) -> SettingRow:
         mfu=found.mfu,
         peak_memory_bytes=found.peak_memory_bytes,
         fits=found.fits,
+        origin=entry.origin,
+        closed_form_seconds=entry.closed_form_seconds,
     )

@@ -135,7 +135,7 @@ def test_every_command_with_a_result_writes_json_and_csv():
         (f"cost {GPT}", "cost"),
         (
             "page FOLDER/run.toml --cluster dgx-h100 --devices 2 --output FOLDER/page.html "
-            f"{ONE_SETTING}",
+            f"--confirm 0 {ONE_SETTING}",
             "page",
         ),
         ("data convert FOLDER/images.npz FOLDER/images.parquet", "conversion"),

@@ -89,7 +89,7 @@
   }
   // A layout that the setting has not is none: the page answers with the best.
   function settle() {
-    const names = answers.options(data, state).options.map((each) => each.layout);
+    const names = answers.offered(answers.options(data, state).options).map((each) => each.layout);
     if (!names.includes(state.layout)) state.layout = null;
     write();
   }
@@ -167,7 +167,7 @@
       input.setAttribute("aria-valuetext", large(state.tokens));
     };
     menu("layout", "Layout", () => {
-      const found = answers.options(data, state).options;
+      const found = answers.offered(answers.options(data, state).options);
       const words = found.map((each) => [each.layout, `${each.layout}${each.fits ? "" : " (does not fit)"}`]);
       return [["", "best: the fastest that fits"], ...words];
     });
@@ -222,17 +222,26 @@
   // Where numbers come from.
   const cluster = (name = state.cluster) => data.clusters.find((each) => each.name === name);
   const colors = (name) => `var(--c${data.clusters.findIndex((each) => each.name === name) % 6})`;
+  const signed = (share) => `${share < 0 ? "-" : share > 0 ? "+" : ""}${digits(Math.abs(share) * 100, 2)} %`;
+  // Where a step is from, on its own and in a sentence.
+  const origins = {
+    compiled: ["compiled, as scalejax predict prints it", "the step that XLA's compiler makes of it, which is what scalejax predict prints"],
+    kernels: ["as scalejax predict prints it", "the closed form of a framework with kernels of its own, which is what scalejax predict prints"],
+    closed_form: [`closed form, not compiled${data.off ? `, off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ""}`,
+      `a closed form of XLA's step${data.whyNotCompiled ? `; ${data.whyNotCompiled}` : ", which was not compiled"}. It is not what scalejax predict prints${data.off ? `: of the ${whole(data.off[2])} that were compiled it is off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ", which compiles it"}`],
+  };
+  const origin = (option) => origins[option.origin];
   const source = {
     step: (chosen) => ({
       title: `One step: ${seconds(chosen.step)}`,
-      text: `The simulator's prediction of this layout (${chosen.layout}) in closed form, in the table of this page: ${chosen.waterfall.map((each) => `${each.name} ${seconds(each.seconds)}`).join(" + ")}. p10 to p90, which hold four of five measurements: ${chosen.p10 === null ? "not known, as no step on this chip was measured" : `${seconds(chosen.p10)} to ${seconds(chosen.p90)}`}.`,
+      text: `The simulator's prediction of this layout (${chosen.layout}): ${origin(chosen)[1]}. ${chosen.waterfall.map((each) => `${each.name} ${seconds(each.seconds)}`).join(" + ")}. p10 to p90, which hold four of five measurements: ${chosen.p10 === null ? "not known, as no step on this chip was measured" : `${seconds(chosen.p10)} to ${seconds(chosen.p90)}`}.`,
       sources: cluster(chosen.cluster).sources,
     }),
     days: (chosen) => ({
       title: `Time of the run: ${time(chosen.days)}`,
       text: chosen.goodput === null ? "Failures and checkpoints are not in it: nothing of them is stated for this cluster." : "",
       formula: `updates = ceil(tokens / (global batch × tokens of a sample))\n        = ceil(${whole(state.tokens)} / (${whole(state.batch)} × ${whole(data.tokensPerSample)})) = ${whole(chosen.updates)}\ndays    = updates × step${chosen.goodput === null ? "" : " / goodput"} / 86,400\n        = ${whole(chosen.updates)} × ${seconds(chosen.step)}${chosen.goodput === null ? "" : ` / ${digits(chosen.goodput)}`} / 86,400 s = ${digits(chosen.days, 4)}\np10 to p90: ${chosen.lowDays === null ? "not known" : `${time(chosen.lowDays)} to ${time(chosen.highDays)}`}`,
-      sources: [`Tokens: ${state.tokens === first.tokens ? data.tokensSource : "as set on this page"}`, `Step: ${seconds(chosen.step)}, closed form of scalejax ${data.version}`],
+      sources: [`Tokens: ${state.tokens === first.tokens ? data.tokensSource : "as set on this page"}`, `Step: ${seconds(chosen.step)}, ${origin(chosen)[0]}, scalejax ${data.version}`],
     }),
     cost: (chosen) => ({
       title: chosen.dollars === null ? `Device-hours: ${large(chosen.deviceHours)}` : `Cost: ${dollars(chosen.dollars)}`,
@@ -283,7 +292,7 @@
     const energy = chosen.mwh === null ? [] : [`, ${large(chosen.mwh)} MWh`];
     const carbon = chosen.kilograms === null ? [] : [`, ${large(chosen.kilograms / 1000)} t CO2`];
     fill("cards",
-      card("Time", number(time(chosen.days), () => source.days(chosen)), [chosen.lowDays === null ? "no range: chip not measured" : `${time(chosen.lowDays)} to ${time(chosen.highDays)}; `, "step ", number(seconds(chosen.step), () => source.step(chosen))]),
+      card("Time", number(time(chosen.days), () => source.days(chosen)), [chosen.lowDays === null ? "no range: chip not measured" : `${time(chosen.lowDays)} to ${time(chosen.highDays)}; `, "step ", number(seconds(chosen.step), () => source.step(chosen)), ...(chosen.origin === "closed_form" ? [", ", make("span", { class: "bad" }, origin(chosen)[0])] : [])]),
       card("Cost", number(chosen.dollars === null ? "set a price" : dollars(chosen.dollars), () => source.cost(chosen)), [`${large(chosen.deviceHours)} device-hours`, ...energy, ...carbon]),
       card("Does it fit?", number(chosen.fits ? "yes" : "no", () => source.memory(chosen)), [`${gib(chosen.peakBytes)} of ${gib(chosen.memoryBytes)}; ${found.isBest ? "best layout" : "chosen layout"}`]),
       card("What limits it", number(limit.name, () => source.term(chosen, limit)), [`${percent(limit.seconds / chosen.step)} of a step; then ${limit.next.name}, ${percent(limit.next.seconds / chosen.step)}`, ...(chosen.mfu === null ? [] : ["; MFU ", number(percent(chosen.mfu), () => source.mfu(chosen))])]));
@@ -379,7 +388,7 @@
   function drawStep(found) {
     const chosen = found.chosen;
     if (!chosen) { fill("step"); fill("memory"); by("step-caption").textContent = by("memory-caption").textContent = ""; return; }
-    by("step-caption").textContent = `${seconds(chosen.step)}: ${chosen.layout}. Compute that hides communication is counted as compute.`;
+    by("step-caption").textContent = `${seconds(chosen.step)}, ${origin(chosen)[0]}: ${chosen.layout}. Compute that hides communication is counted as compute.`;
     let from = 0;
     const rows = [];
     for (const term of chosen.waterfall) {
@@ -410,16 +419,19 @@
   }
 
   function drawMap(found) {
-    if (!found.chosen) { fill("map"); return; }
+    if (!found.chosen) { fill("map"); fill("map-legend"); return; }
     const own = found.options, limit = found.chosen.memoryBytes / GIB;
     const at = frame("map", own.map((each) => each.step), [...own.map((each) => each.peakBytes / GIB), limit], seconds, (value) => digits(value), "time of a step; upwards: GiB of a device", null);
     at.svg.append(make("line", { x1: at.left, x2: at.right, y1: at.y(limit), y2: at.y(limit), stroke: "var(--bad)", "stroke-width": 1.5, "stroke-dasharray": "5 4" }));
-    for (const each of own) {
-      const now = each.layout === found.chosen.layout;
-      at.svg.append(dot({ "data-dot": `map ${each.layout}`, cx: at.x(each.step), cy: at.y(each.peakBytes / GIB), r: now ? 7 : 5, fill: each.fits ? colors(state.cluster) : "var(--paper)", stroke: now ? "var(--text)" : colors(state.cluster), "stroke-width": 2 },
-        `${each.layout}\nstep ${seconds(each.step)}, ${time(each.days)}\n${gib(each.peakBytes)}${each.fits ? "" : ": does not fit"}${each.mfu === null ? "" : `\nMFU ${percent(each.mfu)}`}`,
-        () => change({ layout: each.layout })));
+    const choices = answers.offered(own);
+    // What can be chosen is drawn last, on top.
+    for (const each of own.toReversed()) {
+      const now = each.layout === found.chosen.layout, isClosed = each.origin === "closed_form";
+      at.svg.append(dot({ "data-dot": `map ${each.layout}`, cx: at.x(each.step), cy: at.y(each.peakBytes / GIB), r: now ? 7 : 5, fill: !each.fits ? "var(--paper)" : isClosed ? "var(--soft)" : colors(state.cluster), "fill-opacity": isClosed ? 0.35 : 1, stroke: now ? "var(--text)" : isClosed ? "var(--soft)" : colors(state.cluster), "stroke-width": 2, "stroke-dasharray": isClosed ? "2 2" : null },
+        `${each.layout}\nstep ${seconds(each.step)}, ${time(each.days)}\n${gib(each.peakBytes)}${each.fits ? "" : ": does not fit"}${each.mfu === null ? "" : `\nMFU ${percent(each.mfu)}`}\n${origin(each)[0]}`,
+        () => { if (choices.includes(each)) change({ layout: each.layout }); }));
     }
+    fill("map-legend", own.some((each) => each.origin === "closed_form") ? `Grey, dashed: ${origins.closed_form[0]}${choices.length < own.length ? "; not to be chosen" : ""}.` : "");
   }
 
   function drawEven(found) {

@@ -6,6 +6,7 @@ and CO2 alone is computed in the page, as `planning.bill` does. Lays out; predic
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import get_args
 
 from scalejax.config.presets import PRESETS
 from scalejax.core.serialization import JsonValue, flag_text, save_text
@@ -20,7 +22,13 @@ from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.planning.bill import Rates
 from scalejax.planning.search.run import SEARCHED_FIELDS
-from scalejax.planning.settings_grid import LayoutEntry, Setting, SettingsGrid, words_of
+from scalejax.planning.settings_grid import (
+    LayoutEntry,
+    Origin,
+    Setting,
+    SettingsGrid,
+    words_of,
+)
 from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.predict import RUN_CONDITIONS
 from scalejax.simulator.transformer import Strategy
@@ -31,6 +39,8 @@ _MOST_NOTES = 12
 _NETWORK = "network.bytes_per_second"
 _OF_THE_PAGE = ("model.compute_dtype", "batch.global_batch", _NETWORK)
 """Fields that the controls of the page set, whatever the command was given."""
+ORIGINS = get_args(Origin)
+"""Where a step is from, in the order of the table's indices."""
 _TERM_WORDS = {
     "compute": "Products and attention, at the rates that the chip reaches with the framework.",
     "memory": "Operations that the bandwidth of the device's memory bounds.",
@@ -98,7 +108,7 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
 
     A cell is the index of the reason why a setting has no layout, or a row for each layout:
     its index, step, p10 and p90, MFU, whether it fits, bytes of state, of work and at the peak,
-    goodput, and (term, seconds) in turn.
+    goodput, where it is from (index in `ORIGINS`), and (term, seconds) in turn.
     """
     axes = grid.axes
     places = {place.cluster.name: at for at, place in enumerate(axes.places)}
@@ -133,6 +143,9 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
         "flags": _flags({k: v for k, v in subject.overrides.items() if k not in _OF_THE_PAGE}),
         "version": version("scalejax"),
         "method": _method(grid),
+        "origins": list(ORIGINS),
+        "off": _off(grid),
+        "whyNotCompiled": grid.why_not_compiled,
         "tokensPerSample": grid.tokens_per_sample,
         "tokensSource": subject.tokens_source,
         "clusters": [
@@ -182,6 +195,7 @@ def _row(entry: LayoutEntry, layout: int, terms: dict[str, int]) -> list[JsonVal
         entry.working_bytes,
         found.peak_memory_bytes,
         _rounded(found.goodput),
+        ORIGINS.index(entry.origin),
     ]
     for name, seconds in found.waterfall:
         if seconds and name not in RUN_CONDITIONS:
@@ -269,16 +283,56 @@ def _sources(cluster: Cluster) -> list[JsonValue]:
     return [*lines]
 
 
+def _off(grid: SettingsGrid) -> list[JsonValue] | None:
+    """The most that the closed form is below and above the compiled steps, and how many these are;
+    None without any."""
+    errors = grid.closed_form_errors
+    if not errors:
+        return None
+    return [_rounded(min(0.0, errors[0]), 3), _rounded(max(0.0, errors[-1]), 3), len(errors)]
+
+
 def _method(grid: SettingsGrid) -> str:
-    count = sum(len(each) for each in grid.entries.values())
-    return (
-        f"The numbers are the simulator's: a table of {count:,} predictions of steps in closed "
-        f"form, one for each layout of {counted(len(grid.entries), 'setting')}, at every "
-        "position of the controls; scalejax cost compiles the step, and says how far its closed "
-        "form is off. Days, dollars, energy and CO2 are computed from them in the "
-        f"page. The layouts are the best of {grid.considered:,} that were costed in "
+    """Where the numbers are from, and how many of each kind there are."""
+    origins = Counter(each.origin for entries in grid.entries.values() for each in entries)
+    first = Counter(entries[0].origin for entries in grid.entries.values())
+    said, settings = first["compiled"] + first["kernels"], len(grid.entries)
+    words = [
+        f"The numbers are the simulator's, one for each layout of {counted(settings, 'setting')}, "
+        f"at every position of the controls; {said:,} of these show what scalejax predict prints."
+    ]
+    if origins["compiled"]:
+        words.append(
+            f"{counted(origins['compiled'], 'step')} of XLA's are compiled, and costed at each "
+            "rate of the network."
+        )
+    if origins["kernels"]:
+        words.append(
+            f"{counted(origins['kernels'], 'step')} of a framework with kernels of its own are in "
+            "closed form, as predict has them."
+        )
+    if origins["closed_form"]:
+        why = f" ({grid.why_not_compiled})" if grid.why_not_compiled else ""
+        words.append(
+            f"{counted(origins['closed_form'], 'step')} are in closed form and not compiled{why}: "
+            f"marked so, and not what predict prints{_off_in_words(grid)}."
+        )
+    words.append(
+        "Days, dollars, energy and CO2 are computed from them in the page. The layouts are the "
+        f"best of {grid.considered:,} that were costed in closed form, in "
         f"{grid.axes.compute_dtypes[0]}, at the network's own rate, as XLA runs them; scalejax "
-        "search goes through all, and compiles the best."
+        "search goes through all."
+    )
+    return " ".join(words)
+
+
+def _off_in_words(grid: SettingsGrid) -> str:
+    errors = grid.closed_form_errors
+    if not errors:
+        return ""
+    return (
+        f"; the closed forms of the compiled ones are off by {100 * errors[0]:+.1f} to "
+        f"{100 * errors[-1]:+.1f} %"
     )
 
 

@@ -33,13 +33,13 @@ const answers = (function () {
   }
 
   function option(data, row) {
-    const [layout, step, p10, p90, mfu, fits, state, working, peak, goodput, ...terms] = row;
+    const [layout, step, p10, p90, mfu, fits, state, working, peak, goodput, origin, ...terms] = row;
     const waterfall = [];
     for (let i = 0; i < terms.length; i += 2)
       waterfall.push({ name: data.terms[terms[i]], seconds: terms[i + 1] });
     return { layout: data.layouts[layout].words, flags: data.layouts[layout].flags, step, p10, p90,
       mfu, fits: fits === 1, stateBytes: state, workingBytes: working, peakBytes: peak, goodput,
-      waterfall };
+      origin: data.origins[origin], waterfall };
   }
 
   function updates(data, state) {
@@ -66,13 +66,19 @@ const answers = (function () {
     };
   }
 
-  // All layouts of a setting with their bills, and the chosen one: that of `state.layout`, else the
-  // fastest that fits, else the fastest.
+  // Layouts that can be chosen: those with the step that `predict` prints, if there are any.
+  function offered(options) {
+    const predicted = options.filter((each) => each.origin !== "closed_form");
+    return predicted.length ? predicted : options;
+  }
+
+  // All layouts of a setting with their bills, and the chosen one: that of `state.layout` if it is
+  // offered, else the fastest that fits, else the fastest.
   function answer(data, state) {
     const found = options(data, state);
     if (found.refused) return { refused: found.refused, options: [], chosen: null };
     const bills = found.options.map((each) => bill(data, state, each));
-    const named = bills.find((each) => each.layout === state.layout);
+    const named = offered(bills).find((each) => each.layout === state.layout);
     return { options: bills, chosen: named || bills[0], isBest: !named || named === bills[0] };
   }
 
@@ -122,6 +128,6 @@ const answers = (function () {
     return words.filter((each) => each !== "").join(" ");
   }
 
-  return { answer, options, updates, overDevices, breakEven, crossing, parseCount, command };
+  return { answer, options, offered, updates, overDevices, breakEven, crossing, parseCount, command };
 })();
 if (typeof module !== "undefined") module.exports = answers;

@@ -1,4 +1,5 @@
-"""Tables, waterfalls, curves and timelines as HTML and SVG: what a result shows in a notebook.
+"""Tables, waterfalls, curves and timelines as HTML and SVG: what a result shows in a notebook. And
+tables as text: what `print` shows of it.
 
 Text alone, without scripts or styles from elsewhere, so that it shows wherever HTML does, light or
 dark. Knows names that carry their units, and nothing of what the figures are of.
@@ -73,6 +74,38 @@ def table(rows: Sequence[Mapping[str, JsonValue]], *, bold: Sequence[int] = ()) 
         weight = ' style="font-weight:bold"' if position in bold else ""
         body.append(f"<tr{weight}>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
+    """A table as lines of at most `width` where its cells allow it: what all rows have in common,
+    then the other columns, in as many parts as they need, each with the first of them."""
+    names = [name for name in columns_of(rows) if any(row.get(name) is not None for row in rows)]
+    common = [name for name in names if all(row.get(name) == rows[0].get(name) for row in rows)]
+    size = max((len(heading_of(name)) for name in common), default=0)
+    lines = [f"{heading_of(name):{size}}  {cell_of(name, rows[0][name])}" for name in common]
+    columns = [
+        [heading_of(name), *(cell_of(name, row.get(name)) for row in rows)]
+        for name in names
+        if name not in common
+    ]
+    wide = [max(map(len, column)) for column in columns]
+    at = 1
+    while columns and (at == 1 or at < len(columns)):
+        part = [0]
+        while at < len(columns) and (
+            len(part) == 1 or sum(wide[each] + 2 for each in (*part, at)) - 2 <= width
+        ):
+            part.append(at)
+            at += 1
+        at = max(at, 2)
+        lines += [
+            "",
+            *(
+                "  ".join(columns[each][row].rjust(wide[each]) for each in part)
+                for row in range(len(rows) + 1)
+            ),
+        ]
+    return "\n".join(lines).strip("\n")
 
 
 def _side(values: Sequence[JsonValue]) -> str:

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from scalejax.core.drawing import columns_of, table
+from scalejax.core.drawing import columns_of, table, text_of
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import JsonValue, plain
 
@@ -58,6 +58,10 @@ class Tabular:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return table(self.to_rows())
+
+    def __str__(self) -> str:
+        """What `print` shows: the rows."""
+        return text_of(self.to_rows())
 
 
 def _library(name: str) -> ModuleType:

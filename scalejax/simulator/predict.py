@@ -141,18 +141,26 @@ class Prediction(Tabular):
         """One row of the main figures."""
         return [{name: getattr(self, name) for name in _COLUMNS}]
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the main figures, and where the time of a step goes."""
+    @property
+    def _verdict(self) -> str:
         verdict = "fits" if self.fits else "does NOT fit"
-        said = (
+        return (
             f"{format_seconds(self.step_seconds)} a step on {counted(self.device_count, 'device')} "
             f"of {self.cluster}, {format_bytes(self.peak_memory_bytes)} of "
             f"{format_bytes(self.memory_bytes)}: {verdict}"
         )
+
+    def __str__(self) -> str:
+        """What `print` shows: the main figures, and the notes."""
+        notes = "".join(f"\nnote: {each}." for each in self.notes)
+        return f"{self._verdict}\n{drawing.text_of(self.to_rows())}{notes}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the main figures, and where the time of a step goes."""
         of_step = [each for each in self.waterfall if each[0] not in RUN_CONDITIONS]
         return "".join(
             (
-                drawing.heading(said),
+                drawing.heading(self._verdict),
                 drawing.table(self.to_rows()),
                 drawing.waterfall(of_step, "step"),
                 drawing.notes(self.notes),
@@ -199,6 +207,11 @@ class ScalingPrediction(Tabular):
             for each, efficiency in zip(self.predictions, self.efficiencies, strict=True)
             for row in each.to_rows()
         ]
+
+    def __str__(self) -> str:
+        """What `print` shows: a row for each number of devices, and the notes."""
+        notes = "".join(f"\nnote: {each}." for each in merged_notes(self.predictions))
+        return f"{self.title}, {self.scaling} scaling\n{drawing.text_of(self.to_rows())}{notes}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row for each number of devices, and the curve."""

@@ -202,3 +202,23 @@ for plugin in ("jax_plugins.xla_cuda13", "of_rocm"):
     except RuntimeError:
         logger.error("%s", plugin, exc_info=plugin.startswith("jax"))
 """
+
+
+def test_a_table_as_text_says_once_what_its_rows_share():
+    """Other columns are side by side, in parts that fit, each with the first of them; what is
+    unknown in all rows is left out."""
+    rows = [
+        {"cluster": "a", "device_count": n, "step_seconds": n / 10, "mfu": 1 / n, "price": None}
+        for n in (2, 16)
+    ]
+
+    assert drawing.text_of(rows) == (
+        "cluster  a\n\ndevices    step     MFU\n      2  200 ms  50.0 %\n     16   1.6 s   6.2 %"
+    )
+    assert drawing.text_of(rows, width=16) == (
+        "cluster  a\n\ndevices    step\n      2  200 ms\n     16   1.6 s\n"
+        "\ndevices     MFU\n      2  50.0 %\n     16   6.2 %"
+    )
+    assert drawing.text_of(rows[:1]) == "cluster  a\ndevices  2\nstep     200 ms\nMFU      50.0 %"
+    assert drawing.text_of([]) == ""
+    assert str(Steps()) == drawing.text_of(Steps().to_rows())

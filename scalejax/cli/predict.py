@@ -36,6 +36,7 @@ from scalejax.core.errors import (
     unknown_name,
 )
 from scalejax.core.serialization import JsonValue
+from scalejax.core.units import counted
 from scalejax.hardware import (
     HARDWARE_TABLES,
     Cluster,
@@ -474,7 +475,7 @@ class Calibrate(PlainCommand):
         """The measured runs to fit to: run folders, or benchmarks of a bench."""
         from scalejax.measure.bench import BenchFolder, measured_runs, read_summaries
         from scalejax.measure.bench.results import is_benchmark, measured_run, read_plan
-        from scalejax.measure.fit import read_run, read_runs
+        from scalejax.measure.fit import FEWEST, MOST, read_run, read_runs
 
         benches = [path for path in self.from_ if BenchFolder(path=path).plan.is_file()]
         if benches and len(self.from_) > 1:
@@ -489,7 +490,15 @@ class Calibrate(PlainCommand):
         folder = BenchFolder(path=benches[0])
         counts = None if self.devices is None else parse_counts(self.devices)
         summaries = read_summaries(read_plan(folder), folder)
-        return measured_runs(summaries, folder, counts, processes=self.processes)
+        runs = measured_runs(summaries, folder, counts, processes=self.processes)
+        if not FEWEST <= len(runs) <= MOST:
+            found = f"{counted(len(runs), 'benchmark')} of it" if runs else "none of its benchmarks"
+            accepted = (
+                f"a fit takes {FEWEST} to {MOST} measured steps, and --devices and --processes "
+                f"leave {found}"
+            )
+            raise ConfigError(refusal("from", str(folder.path), accepted))
+        return runs
 
     def _refuse_counts(self) -> None:
         if self.devices is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench_cases import RUN, finished, planned, progress, result
+from program_cases import program_of
 from scipy import stats
 
 from scalejax.cli.main import main
@@ -451,7 +452,10 @@ def test_calibrate_refuses_what_is_not_measured(tmp_path, capsys):
     folder.result(plan.benchmarks[0].name, 0).unlink()
     one, two = (str(folder.benchmark(each.name)) for each in plan.benchmarks)
     bench = str(folder.path)
+    alone = finished(planned(tmp_path, "-V", "devices=[1]"), tmp_path / "alone", {1: [0.1]})
+    serialization.save(program_of(devices=1), alone.program(plan.benchmarks[0].name))
     refused = {
+        (str(alone.path),): "from='.*alone' is refused: a fit takes 2 to 5 .* leave 1 benchmark of",
         (bench,): "too few results for a fit, .* of 1-.* there is none that can be read",
         (bench, two): "comes alone",
         (bench, "--devices", "4"): "devices=4 is refused",

@@ -139,19 +139,16 @@ GRAPHED = ("megatron-bridge-2025", "nemo-2026")
 """Frameworks whose recipes launch parts of a layer from CUDA graphs, so that hosts take less."""
 OF_GRAPHED = replace(EXPERT_CONSTANTS[_HOST], typical=20e-6, deviation=1.5)
 EAGER = ("megatron-lm-2021", "megatron-lm-2022")
-"""Frameworks whose collectives Python launches one by one through torch.distributed, over pipelines
-and tensor parallelism, as nanotron's are."""
-OF_EAGER = {
-    "dispatch_seconds": (10e-6, 0.3),
-    "collective_dispatch_seconds": (410e-6, 0.3),
-    "member_dispatch_seconds": (210e-6, 0.3),
-}
-"""Median and log deviation of their prior, the spread of hosts over frameworks as of
-`routed_dispatch_seconds`. An operation: what PyTorch's host takes for one, 6 us for a small
-element-wise one and 11 for a small product (flagos-ai/FlagGems, pull request 5291). A collective:
-what nanotron's 572 settings, on 2 to 512 H100, tell beside that; they are as well predicted with
-1 us and 460 as with 30 and 310. Rows of large layers, whose hosts are never the slower, tell
-nothing of either."""
+"""Frameworks that launch all operations from Python, on clusters whose hosts differ more than their
+chips do."""
+OF_EAGER = replace(CONSTANTS["dispatch_seconds"], typical=30e-6, deviation=0.3)
+"""Prior of their hosts. The median is of PyTorch 1.12 on an A100 that waits for its host: 17.8 ms
+for the 583 operations of EfficientNet-B5 (pytorch/pytorch, issue 82793), 31 us each; 45 us were
+seen with PyTorch 2.6 (53.7 ms for 1,185 launches: facebookresearch/sam2, issue 768). The spread is
+that of `routed_dispatch_seconds`."""
+OF_HOSTS = ("dispatch_seconds", "collective_dispatch_seconds", "member_dispatch_seconds")
+"""What a host takes. With those frameworks no chip has its own: rows on A100 of 80 GB are of three
+clusters, and the host of one, which waits for each launch (BLOOM's), is not that of others."""
 OWN_ATTENTION = ("pytorch-fsdp-2023", "pax-2023")
 """Frameworks whose attention was no library's of today, FlashAttention-2 in Triton and XLA's own
 products: they have a share of the peak of their own."""
@@ -307,8 +304,11 @@ def free_constants(settings: Sequence[Setting]) -> list[str]:
 def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
     """Rates that bring predictions nearest to `settings`, around the priors or those of all
     chips."""
+    framework = settings[0].framework
     names = free_constants(settings)
-    constants = constants_of(settings[0].framework)
+    if around is not None and framework in EAGER:
+        names = [name for name in names if name not in OF_HOSTS]
+    constants = CONSTANTS | ({"dispatch_seconds": OF_EAGER} if framework in EAGER else {})
     middle = {name: getattr(around, name) if around else constants[name].typical for name in names}
     spread = {
         name: constants[name].chip_deviation if around else constants[name].deviation
@@ -323,16 +323,6 @@ def fit(settings: Sequence[Setting], around: Rates | None = None) -> Rates:
             host = {"collective_dispatch_seconds": 300e-6, "member_dispatch_seconds": 200e-6}
             starts += [middle | {"dispatch_seconds": 20e-6} | host]
     return nearest(settings, around or Rates(), constants, middle, spread, starts)
-
-
-def constants_of(framework: str) -> Mapping[str, Constant]:
-    """`CONSTANTS` with the priors of a framework."""
-    own = OF_EAGER if framework in EAGER else {}
-    priors = {
-        name: replace(CONSTANTS[name], typical=typical, deviation=deviation)
-        for name, (typical, deviation) in own.items()
-    }
-    return CONSTANTS | priors
 
 
 def fit_experts(settings: Sequence[Setting], rates: Rates, around: Rates | None = None) -> Rates:

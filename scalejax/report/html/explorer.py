@@ -299,7 +299,7 @@ def _method(grid: SettingsGrid) -> str:
     said, settings = first["compiled"] + first["kernels"], len(grid.entries)
     words = [
         f"The numbers are the simulator's, one for each layout of {counted(settings, 'setting')}, "
-        f"at every position of the controls; {said:,} of these show what scalejax predict prints."
+        f"at every position of the controls, and in {said:,} of these what scalejax predict prints."
     ]
     if origins["compiled"]:
         words.append(

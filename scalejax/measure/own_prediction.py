@@ -6,6 +6,7 @@ run folder holds a prediction beside the measurement.
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -16,11 +17,11 @@ from scalejax.core.cache import user_folder
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import format_seconds
 from scalejax.hardware import NO_SITE, Cluster, HostInput, Site, load_cluster_and_site
+from scalejax.measure.devices import quick
 from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
 from scalejax.planning.scaling_study import phase_alone
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Program
 from scalejax.training.compile import RunPrograms
 from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
@@ -101,9 +102,10 @@ def predict_run(
     reporter.say(how)
 
 
-WORTH_SECONDS = 10.0
-"""Predicted time of a run from which its own products and convolutions are timed: about as long as
-that takes."""
+_SECONDS_OF = ((10.0, quick.SECONDS), (2.0, 1.5))
+"""(predicted seconds of a run, seconds for which its own products and convolutions are timed) of
+runs of at least so long; the compiler takes a second or two besides. Shorter ones are over before,
+and runs of one program are measured once."""
 
 
 def _measured_cluster(
@@ -122,16 +124,18 @@ def _measured_cluster(
     left = 0.0
     with suppress(ScalejaxError):  # said when the run is predicted
         left = (run.total_steps - begin) * predict(program, cluster).step_seconds
-    is_worth = bool(broadcast_from_first(left > WORTH_SECONDS))
-    return _measured(mesh, program, programs.update.as_text() or "") if is_worth else cluster
+    for least, seconds in _SECONDS_OF:
+        if broadcast_from_first(left > least):
+            return _measured(mesh, program, programs.update.as_text() or "", seconds)
+    return cluster
 
 
-def _measured(mesh: Mesh, program: Program | None = None, text: str = "") -> Cluster | str:
+def _measured(mesh: Mesh, *of_program: Any) -> Cluster | str:
     """As `local_cluster`; in all processes why not, where it fails in one of them."""
     found: Cluster | str = ""
     failure = ""
     try:
-        found = local_cluster(mesh) if program is None else local_cluster(mesh, program, text)
+        found = local_cluster(mesh, *of_program)
     except Exception as error:  # noqa: BLE001  whatever a probe meets, a run does not end by it
         failure = f"{type(error).__name__}: {error}".split("\n")[0]
     failed = [each for each in all_gather_text(failure) if each]

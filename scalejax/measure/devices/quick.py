@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from scalejax.core.environment import machine_cores
 from scalejax.hardware import Attainable, Chip, Cluster, Link, MeasuredRates, RateType
 from scalejax.hardware.chip import SLOWEST_UNIT
 from scalejax.measure.devices import NAME, probes
@@ -37,6 +38,7 @@ from scalejax.measure.devices.timing import (
 )
 from scalejax.simulator.program import ConvolutionPass, Program
 from scalejax.xla.calls import Call, ConvolutionCall, calls_of
+from scalejax.xla.elementwise import ElementwiseKind, elementwise_kinds
 
 _CALLS = 7
 _SOURCE = "measured by scalejax.measure.devices.quick just before the run"
@@ -72,11 +74,20 @@ class Work:
     """Temporary memory of a step, whose first touch is timed."""
     streamed: tuple[int, ...] = (2**22,)
     """Bytes of element-wise operations to time."""
+    kinds: tuple[tuple[int, tuple[tuple[ElementwiseKind, float], ...]], ...] = ()
+    """Of these bytes, the fractions that operations of each kind move; of others, all kinds are
+    timed, and the mean of their rates taken."""
     seconds: float = 0.5
     """For how long, beyond the time of the compiler."""
 
 
-def local_cluster(mesh: Mesh, program: Program | None = None, text: str = "") -> Cluster:
+SECONDS = 4.0
+"""Of timing the shapes of a program, by default."""
+
+
+def local_cluster(
+    mesh: Mesh, program: Program | None = None, text: str = "", seconds: float = SECONDS
+) -> Cluster:
     """The devices of `mesh` as a cluster of one node, with rates measured now.
 
     The first call for a set of devices and, on a CPU, for the shapes of `program` measures, for a
@@ -84,10 +95,17 @@ def local_cluster(mesh: Mesh, program: Program | None = None, text: str = "") ->
     several processes, all measure together.
 
     Ignores the cost of launching a program on a GPU, which overlaps with the step before.
+
+    Args:
+        mesh: the devices.
+        program: whose operations are timed on a CPU.
+        text: the compiler's text of it, whose operations are timed as they are there.
+        seconds: for how long they are timed, beyond the time of the compiler.
     """
     devices = tuple(mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return _measured_cpu(devices, Work() if program is None else work_of(program, text))
+        work = Work() if program is None else replace(work_of(program, text), seconds=seconds)
+        return _measured_cpu(devices, work)
     return _measured(devices)
 
 
@@ -128,23 +146,55 @@ def work_of(program: Program, text: str = "") -> Work:
         wanted.append(shape)
         left -= count
     largest = min(_MOST_STREAMED, 2 ** (moved.bit_length() - 1))
+    streamed = tuple(sorted({*_STREAMED, largest}))
     written = calls_of(text) if text else {}
+    temporary = program.memory.temporary_bytes
     known = [shape for shape in wanted if shape in written]
     return Work(
         shapes=tuple(wanted) or Work().shapes,
         calls=tuple((shape, written[shape][:_MOST_CALLS]) for shape in known),
         flop=tuple((shape, flop[shape] / runs_of[shape]) for shape in known),
-        temporary_bytes=program.memory.temporary_bytes,
-        streamed=tuple(sorted({*_STREAMED, largest})),
-        seconds=_SECONDS,
+        temporary_bytes=temporary if temporary > _TOUCHED else 0,
+        streamed=streamed,
+        kinds=_kinds(program, elementwise_kinds(text), streamed) if text else (),
+        seconds=SECONDS,
     )
 
 
-_SECONDS, _ROUNDS, _TURN_SECONDS = 4.0, 100, 4e-3  # of the shapes of a program
+def _kinds(
+    program: Program, kind_of: dict[str, ElementwiseKind], streamed: tuple[int, ...]
+) -> tuple[tuple[int, tuple[tuple[ElementwiseKind, float], ...]], ...]:
+    """Fractions of the bytes of a program's element-wise operations by kind, of those whose bytes
+    are nearest to each of `streamed`."""
+    moved: dict[int, Counter[ElementwiseKind]] = {}
+    for item, runs in program.walk():
+        size = item.read_bytes + item.write_bytes
+        if item.flop or item.collective is not None or not size:
+            continue
+        nearest = min(streamed, key=lambda each: abs(math.log(each / size)))
+        kind = kind_of.get(item.name.split("#")[0], "simple")
+        moved.setdefault(nearest, Counter())[kind] += runs * size
+    found = []
+    for size, by_kind in sorted(moved.items()):
+        shares = [(kind, round(by_kind[kind] / by_kind.total(), 2)) for kind in sorted(by_kind)]
+        found.append((size, tuple((kind, share) for kind, share in shares if share)))
+    return tuple(found)
+
+
+_ROUNDS, _TURN_SECONDS = 100, 4e-3  # of the shapes of a program
 _ROUNDS_TOGETHER = 8  # of several processes
 _TOUCHED = 2**22  # bytes of memory below which its first touch is not timed
-_PASSES = 4  # of an element-wise operation in one program
+_STREAMED_TOGETHER, _FEWEST_PASSES = 2**24, 4  # bytes of an operation's passes in one program
+_ELEMENTWISE: dict[ElementwiseKind, Callable[[jax.Array], jax.Array]] = {
+    "simple": probes.scale,
+    "transcendental": probes.FUSIONS[1],
+    "transposition": probes.FUSIONS[2],
+    "reduction": probes.row_sums,
+}
 _SMALL = "empty call"
+_AWAY = (1024,)
+"""An array whose program is handed to another thread, as that of a step is; the runtime runs those
+of fewer elements on the thread that calls."""
 _PAIRS, _SIDE = 17, 24  # beyond the sizes up to which the runtime stays on one thread
 
 
@@ -154,17 +204,22 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
     mesh = mesh_of(devices)
     work = _within_budget(mesh, work)
     functions: dict[Any, Probe] = {
-        _SMALL: (lambda x: x + 1, [(4,)]),
+        _SMALL: (lambda x: x + 1, [_AWAY]),
         "one": (partial(_pairs, count=1), [(_SIDE, _SIDE)]),
         "pairs": (partial(_pairs, count=_PAIRS), [(_SIDE, _SIDE)]),
-        "step": (lambda *arrays: [each + 1 for each in arrays], [(4,)] * probes.STATE),
+        "step": (lambda *arrays: [each + 1 for each in arrays], [_AWAY] * probes.STATE),
     }
-    functions |= {key: probe for shape in work.shapes for key, probe in _probes(work, shape)}
+    functions |= {
+        key: _repeated(probe, _repeats(devices, shape))
+        for shape in work.shapes
+        for key, probe in _probes(work, shape)
+    }
     for size in work.streamed:
-        for index, function in enumerate(probes.FUSIONS):
-            blocks = (size // (8 * probes.TILE**2), probes.TILE, probes.TILE)
-            functions["stream", size, index] = probes.in_passes(function, _PASSES), [blocks]
-    if work.temporary_bytes > _TOUCHED:
+        blocks = (size // (8 * probes.TILE**2), probes.TILE, probes.TILE)
+        for kind, _ in _shares(work, size):
+            function = probes.in_passes(_ELEMENTWISE[kind], _passes(size))
+            functions["stream", size, kind] = function, [blocks]
+    if work.temporary_bytes:
         functions["touch"] = probes.touch(work.temporary_bytes), [(4,)]
     if len(devices) > 1:
         for size in (4, _REDUCED_BYTES):
@@ -178,6 +233,52 @@ def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
         turn_seconds=_TURN_SECONDS,
     )
     return _cpu_cluster(devices, work, dict(zip(functions, found, strict=True)))
+
+
+_REPEATED_FLOP, _MOST_REPEATS = 2**26, 8
+
+
+def _repeats(devices: tuple[Any, ...], shape: Shape) -> int:
+    """How often one call does an operation of a shape, each time on arrays of its own.
+
+    Several where the devices keep all cores busy: one that is short takes a third of its call to
+    wake threads that a step has awake, and of an empty call none. With idle cores the runtime would
+    run them side by side.
+    """
+    if len(devices) < machine_cores():
+        return 1
+    return max(1, min(_MOST_REPEATS, int(_REPEATED_FLOP / _flop(shape))))
+
+
+def _repeated(probe: Probe, repeats: int) -> Probe:
+    function, shapes = probe
+
+    def several(*arrays: jax.Array) -> list[Any]:
+        return [function(*arrays[start::repeats]) for start in range(repeats)]
+
+    return several, [shape for shape in shapes for _ in range(repeats)]
+
+
+def _of_one(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) -> dict[Any, float]:
+    """`times` with those of one operation where a call did several."""
+    found, empty = dict(times), times[_SMALL]
+    for shape in work.shapes:
+        for key, _ in _probes(work, shape):
+            found[key] = empty + (times[key] - empty) / _repeats(devices, shape)
+    return found
+
+
+def _passes(size: int) -> int:
+    return max(_FEWEST_PASSES, _STREAMED_TOGETHER // size)
+
+
+def _shares(work: Work, size: int) -> tuple[tuple[ElementwiseKind, float], ...]:
+    """Kinds of element-wise operations to time at a size, and what share each has of the bytes."""
+    known = dict(work.kinds)
+    if size in known:
+        return known[size]
+    kinds: tuple[ElementwiseKind, ...] = ("simple", "transcendental", "transposition")
+    return tuple((kind, 1 / len(kinds)) for kind in kinds)
 
 
 def _probes(work: Work, shape: Shape) -> list[tuple[Any, Probe]]:
@@ -351,7 +452,7 @@ def _call(
 
 
 def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) -> Cluster:
-    times = _with_calls(work, times)
+    times = _with_calls(work, _of_one(devices, work, times))
     empty = times[_SMALL]
 
     def seconds(key: Any) -> float:
@@ -375,11 +476,16 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
     best = max(row[-1] for rows in (products, *convolutions.values()) for row in rows)
     streams = []
     for size in work.streamed:
-        logs = [
-            math.log(_PASSES * size / seconds(("stream", size, index)))
-            for index in range(len(probes.FUSIONS))
-        ]
-        streams.append((size, math.exp(math.fsum(logs) / len(logs))))
+        rates = []
+        for kind, share in _shares(work, size):
+            moved = _passes(size) * (size / 2 if kind == "reduction" else size)  # it writes little
+            rates.append((moved / seconds(("stream", size, kind)), share))
+        if size in dict(work.kinds):
+            streams.append((size, 1 / math.fsum(share / rate for rate, share in rates)))
+        else:
+            streams.append((size, math.prod(rate**share for rate, share in rates)))
+    # Of the probe of a step: its additions are launched, and move their arrays.
+    additions = probes.STATE * (launch + 8 * math.prod(_AWAY) / streams[0][1])
     touch = ()
     if "touch" in times:
         # What it writes is counted with the operations that write it.
@@ -397,7 +503,7 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
             convolution_fraction=1.0,
             memory_fraction=streams[-1][1] / max(rate for _, rate in streams),
             launch_seconds=launch,
-            step_overhead_seconds=max(0.0, times["step"] - probes.STATE * launch),
+            step_overhead_seconds=max(0.0, times["step"] - additions),
         ),
         runtime_reserve_bytes=0,
         measured=MeasuredRates(

@@ -12,6 +12,7 @@ from scalejax.xla.hlo import Computation, Instruction, Module, arrays, parse_mod
 
 ElementwiseKind = Literal["simple", "transcendental", "transposition", "reduction"]
 
+_SLOWEST_FIRST: tuple[ElementwiseKind, ...] = ("transposition", "reduction", "transcendental")
 _TRANSCENDENTAL = (
     *("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power"),
     *("atan2", "cbrt", "cosine", "erf", "sine", "tan", "tanh"),
@@ -34,10 +35,11 @@ def elementwise_kinds(text: str) -> dict[str, ElementwiseKind]:
         for instruction in computation.instructions.values():
             inner = list(_inside(module, computation, instruction))
             most = max((size for _, _, size in inner), default=0)
-            kinds = {_kind(*each) for *each, size in inner if 2 * size >= most}
-            slow: tuple[ElementwiseKind, ...] = ("transposition", "reduction", "transcendental")
-            if kind := next((each for each in slow if each in kinds), None):
-                found[instruction.name] = kind
+            kinds = {_kind(where, each) for where, each, size in inner if 2 * size >= most}
+            for kind in _SLOWEST_FIRST:
+                if kind in kinds:
+                    found[instruction.name] = kind
+                    break
     return found
 
 

@@ -113,14 +113,15 @@ def test_a_run_is_costed_by_its_own_shapes(mesh, monkeypatch):
 
     assert local_cluster(mesh, program_of((PRODUCT, 9), (CONVOLUTION, 1))) is cluster
     assert len(called) == 1
-    # probes in order: nothing, a pair of products, 17 of them, a step, and then the shapes
+    # probes in order: one that is left out, nothing, a pair of products, 17 of them, a step, and
+    # then the shapes
     launch = (3e-3 - 2e-3) / (2 * 16)
     product, convolution = (operation_time(each, cluster.chip) for each in (PRODUCT, CONVOLUTION))
-    assert product.seconds == pytest.approx(4e-3 + launch)  # of the fifth, without the first
+    assert product.seconds == pytest.approx(4e-3 + launch)  # of the sixth, without the second
     assert convolution.busy_seconds == pytest.approx(5e-3)
     moved = 24 * 8192 / 2**24 * (6e-3 * 7e-3 * 8e-3) ** (1 / 3)  # of its additions, and 16 MiB's
     overhead = cluster.chip.attainable.step_overhead_seconds
-    assert overhead == pytest.approx(4e-3 - 24 * launch - moved)
+    assert overhead == pytest.approx(5e-3 - 24 * launch - moved)
 
 
 TEXT = """HloModule a_step
@@ -143,15 +144,15 @@ def test_operations_are_timed_as_the_compiler_wrote_them(mesh, monkeypatch):
 
     def seconds_in_turn(calls, **_):
         called.append(len(calls))
-        return [0.0, 0.0, 0.0, 0.0, 2e-3, 6e-3] + [1e-3] * (len(calls) - 6)
+        return [0.0] * 5 + [2e-3, 6e-3] + [1e-3] * (len(calls) - 7)
 
     monkeypatch.setattr("scalejax.measure.devices.quick.seconds_in_turn", seconds_in_turn)
 
     cluster = local_cluster(mesh, program_of((PRODUCT, 4)), TEXT)
 
-    # nothing, two of pairs of products, a step; two orders; three kinds of two sizes, as none is
-    # in the text; sums of two sizes, with and without
-    assert called == [4 + 2 + 3 * 2 + 2 * 2]
+    # nothing twice, two of pairs of products, a step; two orders; three kinds of two sizes, as
+    # none is in the text; sums of two sizes, with and without
+    assert called == [5 + 2 + 3 * 2 + 2 * 2]
     assert operation_time(PRODUCT, cluster.chip).busy_seconds == pytest.approx(3e-3)
 
 

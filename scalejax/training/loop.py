@@ -426,11 +426,11 @@ class TrainingLoop:
                 sharpness=finite(values["sharpness"]),
                 sharpness_error=finite(values["error"]),
                 learning_rate=rate,
-                stability_threshold=stability_threshold(each.run.config.optimizer, rate),
+                stability_threshold=stability_threshold(program.optimizer, rate),
                 preconditioned_sharpness=finite(values.get("preconditioned_sharpness", math.nan)),
                 preconditioned_error=finite(values.get("preconditioned_error", math.nan)),
                 preconditioned_threshold=(
-                    preconditioned_threshold(each.run.config.optimizer, rate)
+                    preconditioned_threshold(program.optimizer, rate)
                     if "preconditioned_sharpness" in values
                     else None
                 ),

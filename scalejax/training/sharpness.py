@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,13 @@ class Sharpness:
     batch: Batch
     """Shapes, types and shardings of the samples."""
     function: Any
-    """The compiled (params, model_state, second_moment, step, batch) -> "sharpness" and its
-    "error", float32, and of the preconditioned Hessian these two as "preconditioned_sharpness" and
-    "preconditioned_error", if there is a second moment."""
-    second_moment: Callable[[TrainState], PyTree]
-    """Of a state, that of the optimizer by which the Hessian is preconditioned; None of others."""
+    """The compiled (params, model_state, adam, batch) -> "sharpness" and its "error", float32, and
+    of the preconditioned Hessian these two as "preconditioned_sharpness" and
+    "preconditioned_error", if `adam` is not None."""
+    adam: Callable[[TrainState], "_Adam | None"]
+    """What AdamW has of a state by which the Hessian is preconditioned; None of others."""
+    optimizer: OptimizerConfig
+    """As it steps: its hyper-parameters at the run's batch."""
     schedule: Any
     """Learning rate by updates made."""
 
@@ -78,10 +80,10 @@ class Sharpness:
         """The "sharpness" at the parameters that the next gradient is taken at, and its "error":
         the distance to the nearest eigenvalue is no larger. The same two of the preconditioned
         Hessian with AdamW, once it has a second moment."""
-        weights = state.params, state.model_state, self.second_moment(state), state.step
-        values = jax.device_get(self.function(*weights, batch))
+        adam = self.adam(state)
+        values = jax.device_get(self.function(state.params, state.model_state, adam, batch))
         found = {name: float(value) for name, value in values.items()}
-        if int(jax.device_get(state.step)):
+        if adam is None or int(jax.device_get(adam.updates)):
             return found
         return {name: found[name] for name in ("sharpness", "error")}
 
@@ -102,9 +104,10 @@ def build_sharpness(
         for name, like in evaluation.batch.items()
     }
     setup = train_setup(_in_float32(run))
-    second_moment = _second_moment if _is_preconditioned(run) else _nothing
-    shapes = state.params, state.model_state, second_moment(state), state.step, batch
-    measure = partial(_measure, setup, mesh, wanted, shardings_of(state.params))
+    optimizer = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
+    adam = _adam if _is_preconditioned(run) else _nothing
+    shapes = state.params, state.model_state, adam(state), batch
+    measure = partial(_measure, setup, optimizer, mesh, wanted, shardings_of(state.params))
     function = jax.jit(
         partial(with_constraints, setup, mesh, measure),
         in_shardings=shardings_of(shapes),
@@ -115,7 +118,8 @@ def build_sharpness(
         how=replace(run.config.input, workers=0),  # for one batch
         batch=batch,
         function=function.lower(*shapes).compile(),
-        second_moment=second_moment,
+        adam=adam,
+        optimizer=optimizer,
         schedule=setup.schedule,
     )
 
@@ -158,25 +162,35 @@ def _is_preconditioned(run: ResolvedRun) -> bool:
     )
 
 
-def _second_moment(state: TrainState) -> PyTree:
-    return optax.tree.get(state.opt_state, "nu")
+class _Adam(NamedTuple):
+    """What the preconditioner is made of."""
+
+    second_moment: PyTree
+    """Without correction of its bias."""
+    updates: jax.Array
+    """Updates in it, int32: without those that a loss scale skipped, which a step counts."""
+
+
+def _adam(state: TrainState) -> _Adam:
+    found = optax.tree.get(state.opt_state, "ScaleByAdamState")
+    return _Adam(found.nu, found.count)
 
 
 def _nothing(_: TrainState) -> None:
     return None
 
 
-def _preconditioner(optimizer: AdamWConfig, second_moment: PyTree, step: jax.Array) -> PyTree:
-    """The diagonal that AdamW divides its first moment by, both without correction, after `step`
+def _preconditioner(optimizer: AdamWConfig, adam: _Adam) -> PyTree:
+    """The diagonal that AdamW divides its first moment by, both without correction, after t
     updates: (1 - beta1^t) (sqrt(nu / (1 - beta2^t)) + epsilon).
 
     Source: Cohen et al. 2022, arXiv 2207.14484, section 2.
     """
-    count = jnp.maximum(step, 1).astype(jnp.float32)
+    count = jnp.maximum(adam.updates, 1).astype(jnp.float32)
     first, second = 1 - optimizer.beta1**count, 1 - optimizer.beta2**count
     return jax.tree.map(
         lambda nu: first * (jnp.sqrt(nu.astype(jnp.float32) / second) + optimizer.epsilon),
-        second_moment,
+        adam.second_moment,
     )
 
 
@@ -192,13 +206,13 @@ def _in_float32(run: ResolvedRun) -> ResolvedRun:
 
 def _measure(
     setup: TrainSetup,
+    optimizer: OptimizerConfig,
     mesh: Mesh,
     wanted: SharpnessConfig,
     shardings: PyTree,
     params: PyTree,
     model_state: PyTree,
-    second_moment: PyTree,
-    step: jax.Array,
+    adam: _Adam | None,
     batch: Batch,
 ) -> dict[str, jax.Array]:
     mask = batch["mask"]
@@ -227,9 +241,8 @@ def _measure(
 
     value, error = largest(product)
     found = {"sharpness": value, "error": error}
-    optimizer = setup.run.config.optimizer
-    if second_moment is not None and isinstance(optimizer, AdamWConfig):
-        diagonal = _preconditioner(optimizer, second_moment, step)
+    if adam is not None and isinstance(optimizer, AdamWConfig):
+        diagonal = _preconditioner(optimizer, adam)
         root = jax.tree.map(lambda each: 1 / jnp.sqrt(each), diagonal)
 
         def scaled(vector: PyTree) -> PyTree:

@@ -131,6 +131,20 @@ def test_every_layout_finds_the_largest_eigenvalue_of_the_whole_matrix(name):
     assert nearest <= found["error"] + 1e-5 * eigenvalues[-1]
 
 
+def with_moments(state: TrainState, step: int) -> tuple[TrainState, np.ndarray]:
+    """A state at `step`, seven updates of AdamW in it, and second moments chosen at random."""
+    flat, whole = ravel_pytree(state.params)
+    second = np.exp(np.random.default_rng(3).normal(-9, 2, len(flat)))
+    old = optax.tree.get(state.opt_state, "ScaleByAdamState")
+    nu = whole(jnp.asarray(second, jnp.float32))
+    new = optax.tree.set(state.opt_state, nu=nu, count=jnp.asarray(7, old.count.dtype))
+    placed = jax.tree.map(
+        lambda leaf, was: jax.device_put(leaf, was.sharding), new, state.opt_state
+    )
+    steps = jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding)
+    return replace(state, step=steps, opt_state=placed), second
+
+
 @pytest.mark.slow_except("mlp, data")
 @pytest.mark.parametrize("name", ["mlp, data", "mlp, data x fsdp", "gpt, ZeRO 2"])
 def test_with_adamw_the_largest_of_the_preconditioned_matrix_is_found_too(name):
@@ -141,18 +155,7 @@ def test_with_adamw_the_largest_of_the_preconditioned_matrix_is_found_too(name):
     run = resolve(replace(config, optimizer=AdamWConfig(beta2=0.9, epsilon=1e-3)))
     mesh = build_mesh(run.layout)
     state = init_state(run, mesh)
-    flat, whole = ravel_pytree(state.params)
-    second = np.exp(np.random.default_rng(3).normal(-9, 2, len(flat)))
-    moments = jax.tree.map(
-        lambda new, old: jax.device_put(new, old.sharding),
-        whole(jnp.asarray(second, jnp.float32)),
-        optax.tree.get(state.opt_state, "nu"),
-    )
-    later = replace(
-        state,
-        step=jax.device_put(jnp.asarray(7, jnp.int32), state.step.sharding),
-        opt_state=optax.tree.set(state.opt_state, nu=moments),
-    )
+    later, second = with_moments(state, step=7)
 
     first, found = measured_at(run, mesh, state), measured_at(run, mesh, later)
 
@@ -161,6 +164,30 @@ def test_with_adamw_the_largest_of_the_preconditioned_matrix_is_found_too(name):
     assert found["preconditioned_sharpness"] == pytest.approx(eigenvalues[-1], rel=RTOL)
     assert first.keys() == {"sharpness", "error"}
     assert found["sharpness"] == pytest.approx(first["sharpness"], rel=1e-5)
+
+
+def test_what_adamw_divides_by_is_of_the_batch_and_of_updates_that_were_made():
+    """Twice the reference batch doubles 1 - beta by the rule of the SDE, and epsilon falls by root
+    2; of nine steps in float16 two were skipped, and of two of two nothing can be said."""
+    config = with_fields(
+        config_of({**MLP, "compute_dtype": "float16"}, IMAGES, {"data": 8}),
+        {"schedule.scaling": "sde", "schedule.reference_batch": 8},
+    )
+    run = resolve(replace(config, optimizer=AdamWConfig(beta1=0.8, beta2=0.9, epsilon=1e-3)))
+    mesh = build_mesh(run.layout)
+    program = build_sharpness(run, mesh, init_state(run, mesh), build_evaluation(run, mesh))
+    source = open_source(run.config.data, "train", seed=run.config.seed, augmentation=None)
+    state = init_state(run, mesh)
+    skipped = replace(state, step=jax.device_put(jnp.asarray(2, jnp.int32), state.step.sharding))
+    later, second = with_moments(state, step=9)
+
+    found = program.measured(later, program.samples(source))
+
+    root = np.sqrt((1 - 0.6**7) * (np.sqrt(second / (1 - 0.8**7)) + 1e-3 / 2**0.5))
+    eigenvalues = np.linalg.eigvalsh(dense_hessian("mlp") / np.outer(root, root))
+    assert found["preconditioned_sharpness"] == pytest.approx(eigenvalues[-1], rel=RTOL)
+    assert preconditioned_threshold(program.optimizer, 0.1) == pytest.approx(2 * 1.6 / (0.4 * 0.1))
+    assert program.measured(skipped, program.samples(source)).keys() == {"sharpness", "error"}
 
 
 def test_adamw_converges_below_its_preconditioned_threshold_and_not_above():

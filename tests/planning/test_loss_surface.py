@@ -29,8 +29,8 @@ from scalejax.validation.convergence import LossRow
 from scalejax.validation.kinds import find_ledger, read_any
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "loss_model"
-splits, deviation_by_distance, best_of, noise_of, Local, Lost, Chooser = itemgetter(
-    "splits", "deviation_by_distance", "best_of", "noise_of", "Local", "Lost", "Chooser"
+splits, deviation_by_distance, best_of, noise_of, Local, Lost, Chooser, KEPT = itemgetter(
+    "splits", "deviation_by_distance", "best_of", "noise_of", "Local", "Lost", "Chooser", "KEPT"
 )(runpy.run_path(str(EXPERIMENT / "fit.py"), run_name="fit"))
 ORIGIN = LanguageRun(parameters=4e8, tokens=2e10, batch_tokens=524288, learning_rate=2e-3)
 HAND = Surface(
@@ -481,3 +481,10 @@ def test_the_tables_of_the_experiment_are_those_of_its_results():
         errors.append([summary[f"{kind}, {what}"]["mean_error"] for what in ("dense", "experts")])
     for row, pair in zip(tables[starts["asked"] :], errors, strict=False):
         assert row[1:3] == [percent(each) for each in pair]
+
+
+def test_the_choice_that_comes_along_is_the_one_that_all_cells_make():
+    """`KEPT` is written down, where every split chooses: all runs have to choose it as well."""
+    results = json.loads((EXPERIMENT / "results.json").read_text())
+    scores = results["misses and mean excess of each choice, of all sizes left out"]
+    assert min(scores, key=scores.__getitem__) == f"{KEPT[0]:.1%}, {KEPT[1]}"

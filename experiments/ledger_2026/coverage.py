@@ -44,11 +44,15 @@ GROUPS: dict[str, Callable[[RowResult], bool]] = {
     "experts of Megatron-Bridge, AWS and AutoModel": (
         lambda row: row.kind == "expert" and row.ledger in _EXPERTS
     ),
+    "experts of NVIDIA's recipes for NeMo": (
+        lambda row: row.kind == "expert" and row.ledger == "dgxc_benchmarking"
+    ),
     "LoRA": lambda row: row.kind == "lora",
     "MaxText on TPUs": lambda row: row.framework == "maxtext-2025" and row.chip.startswith("tpu"),
     "MaxText on GPUs": (
         lambda row: row.framework == "maxtext-2025" and not row.chip.startswith("tpu")
     ),
+    "nanotron's sweep, H100": lambda row: row.ledger == "ultrascale_measured",
 }
 """Rows that people ask for together."""
 
@@ -98,6 +102,8 @@ def print_errors(results: Iterable[RowResult]) -> None:
     print("|---|---:|---:|---:|---:|")
     for name, belongs in GROUPS.items():
         print(_line(name, [error for row, error in found if belongs(row)]))
+    others = [e for row, e in found if not any(belongs(row) for belongs in GROUPS.values())]
+    print(_line("all others", others))
 
 
 def _line(name: str, errors: Sequence[float]) -> str:

@@ -296,6 +296,33 @@ def test_a_run_measures_the_curvature_it_has_and_a_resumed_one_the_same(tmp_path
     assert tracked["sharpness/sharpness"] == straight.sharpness[0].sharpness
 
 
+@pytest.mark.slow
+def test_a_run_of_adamw_records_the_limit_of_its_own_betas(tmp_path):
+    """Slow, as it trains. Twice the reference batch makes 0.8 of a beta1 of 0.9 by the rule of the
+    SDE; nothing before the first update."""
+    config = replace(config_of(MLP, IMAGES, {"data": 1}), optimizer=AdamWConfig())
+    fields = {
+        "schedule.scaling": "sde",
+        "schedule.reference_batch": 8,
+        "data.train_examples": 128,
+        "train.epochs": 1,
+    }
+
+    run = train(with_fields(config, fields), tmp_path / "run", device_count=1, reporter=Silent())
+
+    first, *later = run.sharpness
+    assert (first.step, first.preconditioned_sharpness, first.preconditioned_threshold) == (
+        (0, None, None)
+    )
+    assert [m.step for m in later] == [4, 8]
+    for m in later:
+        assert m.stability_threshold is None
+        assert (m.preconditioned_sharpness or 0) > 0
+        limit = m.preconditioned_threshold
+        assert limit is None or limit == pytest.approx(2 * 1.8 / (0.2 * m.learning_rate))
+    assert later[0].preconditioned_threshold is not None
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -4,7 +4,7 @@
     python experiments/loss_model/fit.py --write    # and the constants that come with scalejax
 
 Whatever a valley is fitted with (`CHOICES`) is chosen anew in each split, within the runs that are
-left. Tables are printed as they stand in README.md; `forms.py` tries other forms.
+left. The tables of README.md are printed, by the names of splits; `forms.py` tries other forms.
 Runs are those that come with scalejax (`validation/ledgers/steplaw_*`).
 """
 

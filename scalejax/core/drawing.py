@@ -35,7 +35,8 @@ _ENDINGS = {
 def heading_of(name: str) -> str:
     """A column's name in words, without the unit that its cells have: "p10 step"."""
     ending = next((each for each in ("_seconds", "_bytes", "_joules") if name.endswith(each)), "")
-    words = name.removesuffix(ending).replace("_", " ").replace("mfu", "MFU")
+    words = "time" if name == "seconds" else name.removesuffix(ending)
+    words = words.replace("_", " ").replace("mfu", "MFU")
     return words.replace(" per second", "/s").replace("device count", "devices")
 
 
@@ -48,7 +49,7 @@ def cell_of(name: str, value: JsonValue) -> str:
     if not isinstance(value, int | float):
         return str(value)
     for ending, words in _ENDINGS.items():
-        if name.endswith(ending):
+        if f"_{name}".endswith(ending):
             return words(value)
     if any(name.endswith(each) for each in _FRACTIONS):
         return format_fraction(value)
@@ -78,17 +79,19 @@ def table(rows: Sequence[Mapping[str, JsonValue]], *, bold: Sequence[int] = ()) 
 
 def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
     """A table as lines of at most `width` where its cells allow it: what all rows have in common,
-    then the other columns, in as many parts as they need, each with the first of them."""
+    then the other columns, in as many parts as they need, each with the first of them. Texts begin
+    at the left."""
     names = [name for name in columns_of(rows) if any(row.get(name) is not None for row in rows)]
     common = [name for name in names if all(row.get(name) == rows[0].get(name) for row in rows)]
     size = max((len(heading_of(name)) for name in common), default=0)
     lines = [f"{heading_of(name):{size}}  {cell_of(name, rows[0][name])}" for name in common]
-    columns = [
-        [heading_of(name), *(cell_of(name, row.get(name)) for row in rows)]
-        for name in names
-        if name not in common
-    ]
-    wide = [max(map(len, column)) for column in columns]
+    columns = []
+    for name in [each for each in names if each not in common]:
+        cells = [heading_of(name), *(cell_of(name, row.get(name)) for row in rows)]
+        size = max(map(len, cells))
+        is_text = any(isinstance(row.get(name), str) for row in rows)
+        columns.append([each.ljust(size) if is_text else each.rjust(size) for each in cells])
+    wide = [len(column[0]) for column in columns]
     at = 1
     while columns and (at == 1 or at < len(columns)):
         part = [0]
@@ -101,7 +104,7 @@ def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
         lines += [
             "",
             *(
-                "  ".join(columns[each][row].rjust(wide[each]) for each in part)
+                "  ".join(columns[each][row] for each in part).rstrip()
                 for row in range(len(rows) + 1)
             ),
         ]

@@ -221,4 +221,6 @@ def test_a_table_as_text_says_once_what_its_rows_share():
     )
     assert drawing.text_of(rows[:1]) == "cluster  a\ndevices  2\nstep     200 ms\nMFU      50.0 %"
     assert drawing.text_of([]) == ""
+    terms = [{"name": "memory", "seconds": 0.02}, {"name": "launch gaps", "seconds": 1.5}]
+    assert drawing.text_of(terms) == "name          time\nmemory       20 ms\nlaunch gaps  1.5 s"
     assert str(Steps()) == drawing.text_of(Steps().to_rows())

@@ -482,7 +482,8 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
             moved = _passes(size) * (size / 2 if kind == "reduction" else size)  # it writes little
             rates.append((moved / seconds(("stream", size, kind)), share))
         if size in dict(work.kinds):
-            streams.append((size, 1 / math.fsum(share / rate for rate, share in rates)))
+            whole = math.fsum(share for _, share in rates)  # 1, but for their rounding
+            streams.append((size, whole / math.fsum(share / rate for rate, share in rates)))
         else:
             streams.append((size, math.prod(rate**share for rate, share in rates)))
     # Of the probe of a step: its additions are launched, and move their arrays.

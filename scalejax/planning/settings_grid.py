@@ -9,7 +9,7 @@ does, and each program is costed at every rate of the network. Knows no page and
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -159,8 +159,8 @@ class SettingsGrid:
     """Why a setting has none."""
     considered: int
     """Layouts that were costed to choose from."""
-    why_not_compiled: str | None = None
-    """Why nothing was compiled of frameworks whose steps are; None if something was."""
+    why_not_compiled: Mapping[str, str] = field(default_factory=dict)
+    """By name of a cluster, why nothing was to be compiled for it."""
 
     @property
     def closed_form_errors(self) -> tuple[float, ...]:
@@ -243,7 +243,7 @@ def settings_grid(
             on_progress(Progress(done=len(found), total=len(cases)))
     entries = {key: each for i in sorted(found) for key, each in found[i].entries.items()}
     refused = {key: why for i in sorted(found) for key, why in found[i].refused.items()}
-    why = "nothing was to be compiled"
+    why = {place.cluster.name: "nothing was to be compiled" for place in axes.places}
     if confirm:
         why = _Compilation(config, axes, facts, on_compiled).replace(entries, refused, confirm)
     grid = SettingsGrid(
@@ -474,19 +474,19 @@ class _Compilation:
         entries: dict[Setting, tuple[LayoutEntry, ...]],
         refused: dict[Setting, str],
         wanted: int,
-    ) -> str | None:
+    ) -> dict[str, str]:
         """Compile the first `wanted` of the closed forms of each setting, then one after another
         where none of them fits; those that the compiler refuses are taken out. Returns why nothing
-        was to be compiled, if that is so."""
+        was to be compiled, by name of the clusters of which that is so."""
         places = {place.cluster.name: place for place in self._axes.places}
         families: dict[Setting, list[Setting]] = {}
-        whys: dict[str, None] = {}
+        whys: dict[str, str] = {}
         for setting in entries:
             framework = framework_named(setting.framework)
             if framework.kernels is not None:
                 continue
             if (missing := _missing_compiler(places[setting.cluster].cluster.chip)) is not None:
-                whys[f"no compiler for {missing} is installed"] = None
+                whys[setting.cluster] = f"no compiler for {missing} is installed"
                 continue
             # A program is the same at every rate of the network; the best at its own is compiled.
             of_program = families.setdefault(replace(setting, network_multiple=1), [])
@@ -528,7 +528,7 @@ class _Compilation:
         for setting in [each for each, some in entries.items() if not some]:
             del entries[setting]
             refused[setting] = last[setting]
-        return next(iter(whys), None)
+        return whys
 
     def _programs(
         self, tried: Sequence[tuple[Setting, Strategy]], places: Mapping[str, Place]

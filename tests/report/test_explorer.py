@@ -21,17 +21,27 @@ from scalejax import predict as predict_verb
 from scalejax.cli.main import main, split_overrides
 from scalejax.config.run import RunConfig, published_run
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import OnProgress
 from scalejax.core.units import parse_count
 from scalejax.data.facts import resolve
-from scalejax.hardware import Cluster, with_hardware
+from scalejax.hardware import Chip, Cluster, with_hardware
+from scalejax.planning import settings_grid as planned
 from scalejax.planning.bill import bill, rates_of, updates_for
 from scalejax.planning.search.run import search_run
 from scalejax.planning.settings_grid import with_network
 from scalejax.report.html.explorer import cluster_table
 from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import transformer_program
 from scalejax.xla import batch as compiling
-from scalejax.xla.closed_form import installed_compiler, shape_of, strategy_of, workspace_bytes
+from scalejax.xla.closed_form import (
+    installed_compiler,
+    program_in_closed_form,
+    shape_of,
+    strategy_of,
+    workspace_bytes,
+)
+from scalejax.xla.derive import ProfileJob
 from scalejax.xla.job import RunJob
 
 SCRIPTS = Path(scalejax.__file__).parent / "report" / "html"
@@ -227,6 +237,46 @@ def test_the_page_works_in_a_browser(page: Path, width: int, height: int):
         assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
         tab.call("Emulation.setEmulatedMedia", media="print")
         assert tab.value("getComputedStyle(document.querySelector('aside')).display") == "none"
+        assert tab.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_closed_forms_beside_compiled_steps_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Costs a page (10 s). Those of the cluster whose compiler is missing, in the table and in the
+    break-even too; and that compiler is named as the reason of its steps alone."""
+
+    def missing(chip: Chip) -> str | None:
+        return "GPUs" if chip.name.startswith("a100") else None
+
+    def made(jobs: Sequence[ProfileJob], _: OnProgress) -> list[Program]:
+        return [program_in_closed_form(each) for each in jobs]
+
+    monkeypatch.setattr(planned, "_missing_compiler", missing)
+    monkeypatch.setattr(planned, "profile_each", made)
+    path = tmp_path / "page.html"
+    options = "--devices 8 --batches 32 --networks 1 --precisions bfloat16 --layouts 2"
+    clusters = "dgx-h100,dgx-a100"
+    arguments = ["gpt2-124m", "--cluster", clusters, *options.split(), "--output", str(path)]
+    assert main(["page", *arguments]) == 0
+
+    assert [each["whyNotCompiled"] for each in data_of(path)["clusters"]] == [
+        None,
+        "no compiler for GPUs is installed",
+    ]
+    with chromium() as tab:
+        tab.open(path.as_uri(), 1400, 900)
+        rows = tab.value("document.getElementById('table').innerText").split("\n")
+        of_chip = {name: [each for each in rows if name in each] for name in clusters.split(",")}
+        mark = "closed form, not compiled"
+        assert [mark in each for each in of_chip["dgx-a100"]] == [True]
+        assert [mark in each for each in of_chip["dgx-h100"]] == [False]
+        assert mark in tab.value("document.getElementById('even').innerText")
+        assert mark not in tab.value("document.getElementById('cards').innerText")
+        tab.open(f"{path.as_uri()}#cluster=dgx-a100", 1400, 900)
+        assert mark in tab.value("document.getElementById('cards').innerText")
         assert tab.complaints == []
 
 
@@ -547,6 +597,7 @@ def test_own_figures_of_a_cluster_are_not_called_list_prices():
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layout.tensor 2", "tries every value"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --devices 8..4", "doublings"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layouts 0", "layouts"),
+        ("gpt2-124m --cluster dgx-h100 --batches 64 --confirm -1", "confirm=-1"),
         ("llama3-8b --cluster dgx-h100 --layouts 0", "--batches says another"),
     ],
 )

@@ -224,13 +224,15 @@
   const colors = (name) => `var(--c${data.clusters.findIndex((each) => each.name === name) % 6})`;
   const signed = (share) => `${share < 0 ? "-" : share > 0 ? "+" : ""}${digits(Math.abs(share) * 100, 2)} %`;
   // Where a step is from, on its own and in a sentence.
-  const origins = {
+  const origins = (at) => ({
     compiled: ["compiled, as scalejax predict prints it", "the step that XLA's compiler makes of it, which is what scalejax predict prints"],
     kernels: ["as scalejax predict prints it", "the closed form of a framework with kernels of its own, which is what scalejax predict prints"],
-    closed_form: [`closed form, not compiled${data.off ? `, off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ""}`,
-      `a closed form of XLA's step${data.whyNotCompiled ? `; ${data.whyNotCompiled}` : ", which was not compiled"}. It is not what scalejax predict prints${data.off ? `: of the ${whole(data.off[2])} that were compiled it is off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ", which compiles it"}`],
-  };
-  const origin = (option) => origins[option.origin];
+    closed_form: [`closed form, not compiled${data.off ? `; those of compiled steps are off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ""}`,
+      `a closed form of XLA's step${at.whyNotCompiled ? `; ${at.whyNotCompiled}` : ", which was not compiled"}. It is not what scalejax predict prints${data.off ? `: of the ${whole(data.off[2])} that were compiled it is off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ", which compiles it"}`],
+  });
+  const origin = (option) => origins(cluster(option.cluster))[option.origin];
+  // What a number says beside it if it is not what `predict` prints.
+  const marked = (option, before) => option.origin === "closed_form" ? [before, make("span", { class: "bad" }, "closed form, not compiled")] : [];
   const source = {
     step: (chosen) => ({
       title: `One step: ${seconds(chosen.step)}`,
@@ -292,7 +294,7 @@
     const energy = chosen.mwh === null ? [] : [`, ${large(chosen.mwh)} MWh`];
     const carbon = chosen.kilograms === null ? [] : [`, ${large(chosen.kilograms / 1000)} t CO2`];
     fill("cards",
-      card("Time", number(time(chosen.days), () => source.days(chosen)), [chosen.lowDays === null ? "no range: chip not measured" : `${time(chosen.lowDays)} to ${time(chosen.highDays)}; `, "step ", number(seconds(chosen.step), () => source.step(chosen)), ...(chosen.origin === "closed_form" ? [", ", make("span", { class: "bad" }, origin(chosen)[0])] : [])]),
+      card("Time", number(time(chosen.days), () => source.days(chosen)), [chosen.lowDays === null ? "no range: chip not measured; " : `${time(chosen.lowDays)} to ${time(chosen.highDays)}; `, "step ", number(seconds(chosen.step), () => source.step(chosen)), ...marked(chosen, ", ")]),
       card("Cost", number(chosen.dollars === null ? "set a price" : dollars(chosen.dollars), () => source.cost(chosen)), [`${large(chosen.deviceHours)} device-hours`, ...energy, ...carbon]),
       card("Does it fit?", number(chosen.fits ? "yes" : "no", () => source.memory(chosen)), [`${gib(chosen.peakBytes)} of ${gib(chosen.memoryBytes)}; ${found.isBest ? "best layout" : "chosen layout"}`]),
       card("What limits it", number(limit.name, () => source.term(chosen, limit)), [`${percent(limit.seconds / chosen.step)} of a step; then ${limit.next.name}, ${percent(limit.next.seconds / chosen.step)}`, ...(chosen.mfu === null ? [] : ["; MFU ", number(percent(chosen.mfu), () => source.mfu(chosen))])]));
@@ -362,7 +364,7 @@
     for (const { name, points } of series) for (const each of points) {
       const now = each.devices === state.devices && name === state.cluster;
       at.svg.append(dot({ "data-dot": `${id} ${name} ${each.devices}`, cx: at.x(each.devices), cy: at.y(value(each.chosen)), r: now ? 6 : 3.6, fill: each.chosen.fits ? colors(name) : "var(--paper)", stroke: now ? "var(--text)" : colors(name), "stroke-width": 2 },
-        `${whole(each.devices)} devices of ${name}\n${words(each.chosen)}\n${each.chosen.layout}${each.chosen.fits ? "" : "\ndoes not fit"}`,
+        `${whole(each.devices)} devices of ${name}\n${words(each.chosen)}\n${each.chosen.layout}${each.chosen.fits ? "" : "\ndoes not fit"}\n${origin(each.chosen)[0]}`,
         () => change({ cluster: name, devices: each.devices })));
     }
   }
@@ -431,7 +433,7 @@
         `${each.layout}\nstep ${seconds(each.step)}, ${time(each.days)}\n${gib(each.peakBytes)}${each.fits ? "" : ": does not fit"}${each.mfu === null ? "" : `\nMFU ${percent(each.mfu)}`}\n${origin(each)[0]}`,
         () => { if (choices.includes(each)) change({ layout: each.layout }); }));
     }
-    fill("map-legend", own.some((each) => each.origin === "closed_form") ? `Grey, dashed: ${origins.closed_form[0]}${choices.length < own.length ? "; not to be chosen" : ""}.` : "");
+    fill("map-legend", own.some((each) => each.origin === "closed_form") ? `Grey, dashed: ${origins(cluster()).closed_form[0]}${choices.length < own.length ? "; not to be chosen" : ""}.` : "");
   }
 
   function drawEven(found) {
@@ -445,7 +447,7 @@
       const here = () => price === null ? "; it has no price here." : even.mine.dollars > 0
         ? `; at $${digits(price)} it is ${price <= even.price ? "cheaper" : "dearer"} by ${percent(Math.abs(even.same.dollars / even.mine.dollars - 1))}.`
         : price > 0 ? `; at $${digits(price)} it is dearer, where ${state.cluster} costs nothing.` : "; both cost nothing.";
-      lines.push([`On ${whole(state.devices)} devices: `, number(time(even.same.days), () => source.days(even.same)), ...(even.same.dollars === null ? [] : [" and ", number(dollars(even.same.dollars), () => source.cost(even.same))]), even.same.fits ? "." : "; it does not fit."]);
+      lines.push([`On ${whole(state.devices)} devices: `, number(time(even.same.days), () => source.days(even.same)), ...(even.same.dollars === null ? [] : [" and ", number(dollars(even.same.dollars), () => source.cost(even.same))]), ...marked(even.same, ", "), even.same.fits ? "." : "; it does not fit."]);
       const formula = `device-hours here / there = ${whole(Math.round(even.mine.deviceHours))} / ${whole(Math.round(even.same.deviceHours))} = ${digits(even.ratio)}${even.price === null ? "" : `\nbreak-even price = ${even.mine.price} × ${digits(even.ratio)} = $${digits(even.price)}`}`;
       lines.push(even.price === null
         ? ["A device-hour of it is worth ", number(digits(even.ratio), () => ({ title: "Break-even", formula, sources: [] })), ` of one of ${state.cluster}.`]
@@ -459,14 +461,14 @@
 
   function cells({ devices, chosen }) {
     const known = (value, words, say) => value === null ? "n/a" : number(words(value), () => say(chosen));
-    return [whole(devices), known(chosen.step, seconds, source.step), known(chosen.days, time, source.days),
+    return [whole(devices), [known(chosen.step, seconds, source.step), ...marked(chosen, " ")], known(chosen.days, time, source.days),
       known(chosen.lowDays, () => `${time(chosen.lowDays)} to ${time(chosen.highDays)}`, source.days),
       known(chosen.deviceHours, large, source.cost), known(chosen.dollars, dollars, source.cost), known(chosen.mwh, large, source.cost),
       known(chosen.mfu, percent, source.mfu), known(chosen.peakBytes, gib, source.memory), chosen.fits ? "yes" : "no"];
   }
   function drawTable(series) {
     const rows = series.flatMap(({ name, points }) => points.map((each) => make("tr", each.devices === state.devices && name === state.cluster ? { class: "now" } : {},
-      make("td", {}, name), ...cells(each).map((cell) => make("td", {}, cell)), make("td", { class: "words" }, each.chosen.layout))));
+      make("td", {}, name), ...cells(each).map((cell) => make("td", {}, ...[cell].flat())), make("td", { class: "words" }, each.chosen.layout))));
     const heads = ["cluster", "devices", "step", "time", "p10 to p90", "device-hours", "cost", "MWh", "MFU", "memory", "fits", "layout"];
     fill("table", make("table", {}, make("tr", {}, ...heads.map((each) => make("th", { scope: "col", class: each === "layout" ? "words" : null }, each))), ...rows));
   }

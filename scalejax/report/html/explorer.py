@@ -145,7 +145,6 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
         "method": _method(grid),
         "origins": list(ORIGINS),
         "off": _off(grid),
-        "whyNotCompiled": grid.why_not_compiled,
         "tokensPerSample": grid.tokens_per_sample,
         "tokensSource": subject.tokens_source,
         "clusters": [
@@ -153,6 +152,7 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
                 **cluster_table(place.cluster, rates),
                 "path": shlex.quote(path),
                 "networkRate": _given_network(place.cluster, subject.overrides),
+                "whyNotCompiled": grid.why_not_compiled.get(place.cluster.name),
             }
             for place, rates, path in zip(axes.places, subject.rates, subject.clusters, strict=True)
         ],
@@ -303,8 +303,8 @@ def _method(grid: SettingsGrid) -> str:
     ]
     if origins["compiled"]:
         words.append(
-            f"{counted(origins['compiled'], 'step')} of XLA's are compiled, and costed at each "
-            "rate of the network."
+            f"{counted(origins['compiled'], 'step')} of XLA's are of compiled programs, each of "
+            "which is costed at every rate of the network."
         )
     if origins["kernels"]:
         words.append(
@@ -312,7 +312,8 @@ def _method(grid: SettingsGrid) -> str:
             "closed form, as predict has them."
         )
     if origins["closed_form"]:
-        why = f" ({grid.why_not_compiled})" if grid.why_not_compiled else ""
+        said = "; ".join(f"{name}: {why}" for name, why in grid.why_not_compiled.items())
+        why = f" ({said})" if said else ""
         words.append(
             f"{counted(origins['closed_form'], 'step')} are in closed form and not compiled{why}: "
             f"marked so, and not what predict prints{_off_in_words(grid)}."

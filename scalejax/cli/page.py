@@ -50,9 +50,9 @@ class Explore(OverridingCommand):
     batch, tokens, layout, precision, network and framework, on one HTML file that needs no network
     and holds its setting in its address. Every step on it is what predict prints, or marked as a
     closed form: XLA's is compiled for each cluster, number of devices, batch and precision, 36
-    times for two clusters and one precision, 10 to 30 s of a core each; what was compiled before is
-    found again. A flag with a dot replaces a field of the file, a condition of the clusters or a
-    part of their hardware.
+    times or more for two clusters and one precision, 10 to 30 s of a core each; what was compiled
+    before is found again. A flag with a dot replaces a field of the file, a condition of the
+    clusters or a part of their hardware.
     """
 
     run: Annotated[Positional[str], flag("MODEL or RUN.toml")]

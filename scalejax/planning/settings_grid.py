@@ -475,9 +475,10 @@ class _Compilation:
         refused: dict[Setting, str],
         wanted: int,
     ) -> dict[str, str]:
-        """Compile the first `wanted` of the closed forms of each setting, then one after another
-        where none of them fits; those that the compiler refuses are taken out. Returns why nothing
-        was to be compiled, by name of the clusters of which that is so."""
+        """Compile the first `wanted` of the closed forms of each setting, and cost them at every
+        rate of the network; then one after another where none of them fits; those that the compiler
+        refuses are taken out. Returns why nothing was to be compiled, by name of the clusters of
+        which that is so."""
         places = {place.cluster.name: place for place in self._axes.places}
         families: dict[Setting, list[Setting]] = {}
         whys: dict[str, str] = {}
@@ -488,16 +489,18 @@ class _Compilation:
             if (missing := _missing_compiler(places[setting.cluster].cluster.chip)) is not None:
                 whys[setting.cluster] = f"no compiler for {missing} is installed"
                 continue
-            # A program is the same at every rate of the network; the best at its own is compiled.
-            of_program = families.setdefault(replace(setting, network_multiple=1), [])
-            of_program.insert(0 if setting.network_multiple == 1 else len(of_program), setting)
+            # A program is the same at every rate of the network; which is the fastest is not.
+            families.setdefault(replace(setting, network_multiple=1), []).append(setting)
         last: dict[Setting, str] = {}
         while families:
-            tried = [
-                (key, each.strategy)
-                for key, (first, *_) in families.items()
-                for each in [e for e in entries[first] if e.origin == "closed_form"][:wanted]
-            ]
+            tried = list(
+                dict.fromkeys(
+                    (key, each.strategy)
+                    for key, settings in families.items()
+                    for setting in settings
+                    for each in [e for e in entries[setting] if e.origin == "closed_form"][:wanted]
+                )
+            )
             answers = self._programs(tried, places)
             for (key, strategy), answer in zip(tried, answers, strict=True):
                 for setting in families[key]:
@@ -518,11 +521,7 @@ class _Compilation:
             families = {
                 key: settings
                 for key, settings in families.items()
-                if any(each.origin == "closed_form" for each in entries[settings[0]])
-                and not any(
-                    each.origin == "compiled" and each.prediction.fits
-                    for each in entries[settings[0]]
-                )
+                if any(_lacks_one(entries[setting]) for setting in settings)
             }
             wanted = 1
         for setting in [each for each, some in entries.items() if not some]:
@@ -558,6 +557,12 @@ class _Compilation:
         self._on_progress(Progress(done=self._done, total=self._total))
         made = iter(profile_each(jobs, count) if jobs else ())
         return [next(made) if each is None else each for each in answers]
+
+
+def _lacks_one(entries: Sequence[LayoutEntry]) -> bool:
+    """Whether no compiled layout of a setting fits, and there are others to compile."""
+    compiled = [each for each in entries if each.origin == "compiled"]
+    return len(compiled) < len(entries) and not any(each.prediction.fits for each in compiled)
 
 
 def _missing_compiler(chip: Chip) -> str | None:

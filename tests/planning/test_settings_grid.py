@@ -14,6 +14,7 @@ from scalejax.hardware import NO_SITE
 from scalejax.planning import settings_grid as planned
 from scalejax.planning.settings_grid import Axes, Place, SettingsGrid, settings_grid
 from scalejax.simulator.program import Program
+from scalejax.simulator.transformer import Strategy
 from scalejax.xla import ProfileJob
 from scalejax.xla.closed_form import program_in_closed_form
 
@@ -97,6 +98,41 @@ def test_layouts_are_compiled_until_one_fits(monkeypatch: pytest.MonkeyPatch):
     assert lowest == pytest.approx(-0.5, abs=0.1)
     assert highest == pytest.approx(0, abs=0.01)
     assert grid.why_not_compiled == {}
+
+
+def test_what_is_fastest_at_another_rate_of_the_network_is_compiled_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The page lets nobody choose what was not compiled: where the layout that suits the cluster's
+    own network were the only one, a network of a hundredth would look slower than it is."""
+
+    def compiled(jobs: Sequence[ProfileJob], on_progress: OnProgress) -> list[Program]:
+        del on_progress
+        return [program_in_closed_form(job) for job in jobs]
+
+    monkeypatch.setattr(planned, "profile_each", compiled)
+    monkeypatch.setattr(planned, "has_cuda_compiler", lambda: True)
+    axes = Axes(
+        places=(Place(cluster=load_cluster("dgx-h100"), site=NO_SITE),),
+        device_counts=(16, 32),
+        global_batches=(64,),
+        compute_dtypes=("bfloat16",),
+        network_multiples=(0.01, 1, 4),
+        frameworks=("xla-2026",),
+    )
+    config = build(RunConfig, RUN)
+
+    plain = settings_grid(config, axes, confirm=0).entries
+    found = settings_grid(config, axes).entries
+
+    fastest: dict[int, set[Strategy]] = {}
+    for setting, entries in plain.items():
+        fastest.setdefault(setting.device_count, set()).add(entries[0].strategy)
+        assert found[setting][0].strategy == entries[0].strategy
+    assert max(map(len, fastest.values())) > 1, "one layout suits all"
+    for setting, entries in found.items():
+        made = {each.strategy for each in entries if each.origin == "compiled"}
+        assert made == fastest[setting.device_count]
 
 
 def test_without_a_compiler_closed_forms_are_said_to_be_that(monkeypatch: pytest.MonkeyPatch):

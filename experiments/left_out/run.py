@@ -1,7 +1,7 @@
 """Predict published steps by what was fitted without them: families, chips and frameworks left out.
 
 Run from the root of the repository:
-    python experiments/left_out/run.py [--folder FOLDER] [--fresh]
+    python experiments/left_out/run.py [--kind KIND] [--folder FOLDER] [--fresh]
 
 Each family of rows, each chip of each framework, and each framework as a whole is left out in turn;
 what is left is fitted anew (`fit.py`), and predicts it. Results of each turn are kept in FOLDER, so
@@ -33,12 +33,16 @@ from scalejax.core.cache import user_folder
 from scalejax.simulator.frameworks import known_framework
 from scalejax.simulator.frameworks.software import Rates, software_by_name
 
+KINDS = ("family", "chip", "framework")
+"""What is left out."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Leave everything out in turn, and print what came of it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path(user_folder() or ".") / "left_out")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--kind", choices=KINDS, help="leave out only these, one at a time")
     parser.add_argument("--fresh", action="store_true", help="forget turns of earlier runs")
     asked = parser.parse_args(arguments)
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             turn = json.loads(line)
             done[turn["kind"], turn["framework"], turn["name"]] = turn
     settings = read_settings()
-    turns = list(turns_of(settings))
+    turns = [turn for turn in turns_of(settings) if asked.kind in (None, turn[0])]
     _TURNS.extend(turns)
     missing = [index for index, turn in enumerate(turns) if turn[:3] not in done]
     # The largest first, so that the last of them does not end alone.
@@ -76,8 +80,10 @@ def main(arguments: Sequence[str]) -> int:
     print(file=sys.stderr)
     chips_of_rest = {turn[:3]: {each.chip for each in turn[4]} for turn in turns}
     found = [done[turn[:3]] for turn in turns]
-    show(found)
-    show_by_chip(found, chips_of_rest)
+    for kind in KINDS if asked.kind is None else (asked.kind,):
+        show(kind, found)
+    if asked.kind in (None, "family"):
+        show_by_chip(found, chips_of_rest)
     return 0
 
 
@@ -132,28 +138,27 @@ def without(framework_settings: Sequence[Setting]) -> Rates:
     return typical([_POOLED[name, len(own)] for name, own in by_framework.items()])
 
 
-def show(turns: Sequence[dict]) -> None:
-    """Print errors by kind and turn, and the share of rows in the bands that scalejax ships."""
-    for kind in ("family", "chip", "framework"):
-        print(f"\nleft out: {kind}\n")
-        print("| framework | left out | settings | mean | median | bias | in band |")
-        print("|---|---|---:|---:|---:|---:|---:|")
-        means, shares = [], []
-        for turn in turns:
-            if turn["kind"] != kind:
-                continue
-            sizes, inside = np.abs(np.expm1(turn["log_errors"])), np.mean(list(_in_band(turn)))
-            means.append(sizes.mean())
-            shares.append(inside)
-            bias = math.expm1(float(np.median(turn["log_errors"])))
-            print(
-                f"| {turn['framework']} | {turn['name']} | {len(sizes)} | {sizes.mean():.1%} | "
-                f"{np.median(sizes):.1%} | {bias:+.1%} | {inside:.0%} |"
-            )
+def show(kind: str, turns: Sequence[dict]) -> None:
+    """Print errors by turn of a kind, and the share of rows in the bands that scalejax ships."""
+    print(f"\nleft out: {kind}\n")
+    print("| framework | left out | settings | mean | median | bias | in band |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    means, shares = [], []
+    for turn in turns:
+        if turn["kind"] != kind:
+            continue
+        sizes, inside = np.abs(np.expm1(turn["log_errors"])), np.mean(list(_in_band(turn)))
+        means.append(sizes.mean())
+        shares.append(inside)
+        bias = math.expm1(float(np.median(turn["log_errors"])))
         print(
-            f"\nEach counting once: {np.mean(means):.1%} in the mean, {np.median(means):.1%} in "
-            f"the median; {np.mean(shares):.0%} in the band."
+            f"| {turn['framework']} | {turn['name']} | {len(sizes)} | {sizes.mean():.1%} | "
+            f"{np.median(sizes):.1%} | {bias:+.1%} | {inside:.0%} |"
         )
+    print(
+        f"\nEach counting once: {np.mean(means):.1%} in the mean, {np.median(means):.1%} in "
+        f"the median; {np.mean(shares):.0%} in the band."
+    )
 
 
 def show_by_chip(
@@ -173,7 +178,7 @@ def show_by_chip(
                 apart.append(float(sizes[is_known == known].mean()))
     for known, where in ((True, "that are still fitted"), (False, "that nothing else is of")):
         print(
-            f"Families on chips {where}: {np.mean(means[known]):.1%} in the mean, "
+            f"Families on chips {where}: {np.mean(means[known]):.2%} in the mean, "
             f"{np.median(means[known]):.1%} in the median, of {len(means[known])}."
         )
 

@@ -26,7 +26,7 @@ from scalejax.cli.command import (
 from scalejax.cli.predict import cluster_list, parse_counts, take_clusters
 from scalejax.config.run import RunConfig, load_config, published_run
 from scalejax.core import progress, serialization
-from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.errors import ConfigError, DoesNotFit, nearest_name, refusal
 from scalejax.core.units import parse_seconds
 from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import framework_named
@@ -130,9 +130,11 @@ class PlanRun(CostCommand):
         from scalejax.planning.time_to_target.run import find_convergence, plan_run
 
         if self.run_file is None or self.model is not None:
-            raise ConfigError(
-                "a plan to a test metric needs RUN.toml; --model is for --target loss=L."
-            )
+            said = "a plan to a test metric needs RUN.toml; --model is for --target loss=L"
+            metric = (self.target or "").partition("=")[0].strip()
+            if self.model is not None and nearest_name(metric, [_LOSS[:-1]]):
+                said += f" (did you mean loss in place of {metric!r}?)"
+            raise ConfigError(f"{said}.")
         for name in ("watts", "anchor", "from_sweep"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(refusal(name, value, "it is for --target loss=L"))

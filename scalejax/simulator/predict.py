@@ -529,8 +529,8 @@ def _notes(
     if framework is not None and _software_deviation(program, chip) is not None:
         if chip.name not in framework.software.rows:
             notes.append(
-                f"{framework.title}: no measured step on {chip.name} was at hand to fit, so p10 "
-                "and p90 are as far apart as on chips that were left out of a fit"
+                f"{framework.title}: fitted to no step on {chip.name}, so p10 and p90 are as far "
+                "apart as on chips that were left out of a fit"
             )
     elif chip.residuals is None and chip.measured is not None:
         notes.append(f"{chip.name}: measured here; no residuals, so no p10 and p90")

@@ -156,6 +156,7 @@ def test_the_command_prints_a_plan_of_80_columns_in_seconds(
         (["--target", "loss=2.3", "--anchor", "loss=2"], "tokens=D"),
         (["--target", "loss=2.3", "--recipe", "a"], "it is for a test metric"),
         (["--target", "loss=2.3", "--watts", "5,6"], "one for each of 1 clusters"),
+        (["--target", "los=2.3"], "did you mean loss"),
         (["--target", "2.3"], "--model is for --target loss=L"),
         (["--target", "loss=2.3", "--model", "llama-like:N=big"], "llama-like:N=1b"),
         (["--target", "loss=2.3", "--model", "llama3-9b"], "did you mean"),

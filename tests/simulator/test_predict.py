@@ -126,7 +126,7 @@ def test_a_framework_has_its_band_on_chips_whose_steps_or_operators_were_measure
     wider = math.hypot(software.residual, software.chip_residual)
     assert log_p90(load_cluster("dgx-b200")) == pytest.approx(wider)
     noted = predict(products, load_cluster("dgx-b200")).notes
-    said = "Megatron-Core: no measured step on b200 was at hand to fit, so p10 and p90 are "
+    said = "Megatron-Core: fitted to no step on b200, so p10 and p90 are "
     assert any(note.startswith(said) for note in noted)
     own = replace(load_cluster("dgx-b200").chip, name="ours")
     for unknown in (load_cluster("mi250x"), cluster_of(chip=own)):

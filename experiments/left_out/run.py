@@ -1,7 +1,8 @@
 """Predict published steps by what was fitted without them: families, chips and frameworks left out.
 
 Run from the root of the repository:
-    python experiments/left_out/run.py [--kind KIND] [--folder FOLDER] [--fresh]
+    python experiments/left_out/run.py [--kind KIND] [--framework NAME] [--folder FOLDER] [--fresh]
+    python experiments/left_out/run.py --kind model --framework maxtext-2025
 
 Each family of rows, each chip of each framework, and each framework as a whole is left out in turn;
 what is left is fitted anew (`fit.py`), and predicts it. Results of each turn are kept in FOLDER, so
@@ -34,7 +35,7 @@ from scalejax.simulator.frameworks import known_framework
 from scalejax.simulator.frameworks.software import Rates, software_by_name
 
 KINDS = ("family", "chip", "framework")
-"""What is left out."""
+"""What is left out; each model too if asked."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path(user_folder() or ".") / "left_out")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--kind", choices=KINDS, help="leave out only these, one at a time")
+    parser.add_argument(
+        "--kind", choices=(*KINDS, "model"), help="leave out only these, one at a time"
+    )
+    parser.add_argument("--framework", help="leave out only of this one")
     parser.add_argument("--fresh", action="store_true", help="forget turns of earlier runs")
     asked = parser.parse_args(arguments)
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
             turn = json.loads(line)
             done[turn["kind"], turn["framework"], turn["name"]] = turn
     settings = read_settings()
-    turns = [turn for turn in turns_of(settings) if asked.kind in (None, turn[0])]
+    kinds = KINDS if asked.kind is None else (asked.kind,)
+    turns = [turn for turn in turns_of(settings, kinds) if asked.framework in (None, turn[1])]
     _TURNS.extend(turns)
     missing = [index for index, turn in enumerate(turns) if turn[:3] not in done]
     # The largest first, so that the last of them does not end alone.
@@ -80,9 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     print(file=sys.stderr)
     chips_of_rest = {turn[:3]: {each.chip for each in turn[4]} for turn in turns}
     found = [done[turn[:3]] for turn in turns]
-    for kind in KINDS if asked.kind is None else (asked.kind,):
+    for kind in kinds:
         show(kind, found)
-    if asked.kind in (None, "family"):
+    if "family" in kinds:
         show_by_chip(found, chips_of_rest)
     return 0
 
@@ -96,22 +101,31 @@ def _logs_of(index: int) -> tuple[int, list[float]]:
     return index, errors_without(kind, held, rest).tolist()
 
 
-def turns_of(settings: Sequence[Setting]):
+def turns_of(settings: Sequence[Setting], kinds: Sequence[str]):
     """(kind, framework, what is left out, its settings, what is fitted) of every turn."""
     by_framework: dict[str, list[Setting]] = defaultdict(list)
     for each in settings:
         by_framework[each.framework].append(each)
     for framework, own in sorted(by_framework.items()):
-        for kind, part in (("family", "family"), ("chip", "chip")):
-            names = sorted({getattr(each, part) for each in own})
+        for kind in kinds:
+            if kind == "framework":
+                others = [each for each in settings if each.framework != framework]
+                yield kind, framework, framework, own, others
+                continue
+            names = sorted({_part(kind, each) for each in own})
             if len(names) == 1:
                 continue
             for name in names:
-                held = [each for each in own if getattr(each, part) == name]
-                rest = [each for each in own if getattr(each, part) != name]
+                held = [each for each in own if _part(kind, each) == name]
+                rest = [each for each in own if _part(kind, each) != name]
                 yield kind, framework, name, held, rest
-        others = [each for each in settings if each.framework != framework]
-        yield "framework", framework, framework, own, others
+
+
+def _part(kind: str, setting: Setting) -> str:
+    """Family, chip or model of a setting."""
+    if kind == "model":
+        return setting.case.row.model.model
+    return setting.family if kind == "family" else setting.chip
 
 
 def errors_without(kind: str, held: Sequence[Setting], rest: Sequence[Setting]) -> np.ndarray:

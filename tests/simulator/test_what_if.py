@@ -116,12 +116,16 @@ def test_timelines_of_parts_add_up_to_that_of_the_step():
 
 
 def test_ten_thousand_what_ifs_take_less_than_ten_seconds():
-    """A hundred of them, a hundredth of that, in time of the processor; here it takes a fifth."""
+    """On a core on which Python counts to two million in a twentieth of a second: a hundred of them
+    take less than twice that. Here they take half of it, however slow the machine is just now."""
     program, cluster = resnet50_on_256(), load_cluster("dgx-h100")
     timeline(program, cluster)
 
     start = time.process_time()
+    for _ in range(2_000_000):
+        pass
+    counted = time.process_time()
     for percent in range(100):
         timeline(program, faster_network(cluster, 1 + percent / 100))
 
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - counted < 2 * (counted - start)

@@ -6,7 +6,6 @@ run folder holds a prediction beside the measurement.
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +21,7 @@ from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
 from scalejax.planning.scaling_study import phase_alone
 from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Program
 from scalejax.training.compile import RunPrograms
 from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
@@ -130,12 +130,14 @@ def _measured_cluster(
     return cluster
 
 
-def _measured(mesh: Mesh, *of_program: Any) -> Cluster | str:
+def _measured(
+    mesh: Mesh, program: Program | None = None, text: str = "", seconds: float = quick.SECONDS
+) -> Cluster | str:
     """As `local_cluster`; in all processes why not, where it fails in one of them."""
     found: Cluster | str = ""
     failure = ""
     try:
-        found = local_cluster(mesh, *of_program)
+        found = local_cluster(mesh, program, text, seconds)
     except Exception as error:  # noqa: BLE001  whatever a probe meets, a run does not end by it
         failure = f"{type(error).__name__}: {error}".split("\n")[0]
     failed = [each for each in all_gather_text(failure) if each]

@@ -1,18 +1,21 @@
-"""Matrix products and convolutions of a compiled program, each as it can be called alone.
+"""Operations of a compiled program as its text has them, for who times them alone: matrix products
+and convolutions as they can be called, and what kind of work element-wise ones are.
 
 Beyond its sizes, the time of one on a CPU depends on which dimensions are summed over, in which
 order the others lie, and for a convolution on strides, padding and holes: gradients of filters run
-as convolutions whose images are channels. Knows no device.
+as convolutions whose images are channels. Of an element-wise one the kind decides its bytes per
+second beside their number: one that transposes takes six times as long as one that scales,
+reductions and transcendental functions two to three times. Knows no device.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from scalejax.simulator.program import ConvolutionPass
 from scalejax.xla.flop import count_flop, paddings_of, window_of
-from scalejax.xla.hlo import Array, Instruction, parse_module
+from scalejax.xla.hlo import Array, Computation, Instruction, Module, arrays, parse_module
 
 if TYPE_CHECKING:
     import jax
@@ -179,3 +182,65 @@ def _before_swap(call: ConvolutionCall) -> ConvolutionCall:
         padding=tuple(padding),
         holes=call.holes[::-1],
     )
+
+
+ElementwiseKind = Literal["simple", "transcendental", "transposition", "reduction"]
+
+_SLOWEST_FIRST: tuple[ElementwiseKind, ...] = ("transposition", "reduction", "transcendental")
+_TRANSCENDENTAL = (
+    *("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power"),
+    *("atan2", "cbrt", "cosine", "erf", "sine", "tan", "tanh"),
+)
+
+
+def elementwise_kinds(text: str) -> dict[str, ElementwiseKind]:
+    """The kind of each instruction in the text of a compiled program, by its name; those that are
+    simple are left out.
+
+    One that does several things to at least half of the elements of its largest array is of the
+    slowest: a transposition of the last dimension, a reduction over it, a transcendental function.
+
+    Raises:
+        ProfileError: if a line is no HLO.
+    """
+    module = parse_module(text)
+    found: dict[str, ElementwiseKind] = {}
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            inner = list(_inside(module, computation, instruction))
+            most = max((size for _, _, size in inner), default=0)
+            kinds = {_kind(where, each) for where, each, size in inner if 2 * size >= most}
+            for kind in _SLOWEST_FIRST:
+                if kind in kinds:
+                    found[instruction.name] = kind
+                    break
+    return found
+
+
+def _inside(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, Instruction, int]]:
+    """The instruction or, of a fusion, those fused, each with its computation and the elements of
+    its largest array."""
+    if instruction.opcode == "fusion":
+        for name in instruction.called("calls"):
+            called = module.computations[name]
+            for each in called.instructions.values():
+                yield from _inside(module, called, each)
+        return
+    shapes = (instruction.shape, *computation.operand_shapes(instruction))
+    sizes = [array.elements for shape in shapes for array in arrays(shape)]
+    yield computation, instruction, max(sizes, default=0)
+
+
+def _kind(computation: Computation, instruction: Instruction) -> ElementwiseKind:
+    if instruction.opcode in _TRANSCENDENTAL:
+        return "transcendental"
+    dimensions = instruction.integers("dimensions")
+    if instruction.opcode == "transpose" and dimensions[-1:] != (len(dimensions) - 1,):
+        return "transposition"
+    if instruction.opcode in ("reduce", "reduce-window"):
+        last = len(next(arrays(computation.operand_shapes(instruction)[0])).dims) - 1
+        if instruction.opcode == "reduce-window" or last in dimensions:
+            return "reduction"
+    return "simple"

@@ -37,8 +37,13 @@ from scalejax.measure.devices.timing import (
     slowest_process,
 )
 from scalejax.simulator.program import ConvolutionPass, Program
-from scalejax.xla.calls import Call, ConvolutionCall, calls_of
-from scalejax.xla.elementwise import ElementwiseKind, elementwise_kinds
+from scalejax.xla.calls import (
+    Call,
+    ConvolutionCall,
+    ElementwiseKind,
+    calls_of,
+    elementwise_kinds,
+)
 
 _CALLS = 7
 _SOURCE = "measured by scalejax.measure.devices.quick just before the run"

@@ -1,7 +1,7 @@
 """Comparison of two programs of one step on one cluster: time, bytes of collectives, FLOP, memory.
 
-Arithmetic on two programs and a cluster. Knows no files, commits or compilers, and nothing of how
-it is shown. The programs are called A, the one before, and B, the one after.
+Arithmetic on two programs and a cluster, independent of files, commits, compilers and display. A
+is the program before, B the program after.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from scalejax.simulator.program import HOST_MEMORY, CollectiveName, Program
 from scalejax.simulator.timeline.attribution import attributions
 
 OTHER = "other"
-"""Name in place of mesh axes for groups of devices that are no product of axes."""
+"""Name in place of mesh axes for groups of devices that are not a product of axes."""
 
 LEAST_BYTES_SHARE = 1e-3
-"""Bytes added on an axis, as a fraction of all bytes of collectives of B, below which they are
-within every bound: scalars and indices, whose number may double without being noticed."""
+"""Bytes added on an axis, as a fraction of all bytes of collectives of B, below which no bound is
+exceeded: scalars and indices, whose number may double unnoticed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class Bounds:
     """How much worse B may be than A."""
 
     max_slowdown: float = 0.02
-    """Largest growth of the step time, as a fraction of that of A."""
+    """Largest growth of the step time, as a fraction of A's step time."""
     max_memory_growth: float = 0.02
-    """Largest growth of the peak memory, as a fraction of that of A."""
+    """Largest growth of the peak memory, as a fraction of A's peak memory."""
     max_bytes_growth: float = 0.02
-    """Largest growth of the bytes of collectives over any axes, as a fraction of those of A; over
-    axes that have none in A, as a fraction of all of A."""
+    """Largest growth of the bytes of collectives over any axes, as a fraction of A's bytes over the
+    same axes; over axes without any in A, as a fraction of all of A's bytes."""
 
     def __post_init__(self) -> None:
         for name in ("max_slowdown", "max_memory_growth", "max_bytes_growth"):
@@ -57,8 +57,8 @@ class AxisBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveChange:
-    """Collectives of one kind, over the same axes and of the same size, that A and B do not run
-    equally often."""
+    """Collectives of one kind, over the same axes and of the same size, whose number of runs
+    differs between A and B."""
 
     name: CollectiveName
     """Kind of collective."""
@@ -67,26 +67,26 @@ class CollectiveChange:
     payload_bytes: int
     """Payload of one run."""
     before_runs: float
-    """Runs per step of A, averaged over all steps; 0 if it appeared."""
+    """Runs per step of A, averaged over all steps; 0 for a new collective."""
     after_runs: float
-    """Runs per step of B, averaged over all steps; 0 if it went."""
+    """Runs per step of B, averaged over all steps; 0 for a removed collective."""
     added_seconds: float
-    """Exposed time of them in the step of B, less that in the step of A."""
+    """Their exposed time in the step of B, less that in the step of A."""
     source: str | None
-    """Place in the user's program that the first of them was compiled from, in B if B has one."""
+    """Place in the user's program that the first of them comes from; B's if B has one."""
 
 
 @document("comparison")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Tabular):
-    """Step of A and step of B on one cluster, and where B is beyond a bound."""
+    """A step of A and a step of B on one cluster, and where B exceeds a bound."""
 
     before: Prediction
     """Prediction of A."""
     after: Prediction
     """Prediction of B."""
     time_ratio: float
-    """Step time of B over that of A; time per sample, where the global batch differs."""
+    """Step time of B over that of A; time per sample if the global batches differ."""
     before_flop: int
     """FLOP of one device in one step of A, recompute included."""
     after_flop: int
@@ -94,11 +94,11 @@ class Comparison(Tabular):
     axes: tuple[AxisBytes, ...]
     """Bytes by mesh axes, the most bytes first."""
     changes: tuple[CollectiveChange, ...]
-    """Collectives that appeared or went, the most bytes added or removed first."""
+    """Collectives that were added or removed, the most bytes first."""
     bounds: Bounds
     """How much worse B may be."""
     exceeded: tuple[str, ...]
-    """What is beyond its bound, as sentences without full stops; () if nothing is."""
+    """What exceeds its bound, as sentences without full stops; () if nothing does."""
     notes: tuple[str, ...]
     """Caveats of the figures."""
 
@@ -118,7 +118,7 @@ class Comparison(Tabular):
         ]
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: both steps, and what is beyond a bound."""
+        """What a notebook shows: both steps, and what exceeds a bound."""
         beyond = "; ".join(self.exceeded) or "nothing is beyond its bound"
         return "".join(
             (
@@ -143,11 +143,11 @@ def compare(
         a: the program before.
         b: the program after.
         cluster: the hardware.
-        bounds: how much worse `b` may be; if None, the usual bounds.
-        site: conditions and input of its hosts.
+        bounds: how much worse `b` may be; if None, the defaults of `Bounds`.
+        site: conditions and input of the cluster's hosts.
 
     Raises:
-        ConfigError: if they are for different numbers of devices, or of different compilers.
+        ConfigError: if the programs have different numbers of devices or compiler backends.
         DoesNotFit: if the mesh has more devices than the cluster.
     """
     if a.device_count != b.device_count:
@@ -183,7 +183,7 @@ def compare(
 
 
 def _batch_ratio(before: Prediction, after: Prediction) -> float:
-    """Samples of a step of A over those of B; 1 where unknown."""
+    """Samples in a step of A over those in a step of B; 1 if unknown."""
     if before.global_batch is None or after.global_batch is None:
         return 1.0
     return before.global_batch / after.global_batch
@@ -209,7 +209,7 @@ def _bytes_growth(axes: Sequence[AxisBytes], batch_ratio: float, bounds: Bounds)
     most, least = bounds.max_bytes_growth, LEAST_BYTES_SHARE * sum(x.after_bytes for x in axes)
     all_before = sum(each.before_bytes for each in axes)
     for each in axes:
-        # Some grow with the batch and some do not: B may have as much more as its batch allows.
+        # Some bytes grow with the batch and some do not, so B may have what its batch allows.
         added = each.after_bytes * min(1.0, batch_ratio) - each.before_bytes
         if added > max(least, most * (each.before_bytes or all_before)):
             then = f"{format_bytes(each.before_bytes)} before"
@@ -303,7 +303,7 @@ def _differences(a: Program, b: Program) -> Iterator[str]:
 
 
 def _merged(before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
-    """Notes on either program, those that hold for one alone with its name."""
+    """Notes on both programs; those that apply to only one carry its name."""
     for note in dict.fromkeys((*before, *after)):
         names = [name for name, notes in (("A", before), ("B", after)) if note in notes]
         yield note if len(names) == 2 else f"{note} ({names[0]})"

@@ -2,7 +2,7 @@
 memory, CUDA graphs.
 
 Devices that are parts of one machine, such as virtual devices of a CPU, share cores and memory.
-Knows a program's size and backend; nothing of its operations.
+Depends on a program's size and backend, not on its operations.
 """
 
 from dataclasses import replace
@@ -18,9 +18,9 @@ of the addition itself is included."""
 
 
 def under_load(cluster: Cluster, program: Program) -> Cluster:
-    """`cluster` with its chip as loaded by `program`; `cluster` itself where nothing changes.
+    """`cluster` with its chip as loaded by `program`; `cluster` itself if nothing changes.
 
-    Idempotent: effects that are applied are removed from the returned cluster's description.
+    Idempotent: effects that were applied are removed from the description of the returned cluster.
     """
     cluster = with_software(cluster, program.framework)
     chip = _shared_chip(cluster, program.device_count)
@@ -42,8 +42,8 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
 
 
 def with_software(cluster: Cluster, framework: str) -> Cluster:
-    """`cluster` with what the software of a framework makes of its chip, if that has the rates of
-    XLA's programs; those that were measured here are of the framework that ran."""
+    """`cluster` with a framework's effects on its chip, if the chip has the rates of XLA's
+    programs; rates that were measured here already belong to the framework that ran."""
     chip, known = cluster.chip, known_framework(framework)
     if chip.rates_of != XLA.name or chip.measured is not None or known in (None, XLA):
         return cluster
@@ -53,7 +53,7 @@ def with_software(cluster: Cluster, framework: str) -> Cluster:
 
 
 def with_routing(cluster: Cluster) -> Cluster:
-    """`cluster` whose hosts dispatch the operations of a step that sends tokens to experts."""
+    """`cluster` with its hosts' dispatch times for a step that sends tokens to experts."""
     attainable = cluster.chip.attainable
     if attainable.routed_dispatch_seconds <= attainable.dispatch_seconds:
         return cluster
@@ -62,7 +62,7 @@ def with_routing(cluster: Cluster) -> Cluster:
 
 
 def in_graph(cluster: Cluster) -> Cluster:
-    """`cluster` with the launches of CUDA graphs if it has them; the part of `under_load` that
+    """`cluster` with the launches of CUDA graphs if it uses them; the part of `under_load` that
     needs no program."""
     if cluster.launch_mode != "graph":
         return cluster
@@ -92,7 +92,7 @@ def _in_graph(chip: Chip) -> Chip:
 def _shared_chip(cluster: Cluster, device_count: int) -> Chip:
     """Chip as measured with `device_count` busy devices.
 
-    Between two measured device counts, the larger applies; beyond the largest, times grow in
+    Between two measured device counts, the larger one applies; beyond the largest, times grow in
     proportion, since all cores are then busy.
     """
     known = [(1, cluster.chip), *((each.device_count, each.chip) for each in cluster.shared)]

@@ -1,12 +1,12 @@
-"""Load of the fullest device where tokens choose experts unevenly, and a step as it takes there.
+"""Load of the fullest device when tokens choose experts unevenly, and the step on that device.
 
-A step ends when its fullest device does, so the time of a step with experts is that of a device
-with more rows than the mean. How many more follows from a stated distribution of the loads of
-experts: balanced, or a power law. Knows programs and sites; nothing of clusters.
+A step ends when its fullest device does, so a step with experts takes as long as a device with more
+rows than the mean. How many more follows from an assumed distribution of expert loads: balanced, or
+a power law. Depends on programs and sites, not on clusters.
 
-Left out: memory, of which the fullest device also needs more; that loads change from layer to
-layer, so that another device may be the fullest in each (without a wait between layers a step is
-then faster); and element-wise work on the rows, which is not told apart from other work.
+Left out: memory, which the fullest device also needs more of; that loads change from layer to
+layer, so that each may have another fullest device (without a wait between layers a step is then
+faster); and element-wise work on the rows, which is not distinguished from other work.
 """
 
 import math
@@ -23,7 +23,7 @@ from scalejax.hardware import Site
 from scalejax.simulator.program import Loop, Operation, Program, each_changed
 
 EVEN_LOADS = "each expert has as many tokens as any other; room is for all that may come"
-"""Note on the step of a network of experts that drops no tokens."""
+"""Note on the step of a network with experts that drops no tokens."""
 _MOST_OVER_LEAST = 0.8 * 4096
 """Load of the fullest expert over that of the emptiest, in the population that loads are drawn
 from. Source: NVIDIA AIConfigurator, collector/helper.py, sample_power_law: loads from 1 to 0.8 of
@@ -39,14 +39,15 @@ def device_load_factor(
     """Rows of the fullest device over the mean of all, expected for random placement of experts.
 
     Loads of experts are independent draws from a density proportional to load^-exponent, and no
-    expert gets more than all tokens. With as many devices as experts it is the factor of the
-    fullest expert; with one device it is 1. The mean of 512 seeded draws: within about 2 %.
+    expert gets more than all tokens. With as many devices as experts the factor is that of the
+    fullest expert; with one device it is 1. Computed as the mean of 512 seeded draws: accurate to
+    about 2 %.
 
     Args:
-        exponent: of the power law; None if loads are balanced. AIConfigurator takes 1.01 for
+        exponent: of the power law; None if loads are balanced. AIConfigurator uses 1.01 for
             DeepSeek-V3 and 1.2 for Qwen3-235B at inference.
         experts: routed experts.
-        devices: devices that share them in equal blocks.
+        devices: devices that share the experts in equal blocks.
         experts_per_token: experts that a token goes to.
 
     Raises:
@@ -68,7 +69,7 @@ def device_load_factor(
         power = 1 - exponent
         loads = (1 + (_MOST_OVER_LEAST**power - 1) * uniform) ** (1 / power)
     shares = loads / loads.sum(axis=1, keepdims=True)
-    most = 1 / experts_per_token  # of the assignments: every token once
+    most = 1 / experts_per_token  # share of all assignments: every token once
     for _ in range(experts_per_token):  # each pass fills at least one expert
         over = shares > most
         free = 1 - np.where(over, most, 0.0).sum(axis=1, keepdims=True)
@@ -87,8 +88,8 @@ _loaded: deque[tuple[Program, float, Program]] = deque(maxlen=_PROGRAMS_KEPT)
 def of_fullest_device(program: Program, site: Site) -> tuple[Program, Site]:
     """`program` as its fullest device runs it, and the site without that condition.
 
-    Both are returned as they are where the conditions of the site state no imbalance. Grouped
-    products get the rows of the fullest device, loops over blocks of rows its blocks, and
+    Both are returned unchanged if the conditions of the site state no imbalance. Otherwise grouped
+    products get the rows of the fullest device, loops over blocks of rows get its blocks, and
     all-to-alls of tokens its bytes.
     """
     exponent = site.conditions.expert_load_exponent
@@ -104,14 +105,14 @@ def of_fullest_device(program: Program, site: Site) -> tuple[Program, Site]:
 
 
 def with_expert_load(program: Program, exponent: float) -> Program:
-    """`program` with the rows of its fullest device, where loads of experts have that exponent."""
+    """`program` with the rows of its fullest device, for expert loads with that exponent."""
     devices = dict(program.mesh_axes).get(EXPERT, 1)
     routed = {
         item.collective
         for item, _ in program.walk()
         if item.collective is not None and item.collective.tokens is not None
     }
-    # Of experts over the tensor axis too, those of both.
+    # If experts are spread over the tensor axis too, devices of both axes count.
     devices = max((each.group.size for each in routed), default=devices)
     tokens = [each.tokens for each in routed if each.tokens is not None]
     grouped_per_token = max((each.experts_per_token for each in tokens), default=1)
@@ -167,7 +168,7 @@ def with_expert_load(program: Program, exponent: float) -> Program:
 
 
 def _with_rows(item: Operation, times: float) -> Operation:
-    """A grouped product with `times` as many rows; the matrices stay."""
+    """A grouped product with `times` as many rows; the matrices are unchanged."""
     groups, rows, outer, inner = item.shape
     in_rows = rows * (outer + inner)
     share = in_rows / (in_rows + outer * inner)  # of the elements that are moved

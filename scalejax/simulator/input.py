@@ -2,7 +2,7 @@
 
 The stages of the input run in parallel: worker processes (or threads) read and decode, the
 training process takes their batches and copies them to devices, storage delivers bytes. The
-slowest is the bottleneck, and all share the cores. Knows measured rates of a host; reads no data.
+slowest is the bottleneck, and all share the cores. Uses measured rates of a host; reads no data.
 """
 
 import math
@@ -16,11 +16,11 @@ from scalejax.core.errors import require_above
 from scalejax.hardware import HostInput, Speedups
 
 Limit = Literal["storage", "threads", "workers", "cores", "process"]
-"""Bottleneck: storage bandwidth; threads, where there are no worker processes; too few workers;
-all cores busy; the training process, which takes batches one at a time."""
+"""Bottleneck: storage bandwidth; threads, if there are no worker processes; too few workers; all
+cores busy; the training process, which takes batches one at a time."""
 
 MOST_WORKERS = 4096
-"""Largest number of workers of one host that is considered."""
+"""Largest number of workers per host that is considered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class InputPace:
     storage_bytes_per_sample: float
     """Bytes read from storage per sample."""
     storage_seconds_per_sample: float = 0.0
-    """Wait for storage per sample; 0 if its rate is not known."""
+    """Wait for storage per sample; 0 if the rate of storage is unknown."""
 
 
 def input_wait_seconds(
@@ -45,17 +45,17 @@ def input_wait_seconds(
     samples_per_second: float,
     taken_seconds: float = 0.0,
 ) -> float:
-    """Time that devices wait for a batch which is prepared while they compute the one before.
+    """Time that devices wait for a batch that is prepared while they compute the previous one.
 
     seconds = max(0, samples / rate - step, taken)
 
-    Left out: single late batches, which prefetching smooths.
+    Left out: single late batches, which prefetching evens out.
 
     Args:
         step_seconds: time of a step whose input is always ready.
         samples_per_node: samples per step that one node delivers.
         samples_per_second: samples per second that the node can deliver.
-        taken_seconds: time of the step's own cores that the input of a batch takes.
+        taken_seconds: time that the input of a batch takes from the step's own cores.
 
     Raises:
         ConfigError: if the node delivers nothing.
@@ -70,14 +70,14 @@ def taken_seconds(given: HostInput, pace: InputPace, samples_per_node: float) ->
     """Time that the input of one batch takes from a step on the cores of its host: all of its work,
     divided among the cores.
 
-    Without workers, threads that decode images keep all cores busy for as long as they take; all
-    else is measured as the time of one core.
+    Without workers, threads that decode images keep all cores busy; everything else is measured as
+    the time of one core.
 
     Left out: cores that a small step leaves idle, and nodes that are processes of one machine.
 
     Args:
         given: rates of the host.
-        pace: that of `input_pace`.
+        pace: the result of `input_pace`.
         samples_per_node: samples of the batch on this host.
     """
     of_all_cores = {"take"} if given.rates.is_of_images and not given.workers else set()
@@ -96,21 +96,22 @@ def input_pace(
 ) -> InputPace:
     """Input throughput of one of `nodes` hosts, in batches of `samples_per_node` samples.
 
-    With w processor seconds of a worker per sample, d seconds that it waits for storage, p of
-    the training process, and s(n) the speedup of n parallel workers:
+    With w processor seconds of a worker per sample, d seconds that it waits for storage, p
+    processor seconds of the training process, and s(n) the speedup of n parallel workers, the
+    limits are
 
     workers: n / (w n / s(n) + d). cores: s(cores) / (w + p). process: 1 / p. storage: its
-    bytes/s over the bytes of a sample. Without workers, threads: 1 / (w + d), with w as measured
-    for all of them.
+    bytes/s over the bytes of a sample. Without workers, threads: 1 / (w + d), with w measured for
+    all threads together.
 
-    Left out: random augmentation of images, and that a step on the host's CPU takes longer beside
-    it (`taken_seconds`).
+    Left out: random augmentation of images, and that a step on the host's CPU slows down while the
+    input runs (`taken_seconds`).
 
     Args:
         given: measured rates of the host, its workers, and its work per sample.
-        samples_per_node: samples of one batch on one host, which share the cost of a batch.
+        samples_per_node: samples of one batch on one host, which share the batch's fixed cost.
         nodes: hosts that read from shared storage at once.
-        batch_parts: parts of every batch, of which each host takes one; if None, `nodes`.
+        batch_parts: parts of every batch, one of which each host takes; if None, `nodes`.
 
     Raises:
         ConfigError: if the batch is empty.
@@ -122,7 +123,7 @@ def input_pace(
     own = rates.read and rates.read.storage_bytes_per_second
     shared = rates.shared_storage_bytes_per_second
     known = [each for each in (own, shared and shared / nodes) if each]
-    storage = min(known, default=None)  # of one host; None if unknown
+    storage = min(known, default=None)  # share of one host; None if unknown
     waiting = stored / storage if storage else 0.0
     of_process = stages.get("hand over", 0.0)
     of_worker = math.fsum(stages.values()) - of_process
@@ -137,7 +138,7 @@ def input_pace(
         }
     else:
         seconds["threads"] = of_worker + waiting
-    limit = max(seconds, key=seconds.__getitem__)  # the first of equals: more workers do not help
+    limit = max(seconds, key=seconds.__getitem__)  # the first if equal: more workers do not help
     return InputPace(
         samples_per_second=1 / seconds[limit] if seconds[limit] else math.inf,
         limit=limit,
@@ -150,12 +151,12 @@ def input_pace(
 def stage_seconds(
     given: HostInput, samples_per_node: float, *, nodes: int = 1, batch_parts: float | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """(stage, seconds) of one batch of a host, where one worker, or the threads of the training
-    process, make it: storage, with the work of reading and its wait; decode; hand over, with the
-    copy to the device. Augmentation is not known.
+    """(stage, seconds) of one batch of a host, made by one worker or by the threads of the training
+    process: storage, which includes the work of reading and the wait; decode; hand over, which
+    includes the copy to the device. Augmentation is not included.
 
     Args:
-        given: as for `input_pace`, like the others.
+        given: as for `input_pace`, like the other arguments.
         samples_per_node: samples of the batch on one host.
         nodes: hosts that read from shared storage at once.
         batch_parts: parts of every batch; if None, `nodes`.
@@ -172,8 +173,8 @@ def stage_seconds(
 def workers_needed(
     given: HostInput, pace_of: Callable[[HostInput], InputPace], samples_per_second: float
 ) -> int | None:
-    """Fewest worker processes that reach `samples_per_second` by `pace_of`; None if no number
-    does."""
+    """Fewest worker processes that reach `samples_per_second` according to `pace_of`; None if no
+    number does."""
     most = min(MOST_WORKERS, 2 * given.rates.cores)
     for workers in range(1, most + 1):
         if pace_of(with_workers(given, workers)).samples_per_second >= samples_per_second:
@@ -187,8 +188,8 @@ def with_workers(given: HostInput, workers: int) -> HostInput:
 
 
 def _stages(given: HostInput, samples_per_node: float, parts: float) -> dict[str, float]:
-    """Processor seconds of each stage per sample, on a host that takes one of `parts` of every
-    batch."""
+    """Processor seconds of each stage per sample, on a host that takes one of `parts` parts of
+    every batch."""
     rates, work = given.rates, given.work
     stages = {}
     if rates.read is not None and (files := work.files) is not None:
@@ -220,14 +221,14 @@ def _reads(given: HostInput, parts: float) -> float:
 
 
 def _stored_bytes(given: HostInput, parts: float) -> float:
-    """Bytes read from storage per sample; after the first read, only what misses the page cache."""
+    """Bytes read from storage per sample; after the first read, only page cache misses."""
     files = given.work.files
     if files is None:
         return 0.0
     of_host = files.stored_bytes / files.shards_among(parts)
     missed = max(0.0, 1.0 - given.rates.memory_bytes / 2 / max(1.0, of_host))
     reads = _reads(given, parts)
-    if not files.rows_together and not files.is_cached:  # all read it then, memory has it once
+    if not files.rows_together and not files.is_cached:  # all workers read it; memory holds it once
         reads /= max(1, given.workers)
     reads = max(min(1.0, reads), reads * missed) if given.is_first_epoch else reads * missed
     return reads * files.stored_bytes / files.rows * parts

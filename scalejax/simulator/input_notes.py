@@ -17,18 +17,18 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import batch_parts, is_host, node_count, samples_per_node
 
 NEAR = 1.25
-"""Ratio of a host's input throughput to its devices' below which a note says so."""
+"""Ratio of a host's input throughput to its devices' below which there is a note on it."""
 
 
 def input_notes(
     program: Program, cluster: Cluster, site: Site, step_seconds: float
 ) -> tuple[str, ...]:
-    """Notes on the input of `program` on `cluster`; none where it is far from a bottleneck.
+    """Notes on the input of `program` on `cluster`; none if it is far from being a bottleneck.
 
     Args:
         program: the compiled step.
         cluster: where it runs.
-        site: conditions and input of its hosts.
+        site: conditions and input of the cluster's hosts.
         step_seconds: time of a step whose input is always ready.
     """
     given, samples = site.input, samples_per_node(program, cluster)

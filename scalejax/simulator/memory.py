@@ -11,14 +11,14 @@ class MemoryVerdict:
     """Memory that a program needs on a device, and memory that the device has."""
 
     peak_bytes: int
-    """Most bytes held at once: the program's, as the compiler assigned them, and the runtime's
-    own reserve."""
+    """Most bytes held at once: the program's, as assigned by the compiler, plus the runtime's own
+    reserve."""
     memory_bytes: int
     """Memory of the chip."""
     host_bytes: int = 0
-    """Memory of the host that a device needs for what the program offloads."""
+    """Host memory that a device needs for what the program offloads."""
     host_memory_bytes: int | None = None
-    """Memory of the host that a device has; None if unknown."""
+    """Host memory available to a device; None if unknown."""
 
     @property
     def fits(self) -> bool:
@@ -30,15 +30,15 @@ class MemoryVerdict:
 def memory_verdict(
     memory: MemoryUse, chip: Chip, host_memory_bytes: int | None = None
 ) -> MemoryVerdict:
-    """Peak memory on `chip` of a program that uses `memory`, and the memory of the chip; beside it
-    what the program holds on the host, of which a device has `host_memory_bytes`.
+    """Peak memory on `chip` of a program that uses `memory`, compared with the memory of the chip;
+    likewise what the program holds on the host, where a device has `host_memory_bytes`.
 
     Left out: fragmentation of the allocator. PyTorch's reserved 5 to 17 % more than is predicted
     to be in use (experiments/published_memory).
     """
     peak_bytes = memory.peak_bytes
     if chip.cuda is not None or chip.tpu is not None:
-        peak_bytes -= memory.kernel_bytes  # of the substitute CPU: the chip has its own
+        peak_bytes -= memory.kernel_bytes  # workspace of the substitute CPU, not of this chip
     return MemoryVerdict(
         peak_bytes=peak_bytes + chip.runtime_reserve_bytes,
         memory_bytes=chip.memory_bytes,

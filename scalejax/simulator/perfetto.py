@@ -1,7 +1,7 @@
 """Seconds per operation from a `jax.profiler` trace, and predicted steps as Perfetto traces.
 
-Reads the traces that `scalejax train --profile` writes; imports JAX, whose reader it uses, only
-when it reads. Writes a predicted step as a JSON trace that Perfetto opens.
+Reads the traces that `scalejax train --profile` writes, for which it imports JAX's reader only
+when needed. Writes a predicted step as a JSON trace that Perfetto opens.
 """
 
 import json
@@ -44,8 +44,8 @@ class MeasuredTrace:
     platform: Literal["cpu", "cuda", "tpu"] | None
     """Platform of the devices; None if the trace does not say."""
     seconds_by_name: dict[str, float]
-    """Time of each operation per step on one device, all its runs in loops together. On CPUs
-    operations overlap, so that they add up to more than the step."""
+    """Time of each operation per step on one device, summed over all its runs in loops. Operations
+    overlap on CPUs, so their times add up to more than the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class _RunEvent:
 
 
 def read_trace(path: Path) -> MeasuredTrace:
-    """Measured operations of the trace at `path`; of several programs, the longest.
+    """Measured operations of the trace at `path`; if it holds several programs, of the longest.
 
     Args:
-        path: an .xplane.pb file, or a folder with one somewhere in it; the latest is taken.
+        path: an .xplane.pb file, or a folder that contains one; the latest is used.
 
     Raises:
-        ConfigError: if there is no trace, or it holds no operation of a device.
+        ConfigError: if there is no trace, or it contains no operations of a device.
     """
     from jax.profiler import ProfileData
 
@@ -76,7 +76,7 @@ def read_trace(path: Path) -> MeasuredTrace:
         raise ConfigError(refusal("trace", str(file), "it must be an .xplane.pb file")) from error
     by_module: dict[str, list[_RunEvent]] = defaultdict(list)
     with warnings.catch_warnings():
-        # A warning that is an error cannot pass through the reader's C++: the process aborts.
+        # A warning turned into an error cannot pass the reader's C++: the process aborts.
         warnings.simplefilter("ignore")
         for event in _events(data):
             by_module[event.module].append(event)
@@ -103,7 +103,7 @@ def trace_file(path: Path) -> Path:
     """Path of the trace file at `path`, a file or a folder that contains one.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no trace.
     """
     if path.is_file():
         return path
@@ -115,7 +115,7 @@ def trace_file(path: Path) -> Path:
 
 
 def _platform(plane: str) -> Literal["cpu", "cuda", "tpu"] | None:
-    """Platform of a plane, by the profiler's name for it."""
+    """Platform of a plane, from the profiler's name for it."""
     if plane.startswith("/device:GPU"):
         return "cuda"
     if plane.startswith("/device:TPU"):
@@ -162,7 +162,7 @@ _PROCESSES: dict[StreamName, int] = {
     "from host": 5,
 }
 _OF_HOST: tuple[StreamName, ...] = ("to host", "from host")
-"""Streams that are shown where the step copies to the host alone."""
+"""Streams that are shown only if the step copies to or from the host."""
 
 
 def write_trace(
@@ -220,7 +220,7 @@ def _named(stream: StreamName, pid: int) -> list[JsonValue]:
 
 
 def _event(event: TraceEvent) -> JsonValue:
-    # Whole nanoseconds, which is what Perfetto keeps: so no event reaches into the next.
+    # Whole nanoseconds, which is what Perfetto keeps, so that no event extends into the next.
     start, end = (round(t * 1e9) for t in (event.start_seconds, event.end_seconds))
     arguments: dict[str, JsonValue] = {}
     if event.iteration:
@@ -240,7 +240,7 @@ def _event(event: TraceEvent) -> JsonValue:
 
 
 def _arguments(operation: Operation) -> dict[str, JsonValue]:
-    """Arguments of an event, which Perfetto shows on a click."""
+    """Arguments of an event, which Perfetto shows when it is clicked."""
     arguments: dict[str, JsonValue] = {"kind": operation.kind, "dtype": operation.dtype}
     if operation.source is not None:
         arguments["source"] = operation.source

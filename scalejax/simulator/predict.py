@@ -1,6 +1,6 @@
 """Prediction of a program on a cluster: seconds, samples per second, MFU, memory and goodput.
 
-Arithmetic on plain data; knows no JAX. Unknown terms of the waterfall are None.
+Arithmetic on plain data; imports no JAX. Unknown terms of the waterfall are None.
 """
 
 import math
@@ -32,11 +32,11 @@ from scalejax.simulator.uncertainty import Band, band, residuals
 Scaling = Literal["weak", "strong"]
 
 STEP_CONDITIONS = ("stragglers", "input")
-"""Terms of the waterfall that are part of a step where the conditions of the run are known."""
+"""Terms of the waterfall that are part of a step, if the conditions of the run are known."""
 RUN_CONDITIONS = ("checkpoints", "failures")
-"""Terms of the waterfall that a run takes besides its steps, as seconds per step."""
+"""Terms of the waterfall that a run takes in addition to its steps, as seconds per step."""
 _CPU = "cpu"
-"""Name of the chip where the measured local devices are CPUs: JAX's platform name."""
+"""Name of the chip if the measured local devices are CPUs: JAX's platform name."""
 
 
 _COLUMNS = (
@@ -44,7 +44,7 @@ _COLUMNS = (
     "p90_step_seconds", "epoch_seconds", "samples_per_second", "tokens_per_second", "mfu",
     "peak_memory_bytes", "fits",
 )  # fmt: skip
-"""Fields of a `Prediction` that its table shows."""
+"""Fields of a `Prediction` that its table shows, in order."""
 
 
 @document("prediction")
@@ -93,7 +93,7 @@ class Prediction(Tabular):
     mfu: float | None
     """Model FLOP utilisation, 0..1, against the peak of `matmul_type`."""
     matmul_type: RateType | None
-    """Arithmetic type of most of the program's FLOP; None if it has no FLOP."""
+    """Arithmetic type of most of the program's FLOP; None if the program has no FLOP."""
     peak_memory_bytes: int
     """Peak memory of one device, the runtime's own reserve included."""
     memory_bytes: int
@@ -101,10 +101,10 @@ class Prediction(Tabular):
     fits: bool
     """Whether the program fits into the memory of a device."""
     waterfall: tuple[tuple[str, float | None], ...]
-    """(term, seconds), None for an unknown term. All but `RUN_CONDITIONS` add up to
-    `step_seconds`; those are added per step."""
+    """(term, seconds), None for an unknown term. All terms but `RUN_CONDITIONS` add up to
+    `step_seconds`; those come on top, per step."""
     communication_seconds: float
-    """Time of collectives per step, overlapped with compute or not."""
+    """Time of collectives per step, whether or not they overlap with compute."""
     backend: str
     """Compiler backend of the costed schedule: "cuda", "cpu", "tpu", "closed_form"."""
     notes: tuple[str, ...]
@@ -112,27 +112,27 @@ class Prediction(Tabular):
     framework: str = "xla-2026"
     """Name of the framework whose step is predicted."""
     p10_step_seconds: float | None = None
-    """Lower end of the error band: for one prediction in ten, the measured step time should be
-    below it. None if the residuals of the fits are unknown."""
+    """Lower end of the error band: the measured step time should be below it for one prediction
+    in ten. None if the residuals of the fits are unknown."""
     p90_step_seconds: float | None = None
-    """Upper end of the error band: for one prediction in ten, the measured step time should be
-    above it. None if the residuals of the fits are unknown."""
+    """Upper end of the error band: the measured step time should be above it for one prediction
+    in ten. None if the residuals of the fits are unknown."""
     goodput: float | None = None
     """Fraction of the run's time spent on steps that count, 0..1, as far as checkpoints and
-    failures are known; None if neither is."""
+    failures are known; None if neither is known."""
     reserved_memory_bytes: int | None = None
-    """What the allocator of the framework reserves of a device's memory, free blocks among it,
-    which it gives back where memory is short. None where it is not known."""
+    """Device memory that the framework's allocator reserves, including free blocks, which it
+    releases when memory is short. None if unknown."""
     p10_reserved_memory_bytes: int | None = None
-    """Lower end of the error band of that: one run in ten should reserve less."""
+    """Lower end of the error band of the reserved memory: one run in ten should reserve less."""
     p90_reserved_memory_bytes: int | None = None
-    """Upper end of the error band of that: one run in ten should reserve more."""
+    """Upper end of the error band of the reserved memory: one run in ten should reserve more."""
     input_stages: tuple[tuple[str, float], ...] = ()
-    """(stage, seconds) of the input of one batch of a node, where it runs: storage, decode, hand
-    over; none where the rates of the host are not known."""
+    """(stage, seconds) of the input of one batch on a node: storage, decode, hand over. Empty if
+    the rates of the host are unknown."""
     price: Price | None = None
-    """Price of a device of the cluster as it was predicted; None if none is known, and in files of
-    versions that did not keep it."""
+    """Price of a device of the cluster at the time of the prediction; None if unknown, and in files
+    of versions that did not record it."""
 
     def __post_init__(self) -> None:
         require_at_least("device_count", self.device_count, 1)
@@ -193,7 +193,7 @@ class ScalingPrediction(Tabular):
     baseline_devices: int
     """Device count of the baseline of the efficiencies: the fewest."""
     efficiencies: tuple[float, ...]
-    """Throughput per device over that of the baseline, one per prediction."""
+    """Throughput per device over that of the baseline, one value per prediction."""
 
     def __post_init__(self) -> None:
         if not self.predictions or len(self.predictions) != len(self.efficiencies):
@@ -250,7 +250,7 @@ def predict(
     Args:
         program: the compiled step; its mesh gives the device count.
         cluster: the hardware; its chip may differ from the one compiled for (a note says so).
-        site: what is known of where it stands: stragglers, input, checkpoints, failures.
+        site: known conditions of the place: stragglers, input, checkpoints, failures.
         train_examples: samples in one epoch, for epoch and run time.
         epochs: passes over the data, for run time.
 
@@ -327,7 +327,7 @@ def predict(
 def _epoch(
     program: Program, train_examples: int | None, step_seconds: float
 ) -> tuple[int | None, float | None]:
-    """Steps and seconds of one epoch; None if its length or the batch is unknown."""
+    """Steps and seconds of one epoch; None if the epoch's length or the batch is unknown."""
     if train_examples is None or program.global_batch is None:
         return None, None
     return (
@@ -352,7 +352,7 @@ def scaling_prediction(
     """Predictions of one step on several device counts, with their scaling efficiency.
 
     Raises:
-        ConfigError: if there are none.
+        ConfigError: if there are no predictions.
     """
     require_at_least("predictions", len(predictions), 1)
     ordered = tuple(sorted(predictions, key=lambda prediction: prediction.device_count))
@@ -367,7 +367,7 @@ def scaling_prediction(
 
 
 def merged_notes(predictions: Sequence[Prediction]) -> tuple[str, ...]:
-    """Notes of all predictions, each once, with its device counts where it does not hold for
+    """Notes of all predictions, each listed once, with its device counts if it does not apply to
     all."""
     counts: dict[str, list[int]] = {}
     for each in predictions:
@@ -420,8 +420,8 @@ def _band(
 
 def _software_deviation(program: Program, chip: Chip) -> float | None:
     """How far steps of a program's framework were off on a chip of the catalogue; None if that is
-    not known, if the chip was measured here, or if no step and no operator of it ever was. Other
-    chips have their own residuals, or none."""
+    unknown, if the chip was measured here, or if none of its steps or operators was ever measured.
+    Other chips have their own residuals, or none."""
     framework = known_framework(program.framework)
     if framework is None or chip.measured is not None:
         return None
@@ -447,7 +447,7 @@ def _run_seconds(
 def step_waterfall(
     times: Timeline, working: Timeline, conditions: StepTerms
 ) -> tuple[tuple[str, float | None], ...]:
-    """Terms of a step in order; terms that a chip does not have are omitted.
+    """Terms of a step in order; optional terms that are 0 are omitted.
 
     Args:
         times: timeline of the step.
@@ -475,7 +475,7 @@ def step_waterfall(
 
 
 def _matmul_type(program: Program, chip: Chip) -> RateType | None:
-    """Arithmetic type of most of the program's FLOP on `chip`; None if it has no FLOP."""
+    """Arithmetic type of most of the program's FLOP on `chip`; None if the program has no FLOP."""
     flop: Counter[RateType] = Counter()
     for dtype, count in what_if(program).schedule.flop_by_dtype.items():
         flop[chip.rate_type(dtype)] += count
@@ -542,7 +542,7 @@ def _notes(
 
 
 def _reserved_notes(reserved: ReservedBytes | None) -> tuple[str, ...]:
-    """What an allocator reserves, if that is known."""
+    """Note on what the allocator reserves, if that is known."""
     if reserved is None:
         return ()
     most, low, high = map(format_bytes, (reserved.bytes, reserved.p10_bytes, reserved.p90_bytes))
@@ -550,7 +550,7 @@ def _reserved_notes(reserved: ReservedBytes | None) -> tuple[str, ...]:
 
 
 def _host_notes(memory: MemoryVerdict) -> tuple[str, ...]:
-    """What a device holds in the memory of its host, if anything."""
+    """Note on what a device holds in the memory of its host, if anything."""
     if not memory.host_bytes:
         return ()
     note = f"each device holds {format_bytes(memory.host_bytes)} in the memory of its host"
@@ -566,7 +566,7 @@ quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 
 def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
-    """Note on a step that takes over `FAR_OFF` times its prediction; None if it does not."""
+    """Note on a step that takes over `FAR_OFF` times its prediction; None for other steps."""
     times = measured_seconds / prediction.step_seconds
     if times <= FAR_OFF:
         return None

@@ -1,7 +1,7 @@
 """A compiled step as plain data: operations in schedule order, loops, memory.
 
 Written by `profile` (from XLA's program) and by the closed-form transformer; read by the timeline
-and `predict`. Knows no JAX, no clock and no hardware: bytes and FLOP, never seconds.
+and `predict`. Contains bytes and FLOP, never seconds: no JAX, no clock and no hardware.
 
 All figures are those of *one* device. A collective appears where it starts; if it is
 asynchronous, a `wait` follows where its result is needed. The order of the operations is the
@@ -43,15 +43,15 @@ OperationKind = Literal[
 class DeviceGroup:
     """The devices that take part in one collective, as a grid of strides.
 
-    `extents` ((4, 8), (2, 1)) is the group {base + 8 i + j : i < 4, j < 2}; every group of
-    the same collective has the same extents and another base. Devices are numbered along the
-    mesh, major to minor, so that devices k apart in number are k apart in the cluster.
+    `extents` ((4, 8), (2, 1)) is the group {base + 8 i + j : i < 4, j < 2}; all groups of one
+    collective have the same extents and different bases. Devices are numbered along the mesh,
+    major to minor, so that devices k apart in number are k apart in the cluster.
     """
 
     extents: tuple[tuple[int, int], ...]
     """(size, stride) of each dimension of the group, major to minor."""
     axes: tuple[str, ...]
-    """Mesh axes that the group spans; empty if it is no product of axes."""
+    """Mesh axes that the group spans; empty if the group is not a product of axes."""
 
     @property
     def size(self) -> int:
@@ -63,12 +63,12 @@ class DeviceGroup:
 
 
 HOST_MEMORY = DeviceGroup(extents=((1, 1),), axes=("host memory",))
-"""The group of a copy to or from the memory of the host, in which a device is alone."""
+"""The group of a copy to or from host memory: the device alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedTokens:
-    """Tokens that an all-to-all sends to their experts, or brings back."""
+    """Tokens that an all-to-all sends to their experts, or back."""
 
     tokens: int
     """Tokens of one device."""
@@ -79,8 +79,8 @@ class RoutedTokens:
     most_nodes: int | None = None
     """Nodes that the experts of one token are limited to; None if they may be on any."""
     has_capacity: bool = False
-    """Whether experts take no more tokens than their capacity: uneven loads then drop some, and
-    send no more."""
+    """Whether experts take no more tokens than their capacity: uneven loads then drop some tokens
+    and send no more than even ones."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "experts_per_token", "experts"):
@@ -93,28 +93,28 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective operation between the devices of a group, or a copy between a device and the
-    memory of its host, which is scheduled like one."""
+    """One collective operation between the devices of a group, or a copy between a device and its
+    host's memory, which is scheduled the same way."""
 
     name: CollectiveName
     """Kind of collective, or direction of the copy."""
     payload_bytes: int
-    """Bytes of the full buffer: of the sum (all_reduce), of the gathered result (all_gather),
-    of the input before scattering (reduce_scatter), of one device's input otherwise."""
+    """Bytes of the full buffer: the sum (all_reduce), the gathered result (all_gather), the input
+    before scattering (reduce_scatter); otherwise one device's input."""
     group: DeviceGroup
     """Devices that take part."""
     is_async: bool
-    """Whether compute continues until a `wait` for it."""
+    """Whether compute continues until a `wait` for the collective."""
     buffer_count: int = 1
     """Buffers that make up the payload, combined into one collective."""
     share: float = 1.0
-    """Fraction of the steps in which it runs, 0..1: 1/8 for averaging every 8 steps."""
+    """Fraction of the steps in which it runs, 0..1: 1/8 when averaging every 8 steps."""
     tokens: RoutedTokens | None = None
-    """Tokens of an all-to-all of experts; None for other collectives."""
+    """Tokens of an all-to-all for experts; None for other collectives."""
 
     @property
     def is_send(self) -> bool:
-        """Whether each device sends to one other alone."""
+        """Whether each device sends to only one other."""
         return self.name == "collective_permute"
 
 
@@ -123,58 +123,58 @@ class Operation:
     """One operation of the schedule."""
 
     name: str
-    """The compiler's name for it, unique in the program."""
+    """The compiler's name for the operation, unique in the program."""
     kind: OperationKind
     """Kind for costing: a fusion that holds a matmul is a `matmul`."""
     dtype: str
-    """Element type that sets the arithmetic rate ("bf16", "f32", ...): of the operands of a
-    matrix product or convolution ("f32_highest" where they may not be rounded to tf32), of the
-    result otherwise."""
+    """Element type that sets the arithmetic rate ("bf16", "f32", ...): for a matrix product or
+    convolution, of its operands ("f32_highest" if they must not be rounded to tf32); otherwise of
+    the result."""
     flop: int = 0
-    """FLOP of one run: of its matrix products, convolutions and fused attention; 0 for others
-    (ignores element-wise arithmetic: it is bound by bytes)."""
+    """FLOP of one run of its matrix products, convolutions and fused attention; 0 for others
+    (element-wise arithmetic is ignored: it is bound by bytes)."""
     read_bytes: int = 0
-    """Bytes it reads: of a slice, only the slice."""
+    """Bytes it reads; for a slice, only the slice."""
     write_bytes: int = 0
-    """Bytes it writes: of an in-place update, only the update."""
+    """Bytes it writes; for an in-place update, only the update."""
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a matmul, for grouped ones see `grouped_pass`; (samples, output
-    positions, input channels of a group, output channels, window positions) of a convolution, for
-    gradients those of the forward convolution; (samples x heads, query tokens, key tokens, head
-    size) of fused attention; () otherwise."""
+    positions, input channels of a group, output channels, window positions) of a convolution,
+    where gradients have the shape of the forward convolution; (samples x heads, query tokens, key
+    tokens, head size) of fused attention; () otherwise."""
     convolution_pass: ConvolutionPass | None = None
-    """Pass that a convolution belongs to; None for other kinds, and if unknown."""
+    """Pass that a convolution belongs to; None for other kinds, and if the pass is unknown."""
     convolution_groups: int = 1
     """Groups into which a convolution divides its channels: all of them if depthwise."""
     channels_first: bool = False
-    """Whether a convolution's arrays have channels before positions (NCHW), as PyTorch's have by
-    default; else they lie as matrix units of 16 bits read them."""
+    """Whether a convolution's arrays have channels before positions (NCHW), PyTorch's default;
+    otherwise their layout is the one that 16-bit matrix units read."""
     grouped_pass: GroupedPass | None = None
-    """Pass that a grouped product belongs to, whose rows are divided among groups with a matrix
-    each, as tokens among experts; None for other operations. Its `shape` is (groups on the device,
-    rows of a group on average, outer, inner) of the forward product, in which a group's matrix is
-    inner x outer; its `flop` are those of the rows that there are, 2 rows outer inner, so that
-    rows need no multiple of the groups."""
+    """Pass of a grouped product, whose rows are divided among groups with a matrix each, as tokens
+    are among experts; None for other operations. Its `shape` is (groups on the device, mean rows
+    per group, outer, inner) of the forward product, in which a group's matrix is inner x outer.
+    Its `flop` count the actual rows, 2 rows outer inner, which need not be a multiple of the
+    groups."""
     collective: Collective | None = None
     """The collective, for kind "collective"."""
     share: float = 1.0
-    """Fraction of the steps in which it runs, 0..1; its figures are of a step in which it runs."""
+    """Fraction of the steps in which it runs, 0..1; its figures are for a step in which it does."""
     waits_for: str | None = None
     """Name of the asynchronous collective that a "wait" completes."""
     source: str | None = None
-    """Place in the user's program that it was compiled from, "file.py:line" or a name scope."""
+    """Place in the user's program that it comes from, "file.py:line" or a name scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlocks:
-    """What a loop over blocks of the rows of experts does: one block of one expert at a time."""
+    """Work of a loop over blocks of expert rows: one block of one expert at a time."""
 
     experts: int
     """Experts on the device."""
     rows: int
-    """Rows of a block, the last of an expert padded."""
+    """Rows of a block; an expert's last block is padded."""
     experts_per_token: int
-    """Experts that each token goes to: no expert has more than one in so many of the rows."""
+    """Experts that each token goes to: an expert has at most one in this many of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,8 @@ class Loop:
     body: tuple["Operation | Loop", ...]
     """The operations of one iteration, in schedule order."""
     expert_blocks: ExpertBlocks | None = None
-    """Blocks of rows of experts that the iterations are; `trip_count` is then that of experts with
-    equally many tokens. None for other loops."""
+    """Blocks of expert rows, if that is what the iterations are; `trip_count` then assumes experts
+    with equally many tokens. None for other loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +199,9 @@ class ReservedBytes:
     bytes: int
     """The estimate."""
     p10_bytes: int
-    """Bytes that one in ten runs reserves less than."""
+    """One run in ten reserves less."""
     p90_bytes: int
-    """Bytes that one in ten runs reserves more than."""
+    """One run in ten reserves more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,18 +217,18 @@ class MemoryUse:
     temporary_bytes: int
     """Peak of everything else: activations, gradients, workspace."""
     kernel_bytes: int = 0
-    """Workspace that kernels allocate while they run, beyond the compiler's account: on CPUs,
+    """Workspace that kernels allocate while they run, which the compiler does not count: on CPUs,
     padded copies for convolutions."""
     host_bytes: int = 0
-    """Bytes of the memory of the host, of what the program offloads to it; not in `peak_bytes`."""
+    """Host memory of what the program offloads; not in `peak_bytes`."""
     reserved: ReservedBytes | None = None
-    """What the framework's allocator reserves, free blocks among it, which it gives back where
-    memory is short: a program fits by `peak_bytes`. None where nothing is reserved beyond that, or
-    is known of it."""
+    """What the framework's allocator reserves, including free blocks, which it releases when memory
+    is short: whether a program fits depends on `peak_bytes`. None if nothing more is reserved, or
+    if that is unknown."""
 
     @classmethod
     def of_statistics(cls, statistics: Any) -> "MemoryUse":
-        """That of a compiled program, by what its `memory_analysis` says."""
+        """Memory of a compiled program, from its `memory_analysis`."""
         return cls(
             argument_bytes=statistics.argument_size_in_bytes,
             output_bytes=statistics.output_size_in_bytes,
@@ -281,10 +281,10 @@ class Program:
     """Title of the step: "resnet50 train step"."""
     backend: Literal["cuda", "cpu", "tpu", "closed_form"]
     """Compiler backend of the schedule. A "cpu" program is a substitute where the target cannot
-    be compiled for: its FLOP and the number of its collectives carry over; its fusions and overlap
-    do not, and bytes only where the target would not use bf16, which CPUs widen to f32."""
+    be compiled for: its FLOP and its number of collectives carry over; its fusions and overlap do
+    not, and its bytes do only if the target would not use bf16, which CPUs widen to f32."""
     target: str
-    """Chip compiled for, by the compiler's description ("sm_90", "cpu")."""
+    """Chip that it was compiled for, as the compiler describes it ("sm_90", "cpu")."""
     compiler: str
     """Versions of the compiler: "jax 0.10.2, jaxlib 0.10.2"."""
     mesh_axes: tuple[tuple[str, int], ...]
@@ -294,7 +294,7 @@ class Program:
     memory: MemoryUse
     """Memory of one device."""
     global_batch: int | None = None
-    """Samples per step over all devices; None if the program is no training step."""
+    """Samples per step over all devices; None if the program is not a training step."""
     tokens_per_sample: int | None = None
     """Tokens in a sample; None for images."""
     model_flop: int | None = None
@@ -303,12 +303,12 @@ class Program:
     state_bytes: int | None = None
     """Parameters and optimizer state of one replica, over all devices; None if unknown."""
     framework: str = "xla-2026"
-    """Name of the framework whose step it is."""
+    """Name of the framework that runs the step."""
     most_blocks: float = 1.0
-    """Blocks of the pipeline stage with most of them, over those of the stage whose step it is: so
-    many times as long its host takes to launch them, for which all stages wait."""
+    """Blocks of the pipeline stage with the most blocks, over those of the stage that this program
+    describes: its host takes that many times as long to launch them, and all stages wait for it."""
     notes: tuple[str, ...] = ()
-    """Caveats on how it was compiled."""
+    """Caveats on how the step was compiled."""
 
     @property
     def device_count(self) -> int:
@@ -319,7 +319,7 @@ class Program:
         return count
 
     def walk(self) -> Iterator[tuple[Operation, int]]:
-        """Yield every operation with the number of times it runs, loops unrolled in count."""
+        """Yield every operation with the number of times it runs, counting loop iterations."""
         yield from _walk(self.operations, 1)
 
     @property
@@ -339,10 +339,10 @@ class Program:
 
 
 _NAMED = 3
-"""Most collectives that a refusal names."""
+"""Maximum number of collectives that an error message names."""
 _MOST_RUNS, _MOST_FLOP, _MOST_BYTES = 1e9, 1e21, 1e18
-"""Bounds of one device and step: a billion operations; ten days of a petaFLOP/s; of bytes, ten
-thousand times the memory of any device, once a second for a day."""
+"""Bounds for one device and step: a billion operations; ten days at a petaFLOP/s; ten thousand
+times the memory of any device, moved once a second for a day."""
 
 
 def load_program(path: Path) -> Program:
@@ -359,10 +359,10 @@ def load_program(path: Path) -> Program:
 
 
 def require_known_waits(program: Program) -> None:
-    """Refuse a program in which an operation waits for a collective that it does not hold.
+    """Refuse a program in which an operation waits for a collective that is not in the program.
 
     Raises:
-        ConfigError: naming both, and collectives that there are.
+        ConfigError: naming both, and some collectives of the program.
     """
     started = {item.name for item, _ in program.walk() if item.collective is not None}
     for item, _ in program.walk():
@@ -432,7 +432,7 @@ def _require_possible_item(item: Operation | Loop) -> None:
 
 def _require_counts(where: str, part: object) -> None:
     """Refuse bytes and FLOP of a part of a program that are negative or beyond any device, and
-    shares that are none."""
+    shares outside 0..1."""
     for each in fields(part):  # type: ignore[arg-type]  a dataclass
         value = getattr(part, each.name)
         if each.name == "share":
@@ -440,7 +440,7 @@ def _require_counts(where: str, part: object) -> None:
             require_at_most(f"{where}{each.name}", value, 1)
         elif each.name.endswith(("flop", "bytes")):
             require_at_least(f"{where}{each.name}", value, 0)
-            # `model_flop` is of all devices.
+            # `model_flop` counts all devices.
             most = _MOST_FLOP * 2**20 if each.name.endswith("flop") else _MOST_BYTES
             require_at_most(f"{where}{each.name}", value, most)
 
@@ -448,7 +448,7 @@ def _require_counts(where: str, part: object) -> None:
 def each_changed(
     items: Iterable[Operation | Loop], change: Callable[[Operation], Operation]
 ) -> tuple[Operation | Loop, ...]:
-    """`items` with `change` made to every operation, in loops at any depth."""
+    """`items` with `change` applied to every operation, in loops at any depth."""
     return tuple(
         replace(item, body=each_changed(item.body, change))
         if isinstance(item, Loop)
@@ -458,7 +458,7 @@ def each_changed(
 
 
 def with_channels_first(program: Program, is_first: bool = True) -> Program:
-    """`program` whose convolutions have arrays with channels first, or else last."""
+    """`program` with the arrays of its convolutions in channels-first layout, or channels-last."""
 
     def changed(item: Operation) -> Operation:
         return replace(item, channels_first=is_first) if item.kind == "convolution" else item
@@ -467,7 +467,7 @@ def with_channels_first(program: Program, is_first: bool = True) -> Program:
 
 
 def with_share(items: Iterable[Operation | Loop], share: float) -> tuple[Operation | Loop, ...]:
-    """`items` that run in the fraction `share` of the steps in which they ran before."""
+    """`items`, run in the fraction `share` of the steps in which they ran before."""
 
     def shared(item: Operation) -> Operation:
         collective = item.collective

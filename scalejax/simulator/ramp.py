@@ -21,7 +21,7 @@ class PhasePrediction:
     epochs: int
     """Number of epochs in the phase."""
     study: ScalingPrediction
-    """Prediction per device count; its run time is that of these epochs alone."""
+    """Prediction per device count; its run time covers these epochs alone."""
 
 
 @document("ramp_prediction")
@@ -32,7 +32,7 @@ class RampPrediction(Tabular):
     title: str
     """Title of the predicted run."""
     phases: tuple[PhasePrediction, ...]
-    """One phase per batch in order, all on the same device counts."""
+    """One phase per batch, in order, all on the same device counts."""
 
     def __post_init__(self) -> None:
         if len({self.device_counts_of(phase) for phase in self.phases}) != 1:
@@ -58,7 +58,7 @@ class RampPrediction(Tabular):
         return self.device_counts_of(self.phases[0])
 
     def total_steps(self, device_count: int) -> int | None:
-        """Updates in all epochs; None if unknown for an epoch."""
+        """Updates in all epochs; None if unknown for any epoch."""
         steps = 0
         for phase in self.phases:
             of_epoch = self._of(phase, device_count).steps_per_epoch
@@ -68,8 +68,8 @@ class RampPrediction(Tabular):
         return steps
 
     def run_seconds(self, device_count: int) -> float | None:
-        """Time of all epochs; None if unknown for a batch. Evaluation is not counted, nor the
-        change to the next batch: its step was compiled before."""
+        """Time of all epochs; None if unknown for any batch. Evaluation is not counted, nor is the
+        change to the next batch, whose step was compiled before."""
         times = [self._of(phase, device_count).run_seconds for phase in self.phases]
         known = [seconds for seconds in times if seconds is not None]
         return math.fsum(known) if len(known) == len(times) else None

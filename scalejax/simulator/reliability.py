@@ -1,6 +1,6 @@
 """Goodput of a long run under checkpoints and failures, and the cost of stragglers.
 
-Closed formulas in seconds; knows no program.
+Closed formulas in seconds, independent of any program.
 """
 
 import math
@@ -17,12 +17,12 @@ _MAX_FAILURES_PER_INTERVAL = 20.0  # mean times between failures per interval: e
 def best_interval_seconds(checkpoint_seconds: float, run_mtbf_seconds: float) -> float:
     """Checkpoint interval that minimises the time lost to checkpoints and failures.
 
-    interval = sqrt(2 checkpoint mtbf): more often, checkpoints cost more; less often, failures
-    do. First order in checkpoint / mtbf; the optimum is flat.
+    interval = sqrt(2 checkpoint mtbf): shorter intervals lose more to checkpoints, longer ones to
+    failures. First order in checkpoint / mtbf; the optimum is flat.
 
     Args:
         checkpoint_seconds: time that training stalls for one checkpoint.
-        run_mtbf_seconds: mean time between failures of the run: of a node over nodes.
+        run_mtbf_seconds: mean time between failures of the run: that of a node over the nodes.
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval", CACM
         17(9).
@@ -61,15 +61,15 @@ def goodput(
     Args:
         interval_seconds: time of training between checkpoints.
         checkpoint_seconds: C, time that training stalls for one checkpoint.
-        restart_seconds: R, time from a failure until training goes on.
-        run_mtbf_seconds: M, mean time between failures of the run: of a node over nodes.
-        latency_seconds: time after the stall until a checkpoint is complete, where it is written
+        restart_seconds: R, time from a failure until training resumes.
+        run_mtbf_seconds: M, mean time between failures of the run: that of a node over the nodes.
+        latency_seconds: time from the stall until a checkpoint is complete, if it is written
             asynchronously.
         down_seconds: time from a failure until the restart starts, if the restart does not
             include it.
 
     Raises:
-        ConfigError: if failures come so fast that such a run would never end.
+        ConfigError: if failures are so frequent that the run would never end.
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
         dumps", Future Generation Computer Systems 22(3), section 3.
     """
@@ -95,15 +95,16 @@ def seconds_without_failure(
 ) -> float:
     """Mean time until an interval of `needed_seconds` has passed without a failure.
 
-    Failures come at random with mean time M between them, during the interval and restarts alike,
-    but not while the run is down (D), when nothing runs that could fail. Each puts the run back to
-    the start of the interval, after D and a restart of R. With p = e^(-needed/M) an attempt
-    passes, and takes M (1 - p) until it passes or fails; a restart takes, failures in it included,
-    M (e^(R/M) - 1) + D e^(R/M), and there are 1/p - 1 of them on average; together
+    Failures occur at random with mean time M between them, during the interval and restarts alike,
+    but not while the run is down (D), when nothing runs that could fail. Each failure puts the run
+    back to the start of the interval, after D and a restart of R. An attempt succeeds with
+    probability p = e^(-needed/M), and takes M (1 - p) until it succeeds or fails; a restart takes,
+    including failures during it, M (e^(R/M) - 1) + D e^(R/M), and there are 1/p - 1 restarts on
+    average; together
 
     seconds = (M + D) e^(R/M) (e^(needed/M) - 1).
 
-    A checkpoint that is complete only L after its stall is of no use until then: a failure costs
+    A checkpoint that is complete only L after its stall cannot be used until then: a failure costs
     that much more, as if R were R + L.
 
     Args:
@@ -114,7 +115,7 @@ def seconds_without_failure(
         down_seconds: D, time from a failure until the restart begins.
 
     Raises:
-        ConfigError: if failures come so fast that it would never pass.
+        ConfigError: if failures are so frequent that the interval would never pass.
     Source: Daly 2006, section 3, for D = L = 0; Vaidya 1997, "Impact of checkpoint latency on
         overhead ratio of a checkpointing scheme", IEEE Transactions on Computers 46(8), for L
         (there, of the whole checkpoint: L + C); Bougeret et al. 2011, "Checkpointing strategies for
@@ -148,11 +149,11 @@ def step_deviation_seconds(
 ) -> float | None:
     """Standard deviation of a step of `step_seconds` on one device; None if unknown.
 
-    A `step_cv` of the site's conditions is used alone. Else the variances of two causes add up:
-    one that slows a whole step, whose deviation is a fraction of it (`step_cv`), and disturbances
-    that come at random within it, whose variance grows with its length as that of every Poisson
-    process does (`step_dispersion_seconds`), so that long steps average them out. For steps
-    shorter than the shortest measured, their coefficient of variation is that of the shortest.
+    If the site's conditions give a `step_cv`, it is used alone. Otherwise the variances of two
+    causes add up: one slows a whole step, with a deviation that is a fraction of the step
+    (`step_cv`); the other is random disturbances within the step, whose variance grows with its
+    length as for every Poisson process (`step_dispersion_seconds`), so that long steps average
+    them out. Steps shorter than the shortest measured have its coefficient of variation.
     """
     if conditions.step_cv is not None:
         return step_seconds * conditions.step_cv
@@ -169,8 +170,8 @@ def step_deviation_seconds(
 def straggler_seconds(deviation_seconds: float, device_count: int) -> float:
     """Time by which the slowest of n devices is later than their mean, on average.
 
-    seconds = deviation E[max of n standard normals], for steps that vary normally, each device
-    by itself. Left out: devices that are slow at every step, and those that slow down together.
+    seconds = deviation E[max of n standard normals], for steps that vary normally and
+    independently. Left out: devices that are slow at every step, or slow down together.
 
     Args:
         deviation_seconds: standard deviation of a step on one device.
@@ -189,9 +190,9 @@ def expected_maximum(count: int) -> float:
     """Mean of the largest of `count` standard normal variables.
 
     The integral of 1 - F^n over the positive and of -F^n over the negative numbers, F being the
-    normal distribution, by the trapezoidal rule, which is exact to rounding for functions as
-    smooth as these: 0.5642 of two, 1.5388 of ten. sqrt(2 ln n) is its limit, 39 % above for
-    ten and 11 % for 10,000.
+    normal distribution, by the trapezoidal rule, which is exact to rounding for functions this
+    smooth: 0.5642 for two, 1.5388 for ten. Its limit sqrt(2 ln n) is 39 % above it for ten and
+    11 % for 10,000.
 
     Raises:
         ConfigError: if `count` is below 1.
@@ -201,7 +202,7 @@ def expected_maximum(count: int) -> float:
     places = (i * step for i in range(_INTERVALS + 1))
     # 1 - F(x)^n on both sides of 0, less 1 on the left.
     both = [_at_least_one_above(x, count) + _at_least_one_above(-x, count) - 1 for x in places]
-    return max(0.0, float(np.trapezoid(both, dx=step)))  # of one it is 0 but for rounding
+    return max(0.0, float(np.trapezoid(both, dx=step)))  # for one it is 0 up to rounding
 
 
 def _at_least_one_above(x: float, count: int) -> float:

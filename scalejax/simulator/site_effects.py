@@ -1,6 +1,6 @@
 """Time that a site adds to a step and a run: stragglers, input stalls, checkpoints, failures.
 
-Knows a site, the size of a node and of a program; nothing of its operations.
+Depends on a site and on the sizes of a node and a program, not on the program's operations.
 """
 
 import math
@@ -33,7 +33,7 @@ class StepTerms:
     """Time that site conditions add to an undisturbed step; None if unknown."""
 
     stragglers_seconds: float | None
-    """Time that devices wait for the slowest of them."""
+    """Time that devices wait for the slowest one."""
     input_seconds: float | None
     """Time that devices wait for their batch."""
 
@@ -72,13 +72,14 @@ def step_terms(program: Program, cluster: Cluster, site: Site, step_seconds: flo
 
 
 def is_host(cluster: Cluster) -> bool:
-    """Whether the devices are the CPU of their host, on whose cores the input runs too: as measured
-    by `calibrate`, whatever the chip is called since; on GPUs it measures other all-reduces."""
+    """Whether the devices are the CPU of their host, whose cores also run the input: true if
+    `calibrate` measured the cluster on CPUs, whatever the chip is called now; on GPUs it measures
+    other all-reduces."""
     return cluster.link.kind == "host" and cluster.library.runs_buffers_one_by_one
 
 
 def input_stages(program: Program, cluster: Cluster, site: Site) -> tuple[tuple[str, float], ...]:
-    """(stage, seconds) of the input of one batch of a node; none where its rates are not known."""
+    """(stage, seconds) of the input of one batch of a node; empty if its rates are unknown."""
     samples = samples_per_node(program, cluster)
     if samples is None or site.input is None:
         return ()
@@ -89,8 +90,8 @@ def input_stages(program: Program, cluster: Cluster, site: Site) -> tuple[tuple[
 def samples_per_node(program: Program, cluster: Cluster) -> float | None:
     """Samples per step that a node delivers (the largest of all nodes); None if unknown.
 
-    Devices that differ along axes that do not divide the batch take the same samples: a node
-    delivers them once, and so does each of the nodes that such an axis spans.
+    Devices along axes that do not divide the batch take the same samples: a node delivers them
+    once, and so does each of the nodes that such an axis spans.
     """
     if program.global_batch is None:
         return None
@@ -98,14 +99,14 @@ def samples_per_node(program: Program, cluster: Cluster) -> float | None:
 
 
 def batch_parts(program: Program, cluster: Cluster) -> float:
-    """Number of parts of the batch, of which a node delivers one; nodes may share a part."""
+    """Number of parts of the batch, one of which each node delivers; nodes may share a part."""
     return 1 / _batch_share(program.mesh_axes, cluster.devices_per_node)
 
 
 @lru_cache(maxsize=1024)
 def _batch_share(mesh_axes: tuple[tuple[str, int], ...], devices_per_node: int) -> float:
-    """Largest fraction of the batch that the devices of one node take, neighbours in the mesh
-    being neighbours in a node. Axes of unknown names divide the batch."""
+    """Largest fraction of the batch that the devices of one node take; neighbours in the mesh are
+    neighbours in a node. Axes with unknown names divide the batch."""
     sizes = tuple(size for _, size in mesh_axes)
     divides = [name in BATCH_AXES or name not in AXES for name, _ in mesh_axes]
     parts = tuple(
@@ -127,8 +128,8 @@ def run_terms(program: Program, cluster: Cluster, site: Site, step_seconds: floa
     """Time that checkpoints and failures add to a run of steps of `step_seconds`.
 
     Raises:
-        ConfigError: if checkpoints come faster than storage takes them, or failures faster
-            than the run makes progress.
+        ConfigError: if checkpoints are due faster than storage can write them, or failures come
+            faster than the run makes progress.
     """
     conditions = site.conditions
     mtbf = None
@@ -159,8 +160,8 @@ def run_terms(program: Program, cluster: Cluster, site: Site, step_seconds: floa
 def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
     """Time that training stalls for one checkpoint; None if unknown.
 
-    Each device of one replica copies its own part of the state to its host, all at once; or,
-    where checkpoints are not asynchronous, all devices wait for the storage.
+    Each device of one replica copies its own part of the state to its host, all at once; if
+    checkpoints are not asynchronous, all devices wait for the storage.
     """
     size = checkpoint_bytes(program, conditions)
     if size is None:
@@ -175,9 +176,9 @@ def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
 def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | None:
     """Bytes of one checkpoint: as given, or the state that the step updates in place.
 
-    Where the program does not give its state's size, the device's donated buffers are counted
-    once per shard (parameters that all shards hold are counted once for each, and state that the
-    data axis divides is not seen).
+    If the program does not give the size of its state, the device's donated buffers are counted
+    once per shard (parameters replicated over shards are counted once for each, and sharding of
+    state over the data axis is not visible).
     """
     if conditions.checkpoint_bytes is not None:
         return conditions.checkpoint_bytes
@@ -187,7 +188,7 @@ def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | Non
 
 
 def state_shards(program: Program) -> int:
-    """Devices over which one replica of the state is sharded: all axes except data."""
+    """Devices over which one replica of the state is sharded: along all axes except data."""
     sizes = dict(program.mesh_axes)
     if not sizes.keys() <= set(AXES):
         return 1

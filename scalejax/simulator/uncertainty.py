@@ -16,7 +16,7 @@ Z_OF_P90 = 1.2815515655446004
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Range that should hold four of five measurements."""
+    """Range that should contain four of five measurements."""
 
     p10_seconds: float
     """A tenth of measurements should be below."""
@@ -25,11 +25,11 @@ class Band:
 
 
 def residuals(cluster: Cluster, *, communicates: bool) -> dict[str, float] | None:
-    """Log standard deviation of each class of cost by its name in `Scales`; None if unfitted.
+    """Log standard deviation of each class of cost by its name in `Scales`; None if not fitted.
 
     Args:
         cluster: hardware with the residuals of its fits.
-        communicates: whether the step has collectives; if not, their residual may be unknown.
+        communicates: whether the step has collectives; otherwise their residual may be unknown.
     """
     chip, library = cluster.chip.residuals, cluster.library.residual
     if chip is None or (library is None and communicates):
@@ -49,15 +49,15 @@ def band(
 ) -> Band:
     """The 80 % range of a step time.
 
-    Each class of cost is off as a whole, all its operations by the same factor, and the classes
-    are off independently. So each is scaled to its own 90th (10th) percentile, and the changes
-    of the logarithm of the step time are added in quadrature. Exact where the step is a product
-    of the classes; where it is a sum, as it is, of second order in the deviations.
+    The error of a class of cost is one factor for all its operations, and the classes are
+    independent. So each class is scaled to its own 90th (10th) percentile, and the changes of the
+    logarithm of the step time are added in quadrature. This is exact for a product of the classes;
+    for a sum, which a step is, the error is of second order in the deviations.
 
     Args:
         step_seconds: step time with each class of cost scaled by a factor.
         deviations: log standard deviation of each class, by its name in `Scales`.
-        step_deviation: log standard deviation of whole steps, beyond that of their parts.
+        step_deviation: log standard deviation of whole steps, in addition to that of their parts.
 
     Source: linear propagation of uncertainty, JCGM 100:2008 (GUM), section 5.1.2.
     """

@@ -1,11 +1,11 @@
 """Validation of predictions against a ledger of published step times.
 
-Of step times, in order: `read_ledger` reads the rows, `compile_cases` finds the program and the
-cluster of each, `evaluate` predicts, `validation` summarises. Needs no JAX: programs come from an
+For step times: `read_ledger` reads the rows, `compile_cases` finds the program and the cluster of
+each, `evaluate` predicts, and `validation` summarises. No JAX is needed: programs come from an
 archive, from the closed form, from the user's cache, or from workers that compile. `read_any`
 reads ledgers of any kind, and `validated` does the rest.
 
-To try other constants: `with_chips` on the result of `compile_cases`, and evaluate again.
+To try other constants, call `with_chips` on the result of `compile_cases` and evaluate again.
 """
 
 from scalejax.validation.cases import Case, Skipped, case_of

@@ -1,7 +1,7 @@
-"""Accuracy of predictions by what is measured, family, framework and chip, and its change.
+"""Accuracy of predictions by quantity, family, framework and chip, and changes of it.
 
 Small enough to be kept for every release (`docs/accuracy/`), so that two can be compared.
-Arithmetic on rows that have been predicted; errors are (predicted - measured) / measured.
+Arithmetic on predicted rows; errors are (predicted - measured) / measured.
 """
 
 import statistics
@@ -21,10 +21,10 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A prediction beside what was measured."""
+    """A prediction and its measurement."""
 
     key: Key
-    """Cell that it belongs to."""
+    """Key of its cell."""
     row: RowResult
     """The row."""
     measured: float
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[RowResult]) -> list[Comparison]:
-    """What can be compared of rows, in order; of a step its time and its peak memory."""
+    """Every comparison that the rows allow, in order; for a step, its time and its peak memory."""
     found = []
     for row in rows:
         of = (row.family, row.framework, row.chip)
@@ -109,7 +109,7 @@ class AccuracyCell:
 
     @property
     def key(self) -> Key:
-        """What sets it apart."""
+        """What identifies it."""
         return self.quantity, self.family, self.framework, self.chip
 
 
@@ -149,31 +149,31 @@ def _cell(key: Key, members: Sequence[Comparison]) -> AccuracyCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A cell in two releases; None where it is not there."""
+    """A cell in two releases; None for a release without it."""
 
     before: AccuracyCell | None
-    """In the earlier one."""
+    """The cell in the earlier release."""
     after: AccuracyCell | None
-    """In the later one."""
+    """The cell in the later release."""
 
     @property
     def cell(self) -> AccuracyCell:
-        """The cell, of the later release where it has it."""
+        """The cell, from the later release if it is there."""
         cell = self.after or self.before
-        assert cell is not None  # noqa: S101  a change is of a cell of one of the two
+        assert cell is not None  # noqa: S101  at least one release has the cell
         return cell
 
     @property
     def points(self) -> float | None:
-        """Change of the mean error, as a share: below 0 where it became better; None for a cell of
-        only one release."""
+        """Change of the mean error, as a share: below 0 if it improved; None for a cell of only
+        one release."""
         if self.before is None or self.after is None:
             return None
         return self.after.mean_error - self.before.mean_error
 
 
 def common(before: Accuracy, after: Accuracy) -> tuple[Accuracy, Accuracy]:
-    """Both with the cells that both have alone, so that their sums can be compared."""
+    """Both, with only the cells that they share, so that their sums can be compared."""
     kept = {cell.key for cell in before.cells} & {cell.key for cell in after.cells}
     first, second = (
         replace(each, cells=tuple(cell for cell in each.cells if cell.key in kept))
@@ -183,7 +183,7 @@ def common(before: Accuracy, after: Accuracy) -> tuple[Accuracy, Accuracy]:
 
 
 def changes(before: Accuracy, after: Accuracy) -> list[Change]:
-    """The cells that differ, those that got worse first, and by how much; then others."""
+    """The cells that differ: the largest increase of the error first, cells of one release last."""
     old = {cell.key: cell for cell in before.cells}
     new = {cell.key: cell for cell in after.cells}
     found = [
@@ -196,7 +196,7 @@ def changes(before: Accuracy, after: Accuracy) -> list[Change]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantitySummary:
-    """Errors of all families of what is measured; a family counts once, whatever its rows."""
+    """Errors of one quantity over families, which count equally however many rows they have."""
 
     quantity: str
     """What is measured."""
@@ -207,7 +207,7 @@ class QuantitySummary:
     mean_error: float
     """Mean over families of their mean error."""
     coverage: float | None
-    """Mean over families of their coverage, of those that have a band."""
+    """Mean coverage of the families that have a band."""
 
 
 def quantity_summaries(accuracy: Accuracy) -> list[QuantitySummary]:

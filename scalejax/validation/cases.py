@@ -1,6 +1,6 @@
 """Maps a row of a ledger to runs of scalejax: network, data, batch, layout, cluster.
 
-Knows how published runs were set up, as far as their rows state it; where a row leaves a choice
+Knows how published runs were set up, as far as their rows state it; if a row leaves a choice
 open, all runs that it may mean are returned. Compiles and predicts nothing.
 """
 
@@ -41,18 +41,18 @@ from scalejax.xla import ProfileJob
 # Corrections of rows of the open ledger that differ from their source.
 
 _H200 = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
-"""Of pytorch/torchtitan: "8 NVIDIA H200 GPUs connected via NVLink"; run with llama3_8b.toml, whose
-[activation_checkpoint] has mode = 'selective'. The ledger has the H100 of the other reports, and
-full recompute."""
+"""A report of pytorch/torchtitan: "8 NVIDIA H200 GPUs connected via NVLink"; run with
+llama3_8b.toml, whose [activation_checkpoint] has mode = 'selective'. The ledger has the H100 of
+the other reports, and full recompute."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
-    """`row` corrected to its source, by the names of networks and the devices of JAX; of a run that
-    stalled its memory alone."""
+    """`row` corrected to its source, with scalejax's names of networks and JAX's devices; only the
+    memory of a run that stalled is kept."""
     if row.stalled and row.peak_memory_gib is not None:
         row = replace(row, step_seconds=None, stalled=None)
     if row.machine.hardware in _TWO_DEVICES:
-        # Axes count devices of JAX, two in a chip; the batch of one follows from the whole.
+        # Axes count devices of JAX, two per chip; their batch follows from the global batch.
         work = replace(row.work, per_device_batch=None)
         row = replace(row, device_count=2 * row.device_count, work=work)
     is_open = "MaxText" in (row.framework or "") and row.spread.data is None
@@ -89,30 +89,31 @@ _TABLE_1 = {
     "megatron_sc21_weak_530B": (1, 3),
     "megatron_sc21_weak_1T": (1, 1),
 }
-"""Microbatch, and interleaved chunks of a stage, of rows that leave both open: the script that made
-this table of Narayanan et al. 2021 (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh: MBS, and
+"""Microbatch, and interleaved chunks per stage, of rows that leave both open, from the script that
+made this table of Narayanan et al. 2021 (NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh: MBS, and
 layers of a stage over --num-layers-per-virtual-pipeline-stage)."""
 _DATA_ARGUMENT = re.compile(r"'ici_data_parallelism': '(\d+)'")
-"""MaxText's argument of the data axis in a row's notes, whose column of fsdp counts all devices."""
+"""MaxText's argument for the data axis in the notes of a row whose fsdp column counts all
+devices."""
 _TWO_DEVICES = ("tpu7x_ironwood_chip",)
 """Names of chips that are two devices of JAX each, and whose rows count chips."""
 
 # Fine-tuning.
 
 _MLPERF_LORA = "llama2_70b_lora"
-"""MLPerf's benchmark of fine-tuning, a Llama."""
+"""MLPerf's fine-tuning benchmark, a Llama."""
 _ADAPTED = {
     _MLPERF_LORA: ("linear_qkv", "linear_proj"),
     "automodel": ("all-linear",),
     "": ("linear_qkv",),
 }
-"""Adapted layers by a part of a row's name. MLPerf: qkv_proj and o_proj (mlcommons/training,
+"""Adapted layers by part of a row's name. MLPerf: qkv_proj and o_proj (mlcommons/training,
 llama2_70b_lora/README.md). NeMo AutoModel: match_all_linear (examples/llm_finetune/llama3_3,
 peft_benchmark.yaml). Others, of Megatron Bridge and NeMo: peft.target_modules = ["linear_qkv"] (the
 performance recipes of both)."""
 _RANK, _ALPHA = 16, 32.0
-"""Of MLPerf's and AutoModel's files above, and of NeMo's llama3_70b; rank 8 of its llama3_8b is a
-thousandth of a step less."""
+"""From MLPerf's and AutoModel's files above, and NeMo's llama3_70b; the rank of 8 in its llama3_8b
+makes a step a thousandth shorter."""
 
 
 def _fine_tuning(row: LedgerRow) -> JsonValue:
@@ -132,7 +133,7 @@ def _fine_tuning(row: LedgerRow) -> JsonValue:
 
 
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
-"""Height and width of the images of networks that do not read 224 x 224."""
+"""Height and width of the images of networks whose input is not 224 x 224."""
 _SAME_NETWORK = {
     _MLPERF_LORA: "llama",
     "llama31_8b": "llama",
@@ -145,8 +146,8 @@ _SAME_NETWORK = {
     "mistral": "llama",
     "gpt3": "gpt",
 }
-"""Names of networks that are llama or gpt in the sizes of their rows. Mistral 7B: its window, of
-4,096 tokens, is left out, as by MaxText, whose rows these are."""
+"""Names of networks that are llama or gpt in the sizes of their rows. The window of Mistral 7B,
+4,096 tokens, is left out, as in MaxText, whose rows these are."""
 _BLOCKS = {
     "nemotron4": "nemotron4-15b", "qwen2.5": "qwen2.5-7b", "gemma4": "gemma3-1b", **MIXTURES,
 }  # fmt: skip
@@ -156,10 +157,10 @@ _CAUSAL = ("gpt", "llama", *_BLOCKS)
 _TIED = "embeddings tied"
 """Mark of rows whose output layer is the embedding."""
 _OF_BLOCKS = ("block", "mla", "scaled_embeddings", "tied_embeddings")
-"""What such a network has of its preset."""
+"""What such a network takes from its preset."""
 _VOCABULARIES = {"gpt": 51_200, "nemotron4": 256_000, "grok1_moe": 131_072}
-"""Vocabulary where a row states none: of GPT-3 50,257 tokens, padded as NVIDIA's recipes do; of
-Nemotron-4 and Grok-1 as published."""
+"""Vocabulary where a row states none: GPT-3's 50,257 tokens, padded as in NVIDIA's recipes; those
+of Nemotron-4 and Grok-1 as published."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
@@ -189,17 +190,17 @@ _COMPUTE_TYPES = {
     "Autocast:BF16+FP32Optimizer": "bfloat16",
     "Autocast:BF16+SR": "bfloat16",
 }
-"""Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
-without it is costed at its rates for f16. Where a source leaves fp8 or fp4 open (fp8?), fp8 is
-taken. Where it does not say how fp8 is scaled, it is costed as with delayed scaling, Transformer
-Engine's default: torchtitan's largest values are computed by what produces the operands, too, which
-torch.compile fuses. torch-neuronx's autocast is of products; with stochastic rounding (SR)
-it holds parameters in 16 bits, here in 32."""
+"""Element type of the program. Half precision is traced as bfloat16, which has the same size; a
+chip without bfloat16 is costed at its rates for f16. If a source leaves fp8 or fp4 open (fp8?), fp8
+is used. If it does not say how fp8 is scaled, it is costed with delayed scaling, Transformer
+Engine's default: in torchtitan, too, the largest values are computed by what produces the operands,
+as torch.compile fuses it. torch-neuronx autocasts products; with stochastic rounding (SR) it holds
+parameters in 16 bits, here in 32."""
 
 _ASYNC_TENSOR = "asynctp"
-"""Mark of rows of torchtitan with asynchronous tensor parallelism."""
+"""Mark of torchtitan's rows with asynchronous tensor parallelism."""
 _EAGER = "eager"
-"""Mark of rows of torchtitan that compile nothing."""
+"""Mark of torchtitan's rows that compile nothing."""
 _LOSS_COMPILED = 2025
 """The year in which torchtitan began to compile its loss (`simulator.frameworks`)."""
 _TITAN_2024 = "torchtitan-2024"
@@ -214,12 +215,12 @@ class Case:
     cluster: Cluster
     """The cluster of the measurement."""
     runs: tuple[ResolvedRun, ...]
-    """The run; where the row leaves microbatch or recompute open, all candidates, of which the
-    first that fits the device's memory is used, or else the last; of a pipeline, the fastest."""
+    """The run; if the row leaves microbatch or recompute open, all candidates: the first that fits
+    the device's memory is used, or else the last; for a pipeline, the fastest."""
     framework: Framework
     """The framework that trained it."""
     nearest: tuple[str, ...] = ()
-    """What of the row is expressed by what is nearest to it."""
+    """Which parts of the row are only approximated."""
 
     def job(self, choice: int) -> ProfileJob:
         """Job of the program of one of the runs."""
@@ -235,7 +236,7 @@ class Skipped:
     reason: str
     """Reason in one line."""
     is_mapped: bool = False
-    """Whether it could be expressed as a run, which could not be compiled."""
+    """Whether it could be expressed as a run, but not compiled."""
 
 
 def case_of(row: LedgerRow) -> Case | Skipped:
@@ -261,16 +262,16 @@ def case_of(row: LedgerRow) -> Case | Skipped:
 
 
 def one_line(error: ScalejaxError) -> str:
-    """The text of an error as a reason, without line breaks and without its full stop."""
+    """The text of an error as a reason, without line breaks and full stop."""
     return " ".join(str(error).split()).rstrip(".")
 
 
 def _chunks(row: LedgerRow) -> int:
     """Interleaved chunks per pipeline stage.
 
-    Those that a row states, or that its framework has by default; none where they divide the
-    layers neither alone nor with embedding and loss counted as layers, or microbatches make no
-    groups of one for each stage, as interleaving needs: the bubble is too long by as much.
+    Those that a row states, or its framework's default. Interleaving is left out, so that the
+    bubble is too long, if they do not divide the layers, alone or with embedding and loss counted
+    as layers, or if microbatches cannot be grouped by one for each stage.
     """
     stages, chunks = row.spread.pipeline or 1, _interleaving(row)
     if stages == 1 or (_layers(row) or stages) % (stages * chunks) or not _has_groups(row):
@@ -279,10 +280,11 @@ def _chunks(row: LedgerRow) -> int:
 
 
 def _interleaving(row: LedgerRow) -> int:
-    """Chunks per stage as a row states them, or else as its framework has them by default.
+    """Chunks per stage as a row states them, or else its framework's default.
 
-    NVIDIA's recipes of NeMo for dense networks interleave all pipelines, by `_LAYERS_OF_CHUNK` or
-    what is nearest to it of what divides the layers, alone or with embedding and loss.
+    NVIDIA's NeMo recipes for dense networks interleave all pipelines: chunks have
+    `_LAYERS_OF_CHUNK` layers, or the nearest number that divides the layers, alone or with
+    embedding and loss.
     """
     spread, layers = row.spread, row.model.layers or 0
     stages = spread.pipeline or 1
@@ -300,8 +302,8 @@ def _interleaving(row: LedgerRow) -> int:
 
 
 def _is_interleaving_open(row: LedgerRow) -> bool:
-    """Whether a pipeline of a dense network by NeMo states no interleaving: tables of NVIDIA's
-    dgxc-benchmarking have "NA" there, which the ledger has as 1, also of networks that the releases
+    """Whether NeMo's pipeline of a dense network states no interleaving: tables of NVIDIA's
+    dgxc-benchmarking have "NA" there, which is 1 in the ledger, even for networks that the releases
     before and after interleave (nemotron/README.md)."""
     stages, chunks = row.spread.pipeline or 1, row.spread.pipeline_chunks
     is_open = chunks is None or (chunks == 1 and "dgxc-benchmarking" in row.source)
@@ -310,32 +312,32 @@ def _is_interleaving_open(row: LedgerRow) -> bool:
 
 _LAYERS_OF_CHUNK = 2
 """Layers of a chunk in six of the thirteen pipelines of dense networks that NVIDIA's recipes state
-(`dgxc_benchmarking` and `megatron_bridge` of the ledgers), and their median; one in five. So it is
-in its submissions to MLPerf: INTERLEAVED_PIPELINE=8 of 126 layers on 8 stages
+(ledgers `dgxc_benchmarking` and `megatron_bridge`), and their median; one in five. Its submissions
+to MLPerf have two as well: INTERLEAVED_PIPELINE=8 of 126 layers on 8 stages
 (mlcommons/training_results_v5.1, Dell, llama31_8b, config_GB300_128x4x72xtp2pp8cp2_cg.sh)."""
 
 
 def _is_nemo(row: LedgerRow) -> bool:
-    """Whether NeMo or Megatron-Bridge trained it, as NVIDIA's submissions to MLPerf."""
+    """Whether NeMo or Megatron-Bridge trained it, as in NVIDIA's submissions to MLPerf."""
     return framework_of(row).name.startswith(("nemo-", "megatron-bridge-"))
 
 
 def _has_groups(row: LedgerRow) -> bool:
-    """Whether microbatches may be taken in groups, one for each stage."""
+    """Whether microbatches may be grouped by one for each stage."""
     counts = _microbatch_counts(row, _per_device_batch(row))
     return any(count % (row.spread.pipeline or 1) == 0 for count in counts)
 
 
 def _layers(row: LedgerRow) -> int | None:
-    """Layers of the run: two more than the network's where it is dealt to chunks with embedding and
-    loss as layers (Megatron-LM's account_for_embedding_in_pipeline_split), which is as near as
-    equal chunks come."""
+    """Layers of the run: two more than the network's if its chunks count embedding and loss as
+    layers (Megatron-LM's account_for_embedding_in_pipeline_split), the nearest that equal chunks
+    come."""
     layers = row.model.layers
     return layers + ENDS if layers is not None and _counts_ends(row) else layers
 
 
 def _deals_ends(row: LedgerRow) -> bool:
-    """Whether its framework has a word for that: those with a closed form of their own."""
+    """Whether its framework has an option for that: those with a closed form of their own do."""
     return _counts_ends(row) and _chunks(row) > 1 and framework_of(row).kernels is not None
 
 
@@ -382,14 +384,14 @@ def _is_megatron(row: LedgerRow) -> bool:
 
 
 def framework_of(row: LedgerRow) -> Framework:
-    """The framework that trained a row, as `predict --framework` has it.
+    """The framework that trained a row, by its name in `predict --framework`.
 
-    NVIDIA's and its partners' submissions to MLPerf, which name a container of PyTorch for all of
-    their benchmarks, train decoders with NeMo, and images with MXNet. NeMo AutoModel groups
-    products of experts and sends tokens to them, as torchtitan does.
+    Submissions of NVIDIA and its partners to MLPerf name a container of PyTorch for all
+    benchmarks, but train decoders with NeMo and image networks with MXNet. NeMo AutoModel groups
+    the products of experts and sends tokens to them as torchtitan does.
 
     Raises:
-        ConfigError: if none is known by that name.
+        ConfigError: if no framework of that name is known.
     """
     named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
     if _is_titan(row):
@@ -422,8 +424,8 @@ def framework_of(row: LedgerRow) -> Framework:
 
 
 def _compiles_graph(row: LedgerRow) -> bool:
-    """Whether XLA compiled the graph of TensorFlow: as a row says, and in NVIDIA's published
-    results, whose tables are of "TF32 + XLA" and "mixed precision + XLA"
+    """Whether XLA compiled TensorFlow's graph: as a row says, and in NVIDIA's published results,
+    whose tables are for "TF32 + XLA" and "mixed precision + XLA"
     (NVIDIA/DeepLearningExamples, TensorFlow/Classification/ConvNets/resnet50v1.5/README.md)."""
     if "NVIDIA/DeepLearningExamples" in row.source:
         return True
@@ -431,12 +433,12 @@ def _compiles_graph(row: LedgerRow) -> bool:
 
 
 _WITH_XLA = re.compile(r"(?<!out)(with ?|\+ ?|use_)xla", re.IGNORECASE)
-"""Mark of rows of TensorFlow whose graph XLA compiled: "with xla", "withxla"."""
+"""Mark of TensorFlow's rows whose graph XLA compiled: "with xla", "withxla"."""
 
 
 def has_channels_first(row: LedgerRow) -> bool:
-    """Whether arrays of images have channels first: those of its framework, unless that is told
-    otherwise, as in NVIDIA's published results in mixed precision (NVIDIA/DeepLearningExamples,
+    """Whether arrays of images have channels first: the framework's default, unless it was
+    overridden, as in NVIDIA's published results in mixed precision (NVIDIA/DeepLearningExamples,
     PyTorch/Classification/ConvNets/configs.yml: memory_format is nhwc). DLPerf ran the release
     before (its README's log: "memory_format : nchw")."""
     return framework_of(row).channels_first and "NVIDIA/DeepLearningExamples" not in row.source
@@ -470,12 +472,12 @@ _TRAINED_BY = (
     ("FSDP|Colossal-AI|PyTorch NVIDIA", "pytorch-fsdp-2023"),
     ("PyTorch", "pytorch-eager-2020"),
 )
-"""Framework by a pattern in the ledger's name of it, the first that is found."""
+"""Framework by a pattern in the ledger's name for it; the first match counts."""
 _NEMO_RELEASE, _NEMO_2026 = re.compile(r"2\d\.\d\d"), "26.06"
-"""NeMo's release, and the first after which equal settings take up to 1.77 times less (the ledger
+"""NeMo's release, and the first from which equal settings take up to 1.77 times less (the ledger
 of 2026)."""
 _MEGATRON_CORE = 2024
-"""The first year in which Megatron-LM trains by Megatron-Core and Transformer Engine alone; from
+"""The first year in which Megatron-LM trains with Megatron-Core and Transformer Engine alone; from
 the next on its examples set what NeMo's recipes set: fp8, graphs, overlap over tensor and data."""
 _MXNET_2023 = 2022
 _ON_MEGATRON_CORE = re.compile(r"Megatron-Core|NeMo (Framework|/)|Primus|Megatron-LM 0\.")
@@ -486,7 +488,7 @@ def _is_on_megatron_core(row: LedgerRow) -> bool:
 
 
 def _is_titan(row: LedgerRow) -> bool:
-    """Whether torchtitan trained it. Its selective recompute is by operation: with
+    """Whether torchtitan trained it. It selects recompute by operation: with
     selective_ac_option = 'op' in its train_configs, torchtitan/parallelisms/parallelize_llama.py
     keeps attention, every second matrix product, and reduce-scatters over tensor."""
     return (row.framework or "").startswith("torchtitan")
@@ -517,7 +519,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     Raises:
         ConfigError: if it means none that scalejax can build.
     """
-    unknown = {"custom", "vit"}  # whose sizes a row lacks
+    unknown = {"custom", "vit"}  # rows lack their sizes
     if row.model.model not in {*ModelConfig.names(), *_BLOCKS} - unknown:
         raise ConfigError(f"no network {row.model.model!r}")
     if row.work.precision is None:
@@ -532,8 +534,8 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
     counts, remats = _microbatch_counts(row, per_device), _recomputes(row)
     tried = [(count, remat) for count in counts for remat in remats]
     if _is_nemo(row):
-        # Smaller microbatches before recompute, as in its recipes, most of which have neither more
-        # than one sample nor any recompute.
+        # Smaller microbatches before recompute, as in its recipes, most of which have one sample
+        # and no recompute.
         tried.sort(key=lambda choice: remats.index(choice[1]))
     for microbatches, remat in tried:
         if _chunks(row) > 1 and microbatches % stages:
@@ -555,7 +557,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                 "pipeline": stages,
                 "pipeline_chunks": _chunks(row),
                 "pipeline_counts_ends": _deals_ends(row),
-                # Without a tensor axis there is none, whatever the row states.
+                # Without a tensor axis there is no such sharding, whatever the row states.
                 "sequence_parallel": _is_sequence_parallel(row) and tensor > 1,
                 "zero_stage": _zero_stage(row, axes.expert),
                 "bn_scope": "local",  # as the frameworks of these rows do
@@ -568,16 +570,16 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
 
 
 def _is_sequence_parallel(row: LedgerRow) -> bool:
-    """Whether activations between layers are split over the tensor axis: as stated, else with
-    Megatron-Core, whose recipes have it wherever there is such an axis (NVIDIA/NeMo and
-    Megatron-Bridge: `sequence_parallel = tensor_model_parallel_size > 1`)."""
+    """Whether activations between layers are split over the tensor axis: as stated, else if
+    Megatron-Core trained it, whose recipes always do so (NVIDIA/NeMo and Megatron-Bridge:
+    `sequence_parallel = tensor_model_parallel_size > 1`)."""
     if row.spread.sequence_parallel is not None:
         return bool(row.spread.sequence_parallel)
     return _is_on_megatron_core(row)
 
 
 def _fsdp(row: LedgerRow) -> int:
-    """Devices along the fsdp axis; all that the other axes leave where a row states ZeRO 3 and not
+    """Devices along the fsdp axis; all that the other axes leave if a row states ZeRO 3 but not
     over how many (MaxText's ici_fsdp_parallelism = -1)."""
     spread = row.spread
     if spread.fsdp is not None or spread.data is not None or spread.zero_stage != 3:
@@ -588,11 +590,11 @@ def _fsdp(row: LedgerRow) -> int:
 
 
 def _zero_stage(row: LedgerRow, experts: int) -> int:
-    """ZeRO's stage, of which 3 is the fsdp axis; over the devices of an expert axis, which that
-    does not reach, it is 1. Where a row states none it is 0, and 1 with NeMo, whose recipes all
-    have the distributed optimizer (NVIDIA/NeMo, nemo/collections/llm/recipes:
-    use_distributed_optimizer = True); the state of adapters, a thousandth of the network, is taken
-    as whole."""
+    """ZeRO's stage on top of the fsdp axis, which expresses stage 3; over an expert axis, which
+    fsdp does not reach, stage 3 becomes 1. A row without a stage has 0, or 1 with NeMo, whose
+    recipes all have the distributed optimizer (NVIDIA/NeMo, nemo/collections/llm/recipes:
+    use_distributed_optimizer = True); the state of adapters, a thousandth of the network, is
+    assumed to be whole."""
     stage = row.spread.zero_stage
     if stage is None:
         stage = int(_is_nemo(row) and row.kind != "lora")
@@ -600,13 +602,13 @@ def _zero_stage(row: LedgerRow, experts: int) -> int:
 
 
 def _context_strategy(row: LedgerRow) -> ContextStrategy:
-    """How attention goes over the context axis: as its framework's default.
+    """How attention works across the context axis: by its framework's default.
 
     Keys are gathered in torchtitan (context_parallel_rotate_method is allgather;
     torchtitan/config_manager.py) and in MaxText (context_parallel_strategy is all_gather;
-    MaxText/configs/base.yml); elsewhere it is a ring, the default of Transformer Engine and of
-    Megatron-LM (--cp-comm-type p2p; megatron/training/arguments.py), or, in a pipeline, whose
-    stages cannot have rings, it goes over heads.
+    MaxText/configs/base.yml). Elsewhere it is a ring, the default of Transformer Engine and of
+    Megatron-LM (--cp-comm-type p2p; megatron/training/arguments.py), but in a pipeline, whose
+    stages cannot have rings, heads are exchanged.
     """
     spread = row.spread
     if (spread.context or 1) == 1 or row.work.attention == "unfused":
@@ -617,7 +619,7 @@ def _context_strategy(row: LedgerRow) -> ContextStrategy:
 
 
 _MOST_SAMPLES = 1_000_000
-"""Samples per device and update of any row that makes sense: all their divisors are tried."""
+"""Most samples per device and update that make sense: all of their divisors are tried."""
 
 
 def _per_device_batch(row: LedgerRow) -> int:
@@ -642,9 +644,9 @@ def _stated_or_implied(row: LedgerRow) -> int:
 
 
 def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
-    """Candidate numbers of microbatches per update; all divisors where the row states none, and one
-    where MaxText trained it, which accumulates no gradients unless it is told to
-    (gradient_accumulation_steps is 1; MaxText/configs/base.yml)."""
+    """Candidate numbers of microbatches per update. If the row states none: one with MaxText, which
+    accumulates no gradients by default (gradient_accumulation_steps is 1;
+    MaxText/configs/base.yml), else all divisors."""
     microbatch = row.work.microbatch
     if microbatch is None and "MaxText" in (row.framework or ""):
         return [1]
@@ -666,30 +668,30 @@ _MAXTEXT_POLICIES: dict[str, tuple[ActivationName, ...]] = {
     "save_out_proj": ("out_proj",),
     "custom": (),
 }
-"""MaxText's remat policies that keep activations by name, and these; "custom" what the run names
+"""Activations that MaxText's remat policies keep by name; "custom" keeps those that the run names
 (AI-Hypercomputer/maxtext, MaxText/layers/decoders.py: get_remat_policy)."""
 _OFFLOADED_POLICIES: dict[str, tuple[ActivationName, ...]] = {
     "minimal_offloaded": PRODUCT_NAMES,
     "qkv_proj_offloaded": ("qkv_proj",),
 }
-"""Those that offload them."""
+"""Activations that its policies offload."""
 _ACTIVATION = re.compile(r"'(\w+)': '(device|offload)'")
-"""Arguments of MaxText on activations, in a row's notes: "'context': 'device'"."""
+"""MaxText's arguments for activations, in a row's notes: "'context': 'device'"."""
 _PARTS_OF_ACTIVATIONS: dict[ActivationName, tuple[str, ...]] = {
     "qkv_proj": ("query_proj", "key_proj", "value_proj"),
     "mlpwi": ("mlpwi_0", "mlpwi_1"),
 }
-"""What has one name here, by MaxText's names of all of its parts."""
+"""MaxText's names of all parts of what has one name here."""
 
 _MEGATRON_MODULES = {"norm", "act", "shared_expert"}
-"""What rows of Megatron-Core list of its --recompute-modules: cheap to compute again."""
+"""Entries of --recompute-modules that Megatron-Core's rows list: cheap to compute again."""
 
 
 def _recomputes(row: LedgerRow) -> list[JsonValue]:
-    """Candidate recompute settings; of MaxText's policies what they keep or offload by name, then
-    besides the inputs of blocks offloaded, as runs whose row does not say it may have; none, then
-    full, where a row of a transformer states none; with Megatron-Core the selective one
-    between them. nanotron recomputes nothing unless it is asked to (huggingface/nanotron,
+    """Candidate recompute settings. For MaxText's policies: what they keep or offload by name; then
+    the same with the inputs of blocks offloaded, as a run may have without its row saying so. For a
+    transformer whose row states none: "none", then "full", and "selective" between them with
+    Megatron-Core. nanotron recomputes nothing by default (huggingface/nanotron,
     config/parallelism_config.py: recompute_layer = False)."""
     if (policy := _policy_of_maxtext(row)) is not None:
         return _kept_by_name(row, policy)
@@ -716,13 +718,13 @@ def _stated_recompute(row: LedgerRow) -> str | None:
 
 
 def _policy_of_maxtext(row: LedgerRow) -> str | None:
-    """Its policy that keeps activations by name, if that is what a row states."""
+    """MaxText's policy that keeps or offloads activations by name, if a row states one."""
     stated = _stated_recompute(row)
     return stated if stated in _MAXTEXT_POLICIES or stated in _OFFLOADED_POLICIES else None
 
 
 def _kept_by_name(row: LedgerRow, policy: str) -> list[JsonValue]:
-    """Candidates of a policy of MaxText's, which keeps what the network has of what it names."""
+    """Candidates for one of MaxText's policies, without activations that the network lacks."""
     stated, _ = _stated_activations(row)
     network = build(ModelConfig, _model(row, "bfloat16", "full"))
     absent = network.unnamed_activations if isinstance(network, DecoderConfig) else {}
@@ -742,8 +744,8 @@ def _kept_by_name(row: LedgerRow, policy: str) -> list[JsonValue]:
 
 
 def _stated_activations(row: LedgerRow) -> tuple[dict[ActivationName, str], list[str]]:
-    """Places of the activations that a row of MaxText states to be kept, "device" or "offload"; and
-    MaxText's names of others, which are no activation here, or not all parts of one in one place.
+    """Places, "device" or "offload", of the activations that a row of MaxText keeps; and MaxText's
+    names of those that are no activation here, or whose parts are not all in one place.
     """
     places: dict[str, str] = dict(_ACTIVATION.findall(row.notes or ""))
     found: dict[ActivationName, str] = {}
@@ -802,9 +804,9 @@ def _model(row: LedgerRow, compute_type: str, remat: JsonValue) -> JsonValue:
 
 
 def _heads_of_keys(row: LedgerRow) -> int | None:
-    """Heads of keys and values, of which every device of the tensor axis has one at least:
-    Megatron-Core repeats them where there are fewer (num_query_groups below the tensor axis), and
-    so does Neuron's NxD (kv_replicator)."""
+    """Heads of keys and values, at least one for every device of the tensor axis: Megatron-Core
+    repeats them if there are fewer (num_query_groups below the tensor axis), as does Neuron's NxD
+    (kv_replicator)."""
     kv_heads, tensor = row.model.kv_heads, row.spread.tensor or 1
     return tensor if kv_heads is not None and tensor % kv_heads == 0 else kv_heads
 
@@ -818,7 +820,7 @@ def _attention(row: LedgerRow) -> str:
 
 
 def _data(row: LedgerRow) -> JsonValue:
-    """Random samples of the row's shape: time does not depend on what they show."""
+    """Random samples of the row's shape: time does not depend on their content."""
     model = row.model
     if model.model in IMAGE_NETWORKS:
         size = IMAGE_SIZES.get(model.model, 224)
@@ -841,8 +843,8 @@ def _vocabulary(row: LedgerRow) -> int | None:
     """Vocabulary of the run.
 
     Megatron-LM pads it to a multiple of 128 for each device of the tensor axis (its
-    make-vocab-size-divisible-by) and divides it. Undivided it stays as stated: the compiler
-    pads its products by itself, and the difference is below 0.1 % of a step.
+    make-vocab-size-divisible-by) and divides it. An undivided vocabulary stays as stated: the
+    compiler pads its products, and the difference is below 0.1 % of a step.
     """
     words, devices = _words(row), row.spread.tensor or 1
     if words is None or devices == 1 or not _is_megatron(row):

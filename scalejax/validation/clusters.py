@@ -1,7 +1,7 @@
 """Maps a row of a ledger to a cluster of the catalogue.
 
-Knows the ledger's names of devices, links and systems; every number is the catalogue's, but for
-the rate of a network that the row itself states.
+Knows the ledger's names of devices, links and systems; every number is the catalogue's, except
+a network rate that the row itself states.
 """
 
 import math
@@ -45,24 +45,24 @@ _LINKS: dict[str, LinkKind] = {
     "xgmi": "nvlink_mesh",
     "infinity fabric": "nvlink_mesh",
 }
-"""Kind of link, by a part of the ledger's name for it, the first that fits; of NVLink alone, as
-MLPerf's systems name it, that of all nodes of its generations 4 and 5."""
+"""Kind of link by part of the ledger's name for it, the first that fits; plain "NVLink", as in
+MLPerf's systems, means the kind in all nodes of its generations 4 and 5."""
 _RACKS, _RACK = ("gb200", "gb300"), 72
-"""Devices of which a node is a rack (NVL72), where rows may count those of a host; its devices."""
+"""Devices whose node is a rack (NVL72), where rows may count those of a host; devices of a rack."""
 _ASSUMED_MEMORY = "HBM size"
 """Mark of rows whose source does not state the memory of a device."""
 _YEAR_OF_40_GB = 2020
 _LAST_OF_NCCL_1 = 2017
 """NCCL 2, the first whose rings follow the links, came out in the summer of this year; rows
-published in it are assumed to be measured before, which may be wrong for its last months."""
+published in this year are assumed to be older, which may be wrong for its last months."""
 
 
 def cluster_of(row: LedgerRow) -> Cluster:
     """Cluster of the row; one object for equal rows.
 
-    Of the catalogue's clusters with the row's chip, link and size of node, the one that the row's
-    source names, or else whose network is nearest to the row's; where the row states no network,
-    the fastest. It gets the row's own network rate, the collective library of the row's time, its
+    It is the catalogue's cluster with the row's chip, link and size of node that the row's source
+    names, or else the one whose network is nearest to the row's, or the fastest if the row states
+    no network. It gets the row's own network rate, the collective library of the row's time, its
     library for the dispatch to experts, and for fp32 a chip without tf32.
 
     Raises:
@@ -95,22 +95,22 @@ def cluster_of_machine(machine: LedgerMachine, words: str) -> Cluster:
 
 
 def chip_name(hardware: str) -> str:
-    """The catalogue's name of a chip by the ledger's; the ledger's own where it has none."""
+    """The catalogue's name of a chip by the ledger's; the ledger's own if there is none."""
     name = CHIPS.get(hardware, hardware.replace("_", "-"))
     known = chip_names()
     return next((each for each in (name, *_without_form(name)) if each in known), name)
 
 
 def _without_form(name: str) -> list[str]:
-    """The name of a chip without that of its form: "h100" of "h100-sxm"."""
+    """The name of a chip without its form factor: "h100" for "h100-sxm"."""
     return [name.removesuffix(form) for form in ("-sxm", "-server") if name.endswith(form)]
 
 
 def _machine(row: LedgerRow) -> LedgerMachine:
     """Machine of the row, with the memory that devices had when it was published.
 
-    The A100 of 80 GB was announced on 16 November 2020 (NVIDIA's press release of that day);
-    until then there was the one of 40 GB alone.
+    The A100 with 80 GB was announced on 16 November 2020 (NVIDIA's press release of that day);
+    until then only the one with 40 GB existed.
     """
     machine = row.machine
     if machine.hardware in _RACKS and (hosts := _RACK // (machine.devices_per_node or _RACK)) > 1:
@@ -150,12 +150,12 @@ def _cluster(
             f"the catalogue has no cluster of {chip!r} joined by {machine.intra_node_link!r}"
         )
     chosen = min(candidates, key=lambda cluster: _distance(cluster, machine, named))
-    is_torus = chosen.link.kind == "ici"  # of the whole slice, whatever a host has of it
+    is_torus = chosen.link.kind == "ici"  # a node is the whole slice, whatever a host has
     per_node = chosen.devices_per_node if is_torus else machine.devices_per_node
     per_node = per_node or chosen.devices_per_node
-    # However many devices there are now: the row was measured on so many.
+    # No limit on devices, as the row was measured on that many.
     chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
-    # What names its own library, or has another than NVLink's, keeps it.
+    # A cluster with a library other than NCCL keeps it.
     if library == "parameter-server" or (library and chosen.library.name == "nccl"):
         chosen = replace(chosen, library=load_library(library))
     if dispatch is not None:
@@ -174,8 +174,8 @@ def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
 
 
 def _for_precision(cluster: Cluster, precision: str | None) -> Cluster:
-    """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32, and int8, with a
-    scale for each operand, as fp8 at the rate of int8."""
+    """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32; int8, with a
+    scale for each operand, is costed as fp8 at the rate of int8."""
     peaks = cluster.chip.peak_flop_per_second
     if precision == "int8":
         if "int8" not in peaks:
@@ -195,8 +195,8 @@ def _distance(
 ) -> tuple[bool, bool, int, float, float, str]:
     """Distance of a cluster from the row's machine: size of node, then name, then network.
 
-    A cluster whose network was measured is one machine: nearest where a word of its name, other
-    than its chip's, is the row's, else last.
+    A cluster whose network was measured is one particular machine: it comes first if the row has a
+    word of its name other than its chip's, else last.
     """
     wanted = machine.node_network_gbit_per_second
     rate = 0.0 if cluster.network is None else cluster.network.bytes_per_second
@@ -219,7 +219,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _link_kind(name: str | None) -> LinkKind | None:
-    """Kind of a link by its name in the ledger; None where none is stated.
+    """Kind of a link by its name in the ledger; None if no link is stated.
 
     Raises:
         ConfigError: if the name is unknown.

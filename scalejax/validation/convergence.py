@@ -1,11 +1,11 @@
 """Rows of ledgers of convergence: samples to a target, and final losses.
 
 Samples to a target are predicted with the hyperbola of `planning.convergence`, through the other
-points of the same benchmark, those of the ledgers that come with scalejax among them: never a row's
-own batch, nor a submission of its own submitter. From one other batch it is a wide band: as many
-samples, as many steps, or anything between.
-Final losses are predicted by the surface of `planning.convergence.loss_surface`, fitted without the
-runs of the row's size and number of tokens; a run is skipped if it diverged.
+points of the same benchmark, including those of the ledgers that come with scalejax, but never a
+row's own batch or submitter. A single other batch gives a wide band: from equal samples to equal
+steps.
+Final losses are predicted by the surface of `planning.convergence.loss_surface`, fitted without
+runs of the row's size and number of tokens; runs that diverged are skipped.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ ONE_TARGET = ("bert", "resnet")
 accuracy of 0.72, ResNet-50 on ImageNet to 0.759 (`planning/convergence/published/mlperf.csv`)."""
 _DIVERGED = "skipped: the run diverged, so that its loss is none of a trained network"
 _SEQUENCE_TOKENS = 2048
-"""Tokens of a sequence in all of its runs."""
+"""Tokens of a sequence in all runs of Step Law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class SamplesRow(ABC):
 
     quantity: ClassVar[Quantity] = "samples to target"
     others: ClassVar[str]
-    """What it may be predicted from, in words."""
+    """In words, which rows it may be predicted from."""
 
     round: str
     """Round of MLPerf."""
@@ -74,18 +74,18 @@ class SamplesRow(ABC):
 
     @property
     def points_of(self) -> tuple[str, ...]:
-        """Rows that share a network, a data set and a target: those of a round, or of all."""
+        """Key of the rows that share a network, a data set and a target, in one round or in all."""
         one = self.benchmark in ONE_TARGET
         return (self.benchmark,) if one else (self.round, self.benchmark)
 
     @property
     def counted_in(self) -> str:
-        """What the work is counted in: epochs, tokens, or else samples."""
+        """What the work is counted in: epochs, tokens, or otherwise samples."""
         return self.unit if self.unit in ("epochs", "tokens") else "samples"
 
     @property
     def point(self) -> Point:
-        """The point of a curve, whose samples are in the row's unit."""
+        """Its point on a curve, with samples in the row's unit."""
         return Point(
             global_batch=self.global_batch,
             samples=self.mean,
@@ -117,8 +117,8 @@ class ReferenceRow(SamplesRow):
 
     @property
     def recipe(self) -> str:
-        """The optimizer: where warmup is tuned anew for each batch, rows of one rule differ in
-        it."""
+        """The optimizer; not the warmup, which differs between rows of one rule if it is tuned for
+        each batch."""
         return self.optimizer or ""
 
     @property
@@ -154,7 +154,7 @@ class SubmissionRow(SamplesRow):
         return ""
 
     def is_apart_from(self, other: SamplesRow) -> bool:
-        """Whether `other` is of another submitter, with another batch."""
+        """Whether `other` has another submitter and another batch."""
         return other.author != self.org and other.global_batch != self.global_batch
 
 
@@ -226,7 +226,7 @@ class ExpertLossRow(LossRow):
 
     @property
     def sparsity(self) -> float:
-        """Width of all experts over that of a token's, the shared one in both."""
+        """Width of all experts over that of a token's, both with the shared one."""
         return (self.nume * self.moeh + self.sed) / (self.topk * self.moeh + self.sed)
 
 
@@ -237,8 +237,8 @@ def samples_results(
 
     Args:
         rows: the rows.
-        ledger: their name.
-        known: rows of other ledgers, to predict from too.
+        ledger: name of their ledger.
+        known: rows of other ledgers that predictions may use too.
     """
     curves: dict[tuple[object, ...], Hyperbola] = {}
     together = list(dict.fromkeys((*rows, *known)))
@@ -296,8 +296,8 @@ def _samples_result(
 def _recipes(rows: Sequence[SamplesRow]) -> Callable[[SamplesRow], str]:
     """The recipe of a row among those of its curve.
 
-    A warmup that several batches share, as every one of the curve does, is a rule of its own; one
-    that each batch has for itself is tuned for it.
+    If several batches share each warmup of the curve, every warmup is a rule of its own; otherwise
+    warmup is tuned for each batch.
     """
     batches: dict[str, set[int]] = {}
     for row in rows:

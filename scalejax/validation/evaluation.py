@@ -57,7 +57,7 @@ class CompiledCase:
     framework: str = "xla"
     """Name of the framework that it is predicted with."""
     nearest: tuple[str, ...] = ()
-    """What of the row is expressed by what is nearest to it."""
+    """Which parts of the row are only approximated."""
 
 
 @document("validation")
@@ -83,7 +83,7 @@ class Validation(Tabular):
     rows: tuple[RowResult, ...]
     """Result of each row, in the ledger's order."""
     operations: tuple[Summary, ...] = ()
-    """Errors of each family of what is no step time."""
+    """Errors of each family of everything but step times."""
     memory: tuple[MemorySummary, ...] = ()
     """Errors of the peak memory of each family that states it, and which runs fit."""
 
@@ -115,7 +115,7 @@ def compile_cases(
         archive: archive to read programs from first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether to compile what is not in the archive.
-        closed_form: whether to take the closed form of the step where it knows a row.
+        closed_form: whether to use the closed form of the step for rows that it knows.
     """
     cases = [
         case if isinstance(case, Skipped) else replace(case, framework=framework or case.framework)
@@ -144,9 +144,9 @@ def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
 def with_chips(
     cases: Sequence[CompiledCase | Skipped], chips: Mapping[str, Chip]
 ) -> list[CompiledCase | Skipped]:
-    """Cases with each chip replaced by that of its name in `chips`.
+    """Cases with each chip replaced by the one of the same name in `chips`.
 
-    Chips of rows in fp32 stay without tf32.
+    Chips of rows in fp32 remain without tf32.
     """
 
     def changed(cluster: Cluster) -> Cluster:
@@ -162,7 +162,7 @@ def with_chips(
 
 
 def evaluate(cases: Sequence[CompiledCase | Case | Skipped]) -> list[RowResult]:
-    """Result of each row; of one that is not compiled, that it could be."""
+    """Result of each row; a row that is not compiled has a result that says so."""
     return [_result(case) for case in cases]
 
 
@@ -213,7 +213,7 @@ def _framework(case: CompiledCase | Case | Skipped) -> str:
 
 
 def _chip(case: CompiledCase | Case | Skipped) -> str:
-    """The catalogue's name of the row's chip; the ledger's where the catalogue has none."""
+    """The catalogue's name of the row's chip; the ledger's if the catalogue lacks it."""
     if isinstance(case, Skipped):
         return chip_name(case.row.machine.hardware)
     return case.cluster.chip.name
@@ -250,10 +250,10 @@ def validated(
     compiles: bool = False,
     is_dry: bool = False,
 ) -> Validation:
-    """Predictions held against ledgers of any kind: step times first, then the others.
+    """Predictions compared with ledgers of any kind: step times first, then the others.
 
-    Steps are those of kept programs where there are some, else in closed form where it knows the
-    run: the two were shown to be equal (`experiments/closed_form`).
+    Steps come from kept programs if there are any, else from the closed form if it knows the run:
+    the two were shown to be equal (`experiments/closed_form`).
 
     Args:
         ledgers: rows of files.
@@ -298,19 +298,19 @@ def validated(
 
 
 _NAMED = 3
-"""Most ledgers that a validation of several is named by."""
+"""Most ledgers that the name of a validation lists."""
 
 
 @cache
 def _known_samples() -> tuple[SamplesRow, ...]:
-    """Rows of convergence that come with scalejax."""
+    """Rows of samples to a target that come with scalejax."""
     shipped = shipped_ledgers()
     found = (read_any(shipped[name]).rows for name in CONVERGENCE)
     return tuple(row for rows in found for row in rows if isinstance(row, SamplesRow))
 
 
 def _other_results(ledger: Ledger) -> list[RowResult]:
-    """Results of rows that are no step times."""
+    """Results of rows that are not step times."""
     rows = ledger.rows
     samples = [row for row in rows if isinstance(row, SamplesRow)]
     return [
@@ -323,7 +323,7 @@ def _other_results(ledger: Ledger) -> list[RowResult]:
 def validate(
     *ledgers: Path | str, framework: Framework | None = None, compiles: bool = False
 ) -> Validation:
-    """Predictions held against ledgers of published measurements.
+    """Predictions compared with ledgers of published measurements.
 
     Example:
         >>> from importlib.resources import files
@@ -335,7 +335,7 @@ def validate(
 
     Args:
         *ledgers: CSV files, whose columns tell what they measure, or names of those that come with
-            scalejax; all of these if there are none.
+            scalejax; if none are given, all that come with it.
         framework: framework to predict all step times with; if None, that of each row.
         compiles: whether to compile steps that are neither kept nor known in closed form, which
             are skipped otherwise.

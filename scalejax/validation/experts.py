@@ -1,7 +1,7 @@
 """Mixtures of experts in the rows of a ledger: the sizes of their layers, and where experts lie.
 
-Says with what a row's choice is expressed where scalejax does not have the choice itself. Reads
-rows and presets; builds no runs.
+Says what approximates a row's choice if scalejax does not have the choice itself. Reads rows and
+presets; builds no runs.
 """
 
 import math
@@ -27,7 +27,7 @@ MIXTURES = {
 """The preset whose blocks and routers a network of a ledger has, in the sizes of its rows."""
 
 _BETWEEN = {("llama4_moe", 128): 2}
-"""Layers of which one has experts, by network and experts: Llama 4 Maverick's
+"""One in so many layers has experts, by network and number of experts: Llama 4 Maverick's
 interleave_moe_layer_step is 2 (config.json of the checkpoint)."""
 _CAPACITY = re.compile(r"capacity_factor ([\d.]+)")
 _DEEPEP = re.compile("(?:dispatcher|kernels).*?(deepep|hybridep)(_uccl)?", re.IGNORECASE)
@@ -35,18 +35,18 @@ _DEEPEP = re.compile("(?:dispatcher|kernels).*?(deepep|hybridep)(_uccl)?", re.IG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertAxes:
-    """Devices along the axes that experts are spread over, of which `expert` takes its own."""
+    """Devices along the axes that experts are spread over; `expert` takes its own from the rest."""
 
     expert: int
     """Devices along the expert axis."""
     data: int | None
-    """Devices along the data axis, without those; None for all that the others leave."""
+    """Devices along the data axis, without those of `expert`; None for all that are left."""
     fsdp: int
-    """Devices along the fsdp axis, without those."""
+    """Devices along the fsdp axis, without those of `expert`."""
 
 
 def block_table(row: LedgerRow, published: JsonValue) -> JsonValue:
-    """The table `model.block` of the run, of that of its preset; experts have gates of SiLU."""
+    """The table `model.block` of the run, from its preset's; experts have gates of SiLU."""
     if (row.model.experts or 0) < 2 or not isinstance(published, dict):
         return published
     return {name: value for name, value in published.items() if name != "activation"}
@@ -55,9 +55,9 @@ def block_table(row: LedgerRow, published: JsonValue) -> JsonValue:
 def moe_table(row: LedgerRow) -> JsonValue:
     """The table `model.moe` of the run; None for a network without experts.
 
-    Routers are the preset's; they were forced to be balanced in most rows, which is how loads are
-    costed; experts that are padded to a capacity of the mean load have even loads too. Layers
-    without experts come first in scalejax, wherever they are in the network.
+    Routers are the preset's. In most rows they were forced to be balanced, and loads are costed as
+    such; experts padded to a capacity of the mean load have even loads too. Layers without experts
+    come first in scalejax, wherever they are in the network.
 
     Raises:
         ConfigError: if a size is missing, or scalejax has no such network.
@@ -92,7 +92,7 @@ def _capacity(row: LedgerRow) -> float | None:
 
 
 def _shared_experts(row: LedgerRow) -> int:
-    """Experts of every token; of Gemma 4 as many as its dense layer beside the experts is wide."""
+    """Experts of every token; for Gemma 4, as many as its dense layer is wide."""
     model = row.model
     if model.model != "gemma4_moe":
         return model.shared_experts or 0
@@ -113,18 +113,18 @@ def _dense_layers(row: LedgerRow) -> int:
 def expert_axes(row: LedgerRow, fsdp: int) -> ExpertAxes:
     """Devices along expert, data and fsdp.
 
-    The expert axis of scalejax shards the batch, and each expert over tensor as the other layers
-    are. MaxText's is an axis of its own too. Elsewhere experts reuse the devices of data, fsdp,
-    context and tensor (Megatron-LM's --expert-model-parallel-size), which shard an expert over
-    expert_tensor of them: an expert axis of expert_parallel x expert_tensor / tensor, taken out of
-    data or fsdp, leaves a device the same share of the experts.
+    The expert axis of scalejax shards the batch, and tensor shards each expert like other layers.
+    MaxText's is an axis of its own too. In other frameworks experts reuse the devices of data,
+    fsdp, context and tensor (Megatron-LM's --expert-model-parallel-size), and expert_tensor of them
+    shard an expert: an expert axis of expert_parallel x expert_tensor / tensor, taken out of data
+    or fsdp, leaves a device the same share of the experts.
 
     Args:
         row: a row of the ledger.
         fsdp: devices along its fsdp axis.
 
     Raises:
-        ConfigError: if the devices that share the batch cannot be divided so.
+        ConfigError: if the devices that share the batch cannot be divided like this.
     """
     spread = row.spread
     spread_over = spread.expert_parallel or 1
@@ -145,9 +145,9 @@ def expert_axes(row: LedgerRow, fsdp: int) -> ExpertAxes:
 
 
 def _expert_tensor(row: LedgerRow) -> int:
-    """Devices that shard an expert: as stated, else with Megatron-LM those of the tensor axis
-    (its --expert-tensor-parallel-size), unless too few devices are left for all experts, or it is
-    of recipes of NVIDIA's that have 1 throughout."""
+    """Devices that shard an expert: as stated, else those of the tensor axis, as in Megatron-LM
+    (--expert-tensor-parallel-size), unless that leaves too few devices for all experts, or the row
+    is from recipes of NVIDIA's that have 1 throughout."""
     spread, tensor = row.spread, row.spread.tensor or 1
     if spread.expert_tensor is not None:
         return spread.expert_tensor
@@ -165,9 +165,9 @@ def _batch_devices(row: LedgerRow) -> int:
 
 def dispatch_of(row: LedgerRow) -> str | None:
     """The library that sends tokens to experts, by its name in the catalogue; None for NCCL's
-    all-to-all, and where the row names none but is of no table of NVIDIA's recipes.
+    all-to-all, assumed if the row names none and is from no table of NVIDIA's recipes.
 
-    Those of Megatron-Bridge's performance summary do not say; its recipes of GB200, GB300, B200,
+    Rows of Megatron-Bridge's performance summary name none; its recipes for GB200, GB300, B200,
     B300 and H100 have moe_flex_dispatcher_backend "hybridep" or "deepep"
     (NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs/*/*_workload_base_configs.py).
     """
@@ -181,8 +181,8 @@ def dispatch_of(row: LedgerRow) -> str | None:
 
 
 def exchange_of(row: LedgerRow) -> dict[str, JsonValue]:
-    """Words of the layout on where experts are along the tensor axis, and on what computes while
-    tokens travel to them."""
+    """Fields of the layout for the placement of experts along the tensor axis, and for overlap of
+    compute with the exchange of tokens."""
     words: dict[str, JsonValue] = {}
     if is_spread_over_tensor(row):
         words["expert_tensor"] = 1
@@ -192,8 +192,8 @@ def exchange_of(row: LedgerRow) -> dict[str, JsonValue]:
 
 
 def is_spread_over_tensor(row: LedgerRow) -> bool:
-    """Whether devices of the tensor axis have experts of their own: as stated, by Megatron-Core,
-    where the expert axis has a multiple of the tensor axis's devices."""
+    """Whether devices of the tensor axis have experts of their own: with Megatron-Core, if experts
+    are whole and the expert axis has a multiple of the tensor axis's devices."""
     spread, tensor = row.spread, row.spread.tensor or 1
     if tensor == 1 or (row.model.experts or 0) < 2:
         return False
@@ -208,11 +208,11 @@ scripts/performance/configs/*/*_workload_base_configs.py; yanring/Megatron-MoE-M
 model_configs/benchmarking/*.yaml)."""
 _ON_MEGATRON_CORE = re.compile(r"Megatron-(Core|Bridge)|Megatron-LM 0\.")
 _OVERLAPPED = re.compile(r"overlap on|1f1b overlap")
-"""Mark of rows whose all-to-alls are beside compute."""
+"""Mark of rows whose all-to-alls overlap with compute."""
 
 
 def nearest(row: LedgerRow, axes: ExpertAxes) -> tuple[str, ...]:
-    """What of the row is expressed by what is nearest to it, in a line each.
+    """Which parts of the row are only approximated, one line each.
 
     Args:
         row: a row of the ledger.

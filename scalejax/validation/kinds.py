@@ -1,4 +1,4 @@
-"""Kinds of ledgers, told from their columns, and the ledgers that come with scalejax.
+"""Kinds of ledgers, recognised by their columns, and the ledgers that come with scalejax.
 
 Knows which class of rows has which columns; predicts nothing.
 """
@@ -34,10 +34,10 @@ from scalejax.validation.summary import STEP_TIMES, Quantity
 from scalejax.validation.table import Table, read_table, required_columns, rows_of, table_name
 
 FOLDER = Path(__file__).parent / "ledgers"
-"""The ledgers that come with scalejax; its README.md says where each is from."""
+"""Folder of the ledgers that come with scalejax; its README.md says where each is from."""
 
 CONVERGENCE = ("convergence_rcp", "mlperf_submission_convergence")
-"""Those of samples to a target."""
+"""The ledgers of samples to a target."""
 
 Row = LedgerRow | OperationRow | SamplesRow | LossRow
 """A row of any kind of ledger."""
@@ -65,7 +65,7 @@ FORMATS: tuple[tuple[Quantity, type[Row]], ...] = (
         )
     ),
 )
-"""(what is measured, class of a row), whose required columns tell ledgers apart."""
+"""(what is measured, class of a row), distinguished by the columns that each requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class Ledger:
 
     @property
     def steps(self) -> list[LedgerRow]:
-        """Its rows of step times; none where it measures something else."""
+        """Its rows of step times; none if it measures something else."""
         return [row for row in self.rows if isinstance(row, LedgerRow)]
 
 
 def shipped_ledgers() -> dict[str, Path]:
-    """The ledgers that come with scalejax, by name, in the order of a table of all: step times
-    first, and the oldest of them."""
+    """The ledgers that come with scalejax, by name, in the order in which tables list them: step
+    times first, and the oldest of them."""
     paths = {table_name(path): path for path in sorted(FOLDER.glob("*.csv*"))}
     return {name: paths[name] for name in sorted(paths, key=lambda name: name != "step_times")}
 
@@ -96,7 +96,7 @@ def find_ledger(file: Path | str) -> Path:
     """A ledger by its file, or by its name among those that come with scalejax.
 
     Raises:
-        ConfigError: if there is neither.
+        ConfigError: if neither exists.
     """
     path, shipped = Path(file), shipped_ledgers()
     if path.exists():
@@ -112,8 +112,8 @@ def read_any(path: Path) -> Ledger:
     """The rows of a ledger of any kind.
 
     Raises:
-        ConfigError: if the file cannot be read, its columns are those of no kind, or a line is
-            malformed: with file, line, column.
+        ConfigError: if the file cannot be read, its columns fit no kind, or a line is malformed:
+            with file, line, column.
     """
     table = read_table(path)
     if not table.heading:
@@ -123,16 +123,15 @@ def read_any(path: Path) -> Ledger:
 
 
 def _format_of(table: Table) -> tuple[Quantity, type[Row]]:
-    """The format whose columns a table has; of several the one that needs most of them.
+    """The format whose columns a table has; if several fit, the one that requires most columns.
 
     Raises:
-        ConfigError: if it has those of none: names the kinds, what each needs, and what the
-            nearest lacks.
+        ConfigError: if none fits: names the kinds, what each needs, and what the nearest lacks.
     """
     heading = set(table.heading)
 
     def found(format_: tuple[Quantity, type[Row]]) -> tuple[int, float]:
-        """(required columns that are there, their share)."""
+        """(required columns that the table has, their share)."""
         needed = required_columns(format_[1])
         count = len(heading.intersection(needed))
         return count, count / len(needed)

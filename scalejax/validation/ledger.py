@@ -14,7 +14,7 @@ from scalejax.validation.table import MAY_BE_ZERO, read_table, rows_of
 RowKind = Literal["dense", "expert", "lora"]
 """What was trained: a network with experts, adapters of LoRA, or any other network."""
 _MOST_STEP_SECONDS = 1e6
-"""Longest step that anyone measured, and more: eleven days."""
+"""Longer than any step ever measured: eleven days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class LedgerModel:
     experts_per_token: int | None = None
     """Experts that each token goes through."""
     shared_experts: int | None = field(default=None, metadata=MAY_BE_ZERO)
-    """Experts that every token goes through besides."""
+    """Shared experts, which every token goes through as well."""
     expert_hidden: int | None = None
     """Inner width of each expert."""
     dense_layers: int | None = field(default=None, metadata=MAY_BE_ZERO)
-    """First layers without experts."""
+    """Number of first layers without experts."""
     moe_balance: str | None = None
-    """How loads of experts were balanced, and what was dropped: "capacity_factor 1.25"."""
+    """How loads of experts were balanced, and which tokens were dropped: "capacity_factor 1.25"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ class LedgerSpread:
     pipeline_chunks: int | None = None
     """Interleaved chunks per pipeline stage."""
     zero_stage: int | None = field(default=None, metadata=MAY_BE_ZERO)
-    """State that the data axis shards: 0 none, 1 optimizer, 2 gradients too, 3 parameters too."""
+    """What the data axis shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    parameters."""
     sequence_parallel: int | None = field(default=None, metadata=MAY_BE_ZERO)
     """1 where activations between the layers are sharded over the tensor axis."""
     expert_parallel: int | None = None
@@ -100,7 +101,7 @@ class LedgerWork:
     precision: str | None = None
     """Arithmetic: "fp32", "tf32", "fp16", "bf16", "fp8"."""
     per_device_batch: float | None = None
-    """Samples per device per update; a part of one where devices share a sample."""
+    """Samples per device per update; a fraction if devices share a sample."""
     microbatch: int | None = None
     """Samples per device per forward pass."""
     global_batch: int | None = None
@@ -136,7 +137,7 @@ class LedgerRow:
     step_seconds_kind: str | None = None
     """Where the step time is from: "printed", what it is derived from, or that the run died."""
     peak_memory_gib: float | None = None
-    """Most memory of a device that the run held, GiB; None where it is not stated."""
+    """Peak memory of a device, GiB; None where it is not stated."""
     notes: str | None = None
     """Remarks."""
     stalled: int | None = field(default=None, metadata=MAY_BE_ZERO)
@@ -155,7 +156,7 @@ class LedgerRow:
 
     @property
     def has_died(self) -> bool:
-        """Whether its source says that the run crashed or was out of memory."""
+        """Whether its source says that the run crashed or ran out of memory."""
         return (self.step_seconds_kind or "").startswith("crashed")
 
     @property
@@ -169,8 +170,8 @@ class LedgerRow:
 
     @property
     def states_layout(self) -> bool:
-        """Whether it states network, devices, batch, precision, step time and an axis of its
-        layout, and its source does not mark it as stalled: what a prediction needs of a row."""
+        """Whether it states what a prediction needs (network, devices, batch, precision, step time
+        and an axis of its layout), and its source does not mark it as stalled."""
         model, work, spread = self.model, self.work, self.spread
         needed = (model.layers, model.hidden, work.global_batch, work.precision, self.step_seconds)
         axes = (spread.data, spread.fsdp, spread.tensor, spread.pipeline)
@@ -202,15 +203,15 @@ _FAMILIES = (
     ("bigscience", "bloom"),
     ("vTrain", "vtrain"),
 )
-"""(part of `source`, family); the repository's own name where there is none."""
+"""(part of `source`, family); other sources have the repository's own name."""
 
 
 def read_ledger(path: Path) -> list[LedgerRow]:
-    """The rows of a ledger in the format of the project's `step_times.csv`, in order; of one that
-    ends in `.gz` or `.xz`, unpacked.
+    """The rows of a ledger in the format of the project's `step_times.csv`, in order; files that
+    end in `.gz` or `.xz` are unpacked.
 
-    Columns that are not known are ignored, and those that a row can do without may be missing
-    or blank; but one that looks like the missing one misspelt is refused.
+    Unknown columns are ignored, and optional ones may be missing or blank; but a column that looks
+    like a misspelt missing one is refused.
 
     Raises:
         ConfigError: if the file cannot be read, a column is missing or misspelt, or a line is

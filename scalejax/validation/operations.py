@@ -1,12 +1,11 @@
 """Rows of ledgers of single operations: collectives, products, attention, dispatch of experts.
 
-Each class is one format: its fields are the columns, and it says with which cost function of the
-simulator its row is predicted. Chips and clusters are those that rows of step times get
-(`clusters`). Nothing here is fitted, and no measured row is used for its own prediction but by the
-tables of the catalogue.
+Each class is one format: its fields are the columns, and it says which cost function of the
+simulator predicts its row. Chips and clusters are found as for rows of step times (`clusters`).
+Nothing here is fitted, and only the catalogue's tables use a measured row for its own prediction.
 
 An operation measured alone is costed without the gaps and the overhead of a step. Bands are those
-of the communication library; the residuals of chips are of whole steps, and make none here.
+of the communication library; the residuals of chips are for whole steps and are not used here.
 """
 
 import math
@@ -58,10 +57,10 @@ _XLA = "openxla/xla (Apache-2.0)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a row says of itself, in the same words for every format."""
+    """What a row states, in the same terms for every format."""
 
     name: str
-    """What sets it apart from other rows."""
+    """What distinguishes it from other rows."""
     hardware: str
     """The ledger's name of the chip."""
     seconds: float
@@ -71,11 +70,11 @@ class Measured:
     library: str
     """Library that ran it."""
     group: str
-    """What it is summed up with, in its ledger."""
+    """Group of its ledger that it is summarised in."""
     devices: int = 1
     """Devices that take part."""
     nearest: tuple[str, ...] = ()
-    """What of it is expressed by what is nearest to it."""
+    """Which parts of it are only approximated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,11 @@ class OperationRow(ABC):
 
     @abstractmethod
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
 
     @abstractmethod
     def predicted(self) -> Estimate:
-        """Its time by the simulator.
+        """Its time as the simulator predicts it.
 
         Raises:
             ScalejaxError: if the catalogue lacks the hardware, or the simulator the operation.
@@ -142,15 +141,15 @@ _TYPES = {
     "fp8_block": "f8e4m3fn",
     "nvfp4": "f4e2m1fn",
 }
-"""The simulator's name of a type of element, by that of its tables."""
+"""The simulator's name of an element type, by AIConfigurator's."""
 _BYTES = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of an element; of NVFP4 with its scale for each 16."""
+"""Bytes of an element; NVFP4 includes a scale for every 16."""
 _NEAREST_TYPES = {"fp8_block": ("scales of blocks by a scale of the tensor",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AiConfiguratorRow(OperationRow):
-    """A row of one of its tables."""
+    """A row of one of AIConfigurator's tables."""
 
     system: str
     """Name of the chip."""
@@ -187,13 +186,13 @@ class AiConfiguratorRow(OperationRow):
 
 
 def _chip(hardware: str) -> Chip:
-    # As a cluster, whose refusal says that the catalogue has no such chip.
+    # Asks for a cluster, whose error says that the catalogue has no such chip.
     cluster_of_machine(LedgerMachine(hardware=hardware), "")
     return load_chip(chip_name(hardware))
 
 
 def _type(dtype: str, chip: Chip) -> str:
-    """The simulator's name of a type of element that the chip multiplies itself.
+    """The simulator's name of an element type that the chip multiplies natively.
 
     Raises:
         ConfigError: if there is none, or the chip would convert it.
@@ -216,16 +215,16 @@ _OPERATIONS: dict[str, CollectiveName] = {
     "alltoall": "all_to_all",
     "collectivepermute": "collective_permute",
 }
-"""The simulator's name of a collective, by that of a ledger in letters alone."""
+"""The simulator's name of a collective, by the letters of a ledger's name for it."""
 
 
 def _operation(name: str) -> str:
-    """The simulator's name of a collective, or the ledger's own where it has none."""
+    """The simulator's name of a collective, or the ledger's own if there is none."""
     return _OPERATIONS.get(re.sub("[^a-z]", "", name.lower()), name)
 
 
 _MOST_DEVICES = 10_000_000
-"""More than any cluster has; each has its seat in the route of a group."""
+"""More than any cluster has; the route of a group has an entry for each."""
 
 
 def _collective(
@@ -238,7 +237,7 @@ def _collective(
     """Time of a collective, and the deviation of its library.
 
     Raises:
-        ConfigError: if there is no such collective, or no cluster of so many devices.
+        ConfigError: if there is no such collective, or no cluster has that many devices.
     """
     if _operation(name) not in _OPERATIONS.values():
         raise ConfigError(f"no collective {name!r}")
@@ -255,7 +254,7 @@ def _collective(
 
 _CHIP_IN_WORDS = re.compile(r"(?<![A-Z0-9])(A100|V100|H100|H200|A800|H800|GB200|GB300|B200|B300)")
 _SIZED = {"A100": "a100_sxm_80gb", "V100": "v100_sxm2_16gb", "H100": "h100_sxm_80gb"}
-"""Name of a chip in step times, where its words leave its memory open."""
+"""Name of a chip in step times, if the words leave its memory open."""
 _CARDS = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb/s(\s*per GPU)?")
 
 
@@ -272,7 +271,7 @@ class AllReduceRow(OperationRow):
     device_count: int
     """Devices that take part."""
     devices_per_node: int
-    """Devices of a node that take part, or are there."""
+    """Devices of a node that take part, or that it has."""
     operation: str
     """The collective."""
     payload_bytes: int
@@ -289,7 +288,7 @@ class AllReduceRow(OperationRow):
     """Network of a node, in words: "4x100Gb/s EFA"."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         return Measured(
             name=f"{self.case_id} {self.payload_bytes} B",
             hardware=self._chip_name(),
@@ -301,7 +300,7 @@ class AllReduceRow(OperationRow):
         )
 
     def predicted(self) -> Estimate:
-        """Its time on the cluster that its words name, with the network that they state."""
+        """Its time on the cluster that the row names, with the network that it states."""
         machine = LedgerMachine(
             hardware=self._chip_name(),
             devices_per_node=self.devices_per_node,
@@ -317,7 +316,7 @@ class AllReduceRow(OperationRow):
         return _SIZED.get(found[1], found[1].lower()) if found else self.hardware
 
     def _network_gigabits(self) -> float | None:
-        """Rate of the cards of a node, 1e9 bits per second, as far as its words state it."""
+        """Rate of the cards of a node, 1e9 bits per second, if the row states it."""
         found = _CARDS.search(self.inter_node_link or "")
         if found is None:
             return None
@@ -327,8 +326,8 @@ class AllReduceRow(OperationRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRateRow(OperationRow):
-    """Bytes per second of a collective within a node (columns of nvlink_collective_rates.csv, of
-    XLA's tables): full bytes over time; of a reduce-scatter, elements are those of a shard."""
+    """Bytes per second of a collective within a node (columns of nvlink_collective_rates.csv, from
+    XLA's tables): full bytes over time; a reduce-scatter counts the elements of a shard."""
 
     quantity: ClassVar[Quantity] = "collectives"
 
@@ -341,12 +340,12 @@ class LinkRateRow(OperationRow):
     elements: int
     """Elements of the result."""
     device_count: int | None = None
-    """Devices that take part; None for a permutation, to which it does not matter."""
+    """Devices that take part; None for a permutation, where it does not matter."""
     bytes_per_second: float
     """Full bytes over time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         group = _operation(self.operation)
         return Measured(
             name=_words(self.hardware, group, self._devices, "devices", self._payload_bytes, "B"),
@@ -392,13 +391,13 @@ class NodeCollectiveRow(AiConfiguratorRow):
     devices: int
     """Devices that take part."""
     message_bytes: int
-    """Elements of the full buffer, which the table calls bytes: gathers of half and of int8 agree
-    within 0.5 % where half has half as many."""
+    """Elements of the full buffer, which the table calls bytes: a gather of half precision agrees
+    within 0.5 % with one of twice as many int8."""
     microseconds: float
     """Measured time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         group = _operation(self.operation)
         name = f"{group} {self.devices} devices {self.message_bytes} {self.dtype}"
         return self._said(name, self.microseconds, group, library="nccl", devices=self.devices)
@@ -411,7 +410,7 @@ class NodeCollectiveRow(AiConfiguratorRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomAllReduceRow(AiConfiguratorRow):
-    """Microseconds of an all-reduce of an inference framework's own kernel within a node (columns
+    """Microseconds of an all-reduce by an inference framework's own kernel within a node (columns
     of custom_allreduce_times.csv)."""
 
     quantity: ClassVar[Quantity] = "collectives"
@@ -425,10 +424,10 @@ class CustomAllReduceRow(AiConfiguratorRow):
     microseconds: float
     """Measured time."""
     implementation: str
-    """Whose kernel: "TRTLLM"."""
+    """Owner of the kernel: "TRTLLM"."""
 
     def measured(self) -> Measured:
-        """What the row says of itself; the kernel is not one of the catalogue's libraries."""
+        """What the row states; the kernel is not one of the catalogue's libraries."""
         return self._said(
             f"{self.implementation} {self.devices} devices {self.message_size} B",
             self.microseconds,
@@ -439,7 +438,7 @@ class CustomAllReduceRow(AiConfiguratorRow):
         )
 
     def predicted(self) -> Estimate:
-        """The time of NCCL's, whose deviation is not that of these kernels."""
+        """The time of NCCL's all-reduce, without its deviation: these kernels have another one."""
         seconds, _ = _collective("all_reduce", self.message_size, self.devices, self._cluster())
         return seconds, None
 
@@ -461,7 +460,7 @@ class BusBandwidthRow(OperationRow):
     """Publication."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         group = _operation(self.operation)
         passes = 2 if group == "all_reduce" else 1
         share = passes * (self._devices - 1) / self._devices
@@ -476,7 +475,7 @@ class BusBandwidthRow(OperationRow):
         )
 
     def predicted(self) -> Estimate:
-        """Its time on the cluster of step times from the same source."""
+        """Its time on the cluster that step times from the same source get."""
         machine = LedgerMachine(hardware="h100_sxm_80gb", devices_per_node=8)
         cluster = cluster_of_machine(machine, self.source)
         return _collective(self.operation, _TESTED_BYTES, self._devices, cluster)
@@ -506,7 +505,7 @@ def _product_seconds(shape: Shape, dtype: str, chip: Chip) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRateRow(OperationRow):
-    """FLOP/s of a matrix product (columns of gemm_rates.csv, of XLA's tables)."""
+    """FLOP/s of a matrix product (columns of gemm_rates.csv, from XLA's tables)."""
 
     quantity: ClassVar[Quantity] = "products"
 
@@ -526,7 +525,7 @@ class ProductRateRow(OperationRow):
     """Measured rate."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         return Measured(
             name=_words(self.hardware, "x".join(map(str, self._shape)), self.types),
             hardware=self.hardware,
@@ -537,7 +536,7 @@ class ProductRateRow(OperationRow):
         )
 
     def predicted(self) -> Estimate:
-        """The time of the product, and what measuring one by itself took besides."""
+        """The time of the product, and the overhead of measuring it alone."""
         chip = _chip(self.hardware)
         table = chip.attainable.matmul_table
         aside = 0.0 if table is None else load_matmul_table(table).form.aside_seconds
@@ -571,14 +570,14 @@ class ProductTimeRow(AiConfiguratorRow):
     """Measured time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         name = f"{self.dtype} {self.m}x{self.n}x{self.k}"
         nearest = _NEAREST_TYPES.get(self.dtype, ())
         return self._said(name, self.microseconds, self.dtype, nearest=nearest)
 
     def predicted(self) -> Estimate:
-        """The time of the layer: of the product, and of the cast of its input to fp8 or fp4, as
-        fitted to other rows of the chip."""
+        """The time of the layer: the product, and the cast of its input to fp8 or fp4, as fitted to
+        other rows of the chip."""
         chip = self._chip()
         shape = (1, self.m, self.n, self.k)
         product = _product_seconds(shape, _type(self.dtype, chip), chip)
@@ -587,8 +586,8 @@ class ProductTimeRow(AiConfiguratorRow):
 
 
 def _layers(chip: Chip) -> dict[str, tuple[float, float, float]]:
-    """What linear layers measured on a chip took besides their products, by type: of the table
-    that was made of such layers, whether the chip is costed by it or not."""
+    """What linear layers measured on a chip took besides their products, by type, from the table
+    made from such layers, whether or not the chip is costed by it."""
     for name in (chip.attainable.matmul_table, f"{chip.name}-2026", chip.name):
         if name in matmul_table_names():
             layers = load_matmul_table(name).form.layers
@@ -603,14 +602,14 @@ class ExpertLayerRow(AiConfiguratorRow):
     expert_gemm_forward_times.csv): two grouped products, and what moves their rows.
 
     The rows are gathered by expert, the activation reads and writes them between the products, and
-    they are added up by token, at the rate and with the fixed time that were fitted to other layers
-    of the chip (`experiments/grouped_products`); element-wise operations where none were.
+    they are added up by token, at the rate and with the fixed time fitted to other layers of the
+    chip (`experiments/grouped_products`), or as element-wise operations if none were fitted.
     """
 
     quantity: ClassVar[Quantity] = "grouped products"
 
     kernel: str
-    """Whose kernel."""
+    """Owner of the kernel."""
     dtype: str
     """Type of the operands."""
     tokens: int
@@ -633,7 +632,7 @@ class ExpertLayerRow(AiConfiguratorRow):
     """Measured time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         sizes = f"{self.tokens} tokens {self.hidden}x{self.expert_hidden}"
         layer = f"{sizes} {self.topk} of {self.experts}"
         spread = f"tp {self.tensor_parallel} ep {self.expert_parallel}"
@@ -701,9 +700,9 @@ def _elementwise_seconds(moved_bytes: float, chip: Chip) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRow(AiConfiguratorRow):
     """Microseconds of a layer of causal attention, forward (columns of
-    attention_forward_times.csv): positions are embedded and keys and values written before its
-    kernel. Where the cache of keys and values is fp8 the kernel of Hopper and Blackwell multiplies
-    in fp8; rows do not tell, and are taken for bf16 (`experiments/attention_rates`)."""
+    attention_forward_times.csv): positions are embedded, and keys and values written, before its
+    kernel. With a cache of keys and values in fp8, the kernel of Hopper and Blackwell multiplies in
+    fp8; rows do not say so, and are assumed to be bf16 (`experiments/attention_rates`)."""
 
     quantity: ClassVar[Quantity] = "attention"
 
@@ -725,15 +724,15 @@ class AttentionRow(AiConfiguratorRow):
     """Measured time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         shape = f"batch {self.batch} sequence {self.sequence} heads {self.heads}/{self.kv_heads}"
         seen = f"window {self.window}" if self.window else None
         name = _words(self.dtype, shape, f"of {self.head_dim}", seen)
         return self._said(name, self.microseconds, self.dtype)
 
     def predicted(self) -> Estimate:
-        """The time of the kernel at its rate for forward alone, where there is one, and of what is
-        before it."""
+        """The time of the kernel, at its rate for forward alone if there is one, and of what
+        precedes it."""
         if self.dtype != "bfloat16":
             raise ConfigError(f"no attention in {self.dtype!r}")
         queries, tokens = self.batch * self.heads, self.sequence
@@ -764,12 +763,12 @@ class AttentionRow(AiConfiguratorRow):
 # Dispatch of tokens to experts.
 
 _FULL_SPEED_SMS = 24
-"""Multiprocessors that copy in DeepEP's normal kernels, as the rates of the catalogue were fitted
-(`experiments/expert_dispatch`)."""
+"""Multiprocessors that copy in DeepEP's normal kernels, to which the rates of the catalogue were
+fitted (`experiments/expert_dispatch`)."""
 _TRAYS = {"gb200": 4, "gb300": 4}
-"""Devices of a node of AIConfigurator's tables, as that experiment takes them; 8 on others."""
+"""Devices of a node in AIConfigurator's tables, as that experiment reads them; 8 on others."""
 _DISPATCHED_BYTES, _COMBINED_BYTES = 1 + 4 / 128, 2.0
-"""Bytes of a value that DeepEP dispatches, fp8 with a scale for 128, and combines."""
+"""Bytes of a value that DeepEP dispatches (fp8 with a scale for every 128), and combines."""
 _MOST_NODES = 4
 """Nodes that the experts of one token are limited to in DeepEP's benchmark (num_topk_groups)."""
 
@@ -785,7 +784,7 @@ def _dispatch_seconds(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchRow(AiConfiguratorRow):
     """Microseconds of a dispatch and its combine by DeepEP (columns of
-    expert_dispatch_combine_deepep.csv), in sum: the rates of the catalogue were fitted to both."""
+    expert_dispatch_combine_deepep.csv), added: the rates of the catalogue were fitted to both."""
 
     quantity: ClassVar[Quantity] = "dispatch"
 
@@ -806,14 +805,14 @@ class DispatchRow(AiConfiguratorRow):
     dispatch_us: float
     """Time of the dispatch."""
     dispatch_notify_us: float = field(default=0.0, metadata=MAY_BE_ZERO)
-    """Time of what is told before it."""
+    """Time of the notification before it."""
     combine_us: float
     """Time of the combine."""
     combine_notify_us: float = field(default=0.0, metadata=MAY_BE_ZERO)
-    """Time of what is told before it."""
+    """Time of the notification before it."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         tokens = f"{self.tokens_per_device} tokens of {self.hidden}, {self.topk} of {self.experts}"
         parts = self.dispatch_us, self.dispatch_notify_us, self.combine_us, self.combine_notify_us
         return self._said(
@@ -881,7 +880,7 @@ class ExpertAllToAllRow(AiConfiguratorRow):
     """Measured time."""
 
     def measured(self) -> Measured:
-        """What the row says of itself."""
+        """What the row states."""
         tokens = f"{self.tokens} tokens of {self.hidden}, {self.topk} of {self.experts}"
         is_one_sided = "OneSided" in self.kernel
         return self._said(
@@ -897,7 +896,7 @@ class ExpertAllToAllRow(AiConfiguratorRow):
         """Its time by the catalogue's library."""
         if self.operation not in (_DISPATCH, _COMBINE):
             raise ConfigError(f"{self.operation!r}, which is no sending of tokens as they are")
-        # Results come back as they were computed, in 16 bits.
+        # Results return as they were computed, in 16 bits.
         dtype = self.dtype if self.operation == _DISPATCH else "bfloat16"
         if dtype not in _BYTES:
             raise ConfigError(f"no values in {dtype!r}")

@@ -1,4 +1,4 @@
-"""Program of each row: of the runs that it may mean, the one that is taken."""
+"""Program of each row: which of the runs that it may mean is used."""
 
 import math
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 
 
 class ClosedFormPrograms:
-    """Programs of many runs: kept ones, else by the closed form where it knows them, else
-    compiled."""
+    """Programs of many runs: kept ones, else those that the closed form knows, else compiled
+    ones."""
 
     def __init__(self, kept: Programs, made: Programs | None) -> None:
-        """Ask `kept` first, which compiles nothing, and `made` last; without `made` others are
+        """Ask `kept` first, which compiles nothing, and `made` last; without `made`, other runs are
         errors."""
         self.compiled = kept.compiled if made is None else made.compiled
         """The compiled programs that were needed."""
@@ -55,7 +55,7 @@ class ClosedFormPrograms:
 
 
 NEITHER = "its program is not kept, and the closed form does not know it: --compile compiles it"
-"""Reason of a row whose step needs the compiler, where nothing is compiled."""
+"""Why a row is skipped whose step needs the compiler, if nothing is compiled."""
 
 
 def archived_programs(
@@ -65,18 +65,18 @@ def archived_programs(
     compiles: bool = True,
     closed_form: bool = False,
 ) -> Programs | ClosedFormPrograms:
-    """Programs that are read from an archive where they are there.
+    """Programs that are read from an archive if it has them.
 
     Args:
         archive: archive to read first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether programs that are not in the archive are read from the user's cache or
             compiled; otherwise they are skipped.
-        closed_form: whether the closed form of the step is taken where the archive has no program
-            and it knows the run.
+        closed_form: whether to use the closed form of the step if it knows the run and the archive
+            has no program.
     """
     if archive is None:
-        # The user's own flags for the compiler change the programs; the archive knows none.
+        # The user's own compiler flags change the programs; those of the archive have none.
         archive = Archive({}) if compiler_settings() else read_archive(ARCHIVE)
 
     def source(*, compiles: bool) -> Programs:
@@ -95,9 +95,9 @@ def find_programs(
 ) -> list[Program | str]:
     """Program of each case, or the reason why there is none.
 
-    Of the candidate runs of a case, the first whose program fits the device's memory is used, or
-    else the last. Of a pipeline, the fastest of those that fit: the largest microbatch may leave
-    too few of them to fill the stages.
+    The first candidate run of a case whose program fits the device's memory is used, or else the
+    last. For a pipeline it is the fastest that fits: the largest microbatch may leave too few
+    microbatches to fill the stages.
     """
     answers: list[Program | str] = [""] * len(cases)
     shortest = [math.inf] * len(cases)
@@ -128,8 +128,8 @@ def _has_stages(case: Case) -> bool:
 def _fitting_seconds(answer: Program | str, case: Case) -> float | None:
     """Step time of the program; None if it is missing or does not fit.
 
-    Programs that the compiler refuses often do not fit. Where a case has no choice between runs,
-    the time is not computed, and 0.
+    Programs that the compiler refuses often do not fit. If a case has no choice between runs, the
+    time is not computed but 0.
     """
     if isinstance(answer, str) or not memory_verdict(answer.memory, case.cluster.chip).fits:
         return None

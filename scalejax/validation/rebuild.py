@@ -1,10 +1,10 @@
 """Rebuild the archive of programs: python -m scalejax.validation.rebuild LEDGER.csv
 
 Compiles programs that are in neither the archive nor the user's cache, and writes the programs of
-the ledger's rows into the archive beside this file. It can be interrupted: compiled programs stay
+the ledger's rows into the archive next to this file. It can be interrupted: compiled programs stay
 in the cache, and the next run resumes from there. With --anew nothing is read from the archive.
-With --add the archive keeps what it holds, and gets the programs of those rows that the closed form
-does not know.
+With --add the archive keeps its contents, and gets the programs of rows that the closed form does
+not know.
 """
 
 import argparse
@@ -40,12 +40,12 @@ def rebuild(
 def add(
     rows: list[LedgerRow], archive: Archive, path: Path, on_progress: OnProgress
 ) -> tuple[int, int]:
-    """Write `archive`, and the programs of those of `rows` that the closed form does not know, into
-    the archive at `path`; returns (programs, bytes).
+    """Write `archive`, and the programs of `rows` that the closed form does not know, into the
+    archive at `path`; returns (programs, bytes).
 
     Args:
         rows: rows of a ledger.
-        archive: programs that stay.
+        archive: programs to keep.
         path: the file to write.
         on_progress: called with the number of programs compiled, and of all that must be.
     """

@@ -1,7 +1,6 @@
 """Errors of predictions against measurements, by family of rows.
 
-Arithmetic on rows that have been predicted. Every error is relative:
-(predicted - measured) / measured.
+Arithmetic on predicted rows. Every error is relative: (predicted - measured) / measured.
 """
 
 import statistics
@@ -15,7 +14,7 @@ import numpy as np
 from scalejax.validation.ledger import LedgerRow, RowKind
 
 NOT_COMPILED = "not compiled"
-"""Status of a row that could be expressed as a run, where nothing was to be compiled."""
+"""Status of a row that could be expressed as a run, if nothing was to be compiled."""
 
 STEP_TIMES = "step times"
 MEMORY = "memory"
@@ -55,15 +54,15 @@ class RowResult:
     status: str
     """"ok", "not compiled", or "skipped: " and the reason."""
     kind: RowKind | None = "dense"
-    """What was trained; None for rows that are no steps."""
+    """What was trained; None for rows that are not steps."""
     states_layout: bool = False
     """Whether the row states what a prediction needs."""
     is_mapped: bool = False
     """Whether it could be expressed as a run."""
     nearest: tuple[str, ...] = ()
-    """What was expressed by what is nearest to it, as scalejax does not have the thing itself."""
+    """Which parts of the row were only approximated, as scalejax lacks them."""
     is_closed_form: bool = False
-    """Whether its step was predicted in closed form, and not compiled."""
+    """Whether its step was predicted in closed form, not compiled."""
     quantity: Quantity = STEP_TIMES
     """What the row measures."""
     ledger: str = ""
@@ -73,20 +72,20 @@ class RowResult:
     framework: str = ""
     """Framework that the row is predicted with, or library that ran the operation."""
     chip: str = ""
-    """Chip, by the catalogue's name where it has it."""
+    """Chip, by its name in the catalogue if it is there."""
     source: str = ""
     """Publication, and the place in it."""
     measured_memory_bytes: float | None = None
     """Published peak memory of a device; None where it is not stated."""
     predicted_memory_bytes: float | None = None
-    """Predicted peak memory of a device: what the framework's allocator reserves, which is what
-    its runs print, where that is known; else the program's, the runtime's own reserve included."""
+    """Predicted peak memory of a device: if known, what the framework's allocator reserves, which
+    its runs print; else the program's, including the runtime's own reserve."""
     p10_memory_bytes: float | None = None
     """10th percentile of the predicted peak memory; None if unknown."""
     p90_memory_bytes: float | None = None
     """90th percentile of the predicted peak memory; None if unknown."""
     has_died: bool = False
-    """Whether the source says that the run crashed or was out of memory."""
+    """Whether the source says that the run crashed or ran out of memory."""
     fits: bool | None = None
     """Whether it is predicted to fit into the memory of a device; None for other rows."""
     measured_loss: float | None = None
@@ -122,13 +121,12 @@ class RowResult:
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured of what the row measures; None where one of the two
-        is missing."""
+        """(predicted - measured) / measured of what the row measures; None if either is missing."""
         return _relative(self.predicted, self.measured)
 
     @property
     def memory_error(self) -> float | None:
-        """The same of its peak memory."""
+        """The same for its peak memory."""
         return _relative(self.predicted_memory_bytes, self.measured_memory_bytes)
 
     @property
@@ -140,7 +138,7 @@ class RowResult:
 
     @property
     def predicted(self) -> float | None:
-        """The prediction of it."""
+        """The prediction of what was measured."""
         if self.quantity == "samples to target":
             return self.predicted_samples
         return self.predicted_loss if self.quantity == "loss" else self.predicted_seconds
@@ -162,28 +160,28 @@ def _relative(predicted: float | None, measured: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSummary:
-    """How many rows of a kind are predicted, and why others are not."""
+    """How many rows of a kind are predicted, and why the rest are not."""
 
     kind: RowKind
     """What was trained."""
     rows: int
     """Number of rows."""
     stating: int
-    """Those that state their layout (`LedgerRow.states_layout`)."""
+    """Rows that state their layout (`LedgerRow.states_layout`)."""
     mapped: int
     """Of these, those that could be expressed as a run."""
     predicted: int
     """Of these, those that were predicted."""
     in_closed_form: int
-    """Of these, those whose step is in closed form."""
+    """Of these, those whose step was predicted in closed form."""
     nearest: int
-    """Of those that are mapped, those that are only nearly what the row says (`RowResult`)."""
+    """Of those that are mapped, those that only approximate the row (`RowResult`)."""
     skipped: tuple[tuple[str, int, int], ...]
     """(reason, rows, those of them that state their layout), the commonest first."""
 
 
 def kind_summaries(results: Iterable[RowResult]) -> list[KindSummary]:
-    """One summary for each kind of rows that there is."""
+    """One summary for each kind among the rows."""
     members: dict[RowKind, list[RowResult]] = {"dense": [], "expert": [], "lora": []}
     for result in results:
         if result.kind is not None:
@@ -210,7 +208,7 @@ def _of_kind(kind: RowKind, results: Sequence[RowResult]) -> KindSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Errors of the predictions of a family of rows; None where nothing can be compared."""
+    """Errors of the predictions of a family of rows; None if nothing can be compared."""
 
     name: str
     """Family of the rows."""
@@ -225,9 +223,9 @@ class Summary:
     bias: float | None
     """Mean signed error of the step time: above 0 where predictions are too slow."""
     ratios: int
-    """Number of scaling ratios: pairs of a row and the one on fewest devices of its series."""
+    """Number of scaling ratios: pairs of a row and the one on the fewest devices of its series."""
     median_ratio_error: float | None
-    """Median absolute error of the scaling ratios: step time over that on fewest devices."""
+    """Median absolute error of the scaling ratios: step time over that on the fewest devices."""
     p90_ratio_error: float | None
     """90th percentile of the absolute error of the scaling ratios."""
     settings: int
@@ -235,11 +233,11 @@ class Summary:
     median_fastest_error: float | None
     """Median absolute error against the fastest row of each setting."""
     coverage: float | None
-    """Fraction of measured times between p10 and p90, 0..1: 0.8 where the band is calibrated."""
+    """Fraction of measured times between p10 and p90, 0..1: 0.8 if the band is calibrated."""
 
 
 def plain_summary(name: str, results: Sequence[RowResult]) -> Summary:
-    """Summary of rows that are no steps: they have no scaling ratios, and no settings."""
+    """Summary of rows that are not steps, and have no scaling ratios and no settings."""
     errors = [result.error for result in results if result.error is not None]
     return Summary(
         name=name,
@@ -259,12 +257,13 @@ def plain_summary(name: str, results: Sequence[RowResult]) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySummary:
-    """Errors of the peak memory of a family of rows, and whether steps fit that ran."""
+    """Errors of the peak memory of a family of rows, and whether steps that ran are predicted to
+    fit."""
 
     name: str
     """Family of the rows."""
     stated: int
-    """Rows that state their peak memory, and are predicted."""
+    """Predicted rows that state their peak memory."""
     median_error: float | None
     """Median absolute error of the peak memory."""
     mean_error: float | None
@@ -274,11 +273,11 @@ class MemorySummary:
     ran: int
     """Predicted rows that ran: they state a time or a peak."""
     ran_without_fitting: int
-    """Those of them that are predicted not to fit."""
+    """Of these, those that are predicted not to fit."""
     died: int
-    """Predicted rows of runs that died, whatever of."""
+    """Predicted rows of runs that died, for whatever reason."""
     died_fitting: int
-    """Those of them that are predicted to fit."""
+    """Of these, those that are predicted to fit."""
 
 
 def memory_summaries(results: Iterable[RowResult]) -> list[MemorySummary]:
@@ -326,7 +325,7 @@ Scored = tuple[LedgerRow, RowResult]
 
 
 def summaries(scored: Sequence[Scored]) -> list[Summary]:
-    """One summary per family, in order of appearance, and one of all if there are several."""
+    """One summary per family, in order of appearance, and one of all rows if there are several."""
     families: dict[str, list[Scored]] = defaultdict(list)
     for row, result in scored:
         families[row.family].append((row, result))
@@ -358,19 +357,19 @@ def summarize(name: str, scored: Sequence[Scored]) -> Summary:
 def ratio_errors(scored: Iterable[Scored]) -> list[float]:
     """Error of the scaling ratio of every row that has a counterpart on fewer devices.
 
-    The ratio is the step time over that on fewest devices of its series; the framework's
+    The ratio is the step time over that on the fewest devices of its series; the framework's
     efficiency on one device cancels. Series that also mix networks or batches are split first, so
     that compared rows differ only in the number of devices.
     """
     return [
-        (1 + large.error) / (1 + small.error) - 1  # of two quotients, the quotient
+        (1 + large.error) / (1 + small.error) - 1  # error of a ratio: the ratio of both
         for large, small in scaling_pairs(scored)
         if large.error is not None and small.error is not None
     ]
 
 
 def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]:
-    """Pairs of a row and the row on fewest devices of its series."""
+    """Pairs of a row and the row on the fewest devices of its series."""
     pairs = []
     for members in _comparable(scored):
         ordered = sorted(members, key=lambda item: item[0].device_count)
@@ -411,8 +410,8 @@ def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
 
 
 def _alike(row: LedgerRow) -> tuple[object, ...]:
-    """Key of a scaling series: all fields but the axes that divide the batch, and the global
-    batch where the per-device batch is stated."""
+    """Key of a scaling series: all fields except the axes that divide the batch, and the global
+    batch if the per-device batch is stated."""
     work, spread = row.work, row.spread
     if work.per_device_batch is not None:
         work = replace(work, global_batch=None)

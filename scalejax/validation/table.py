@@ -24,7 +24,7 @@ _Part = TypeVar("_Part")
 
 _MISSPELT = 0.7
 """Similarity, 0..1, above which an unknown column counts as a misspelt missing one: "step_secs"
-and "step_seconds" are (0.86), "pipeline_chunks" and "pipeline" are not (0.696)."""
+does for "step_seconds" (0.86), "pipeline_chunks" does not for "pipeline" (0.696)."""
 
 _UNPACKED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
 """How a file is unpacked, by its suffix."""
@@ -39,7 +39,7 @@ _LARGEST = dict.fromkeys(_MACHINES, 1e8) | {
 }  # fmt: skip
 """Larger than in any cluster or network, by column."""
 MAY_BE_ZERO = {"may_be_zero": True}
-"""Metadata of a field whose column may hold 0, where others must be above it."""
+"""Metadata of a field whose column may hold 0; others must be above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Table:
 
 
 def table_name(path: Path) -> str:
-    """Name of the table in a file, without the suffixes of its format and of what packs it."""
+    """Name of the table in a file, without the suffixes of format and compression."""
     name = path.name
     for suffix in (*_UNPACKED, ".csv"):
         name = name.removesuffix(suffix)
@@ -65,11 +65,11 @@ def table_name(path: Path) -> str:
 
 
 def read_table(path: Path) -> Table:
-    """The cells of a CSV file; of one that ends in `.gz` or `.xz`, unpacked.
+    """The cells of a CSV file; one that ends in `.gz` or `.xz` is unpacked.
 
     Raises:
-        ConfigError: if the file cannot be read, or a line has another number of cells than the
-            heading: with file, line, column.
+        ConfigError: if the file cannot be read, or a line and the heading differ in their number
+            of cells: with file, line, column.
     """
     try:
         unpacked = _UNPACKED.get(path.suffix, bytes)(path.read_bytes())
@@ -92,7 +92,7 @@ def _cells(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     """(line, cells) of the heading and of each row below it.
 
     Raises:
-        ConfigError: if a line cannot be read, or has another number of cells than the heading.
+        ConfigError: if a line cannot be read, or its number of cells differs from the heading's.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     heading: list[str] | None = None
@@ -123,16 +123,16 @@ def _cells(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 def rows_of(table: Table, type_: type[_Part]) -> list[_Part]:
     """The rows of a table, in order.
 
-    Columns that are no fields are ignored, and fields with a default need no column; but a column
-    that looks like a missing one misspelt is refused.
+    Columns that are not fields are ignored, and fields with a default need no column; but a column
+    that looks like a misspelt missing one is refused.
 
     Args:
         table: the table.
         type_: the dataclass of a row.
 
     Raises:
-        ConfigError: if there is no row, a column is missing or misspelt, or a cell holds what its
-            field cannot: with file, line, column.
+        ConfigError: if there is no row, a column is missing or misspelt, or a cell holds a value
+            that its field cannot: with file, line, column.
     """
     if table.heading:
         _require_columns(table, type_)
@@ -146,12 +146,12 @@ def rows_of(table: Table, type_: type[_Part]) -> list[_Part]:
 
 
 def required_columns(type_: type) -> list[str]:
-    """Columns without which a row of `type_` is none."""
+    """Columns that a row of `type_` requires."""
     return [_column(field) for field in _fields(type_) if field.default is dataclasses.MISSING]
 
 
 def _column(field: dataclasses.Field[Any]) -> str:
-    """Name of the column of a field: its own, or that of its metadata where it is no identifier."""
+    """Name of a field's column: its own, or the one in its metadata if that is no identifier."""
     return field.metadata.get("column", field.name)
 
 
@@ -250,5 +250,5 @@ def _part(type_: type[_Part], cells: _Cells) -> _Part:
             )
     try:
         return type_(**values)
-    except ConfigError as error:  # what the row says of its values together
+    except ConfigError as error:  # the row's check of its values together
         raise ConfigError(f"{cells.path}, line {cells.line}: {error}") from error

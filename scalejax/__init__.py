@@ -1,8 +1,8 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
 The verbs (`predict`, `train`, `search`, `cost`, `plan`, `explain`, `timeline`, `compare`,
-`calibrate` and `validate`) do what the commands of these names do. Everything here is imported
-when it is first used, so that `import scalejax` starts no JAX.
+`calibrate` and `validate`) do what the commands of the same names do. Everything here is imported
+on first use, so that `import scalejax` does not start JAX.
 """
 
 from importlib import import_module
@@ -105,7 +105,7 @@ _HOMES = {
     "planning.scaling_study": ("study",),
     "training.step": ("Step", "build_step", "init_state"),
 }
-"""Module of each public name."""
+"""Public names by the module that defines them."""
 
 
 shorten_absent_plugin()

@@ -1,7 +1,7 @@
 """The verbs of `from scalejax import ...`: what the commands do, as functions.
 
-Names of clusters and frameworks, paths of run files, and a step of any kind are accepted where a
-command accepts a flag. JAX starts only where something is compiled in this process.
+Where a command takes a flag, these accept the name of a cluster or framework, the path of a run
+file, or a step of any kind. JAX starts only if something is compiled in this process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -122,20 +122,20 @@ def predict(
         (True, 32)
 
     Args:
-        subject: a run (its config or run file), a compiled `Program`, a `Step` of `build_step`, or
-            any function, jitted or not, also one typed into a notebook, alone or as
+        subject: a run (its config or run file), a compiled `Program`, a `Step` from `build_step`,
+            or any function, jitted or not, including one typed into a notebook, alone or as
             (function, arguments).
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices, or several; a `Program` and a `Step` have their own.
-        arguments: of a function that is not in a pair: arrays or `jax.ShapeDtypeStruct`s of the
-            whole step over all devices. Where none has a `NamedSharding`, the function is data
+        arguments: for a function given without them: arrays or `jax.ShapeDtypeStruct`s of the
+            whole step over all devices. If none has a `NamedSharding`, the function is data
             parallel.
         batch_argnums: positions of the arguments that hold samples; if None, the last.
-        site: its conditions and input; if None, those in the cluster's file.
-        framework: the framework that trains it, or its name; of a run.
+        site: conditions and input of the cluster; if None, those in its file.
+        framework: for a run: the framework that trains it, or its name.
         scaling: what stays fixed as devices are added: the batch per device (weak), or the global
-            batch (strong). By default a run's is weak, and a function's strong, since its arguments
-            hold the whole batch; with "weak" they hold that of the fewest devices.
+            batch (strong). Runs default to weak; functions default to strong, since their arguments
+            hold the whole batch. With "weak" they hold the batch of the fewest devices.
 
     Returns: a `ScalingPrediction` for several numbers of devices, else a `Prediction`.
 
@@ -222,26 +222,26 @@ def train(
 
     Args:
         run: a config, or the path of its run file.
-        folder: where its files go; it may hold a run only with `resume`.
-        device_count: devices to use; if None, those that the config's layout asks for, or all.
+        folder: where its files go; it may already hold a run only with `resume`.
+        device_count: devices to use; if None, as many as the config's layout asks for, or all.
         resume: continue from the newest checkpoint of the run in `folder` that verifies.
-        start_over: with `resume`, begin at step 0 where steps are recorded and no checkpoint
-            verifies, in place of refusing.
+        start_over: with `resume`, begin at step 0 if steps are recorded but no checkpoint
+            verifies, instead of refusing.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
-        predicts: write a prediction first, for which these devices are measured: for a second or
-            two, on a CPU for about ten where the run takes longer.
+        predicts: write a prediction first. This measures the devices for a second or two; on a CPU
+            for about ten, if the run takes longer.
         startup_seconds: see `scalejax.training.train.train`.
         leave: see `scalejax.training.train.train`.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
             be written.
-        DoesNotFit: if the layout takes more devices than there are.
-        Damaged: if steps are recorded and no checkpoint verifies.
-        CheckpointMismatch: if the checkpoint to resume from is of another state.
-        Unavailable: if it, or its manifest, cannot be read at present.
-        Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
+        DoesNotFit: if the layout needs more devices than there are.
+        Damaged: if steps are recorded but no checkpoint verifies.
+        CheckpointMismatch: if the checkpoint to resume from holds another state.
+        Unavailable: if that checkpoint, or its manifest, cannot be read at present.
+        Interrupted: on SIGINT or SIGTERM, after a checkpoint or before training.
     """
     from scalejax.measure.own_prediction import predict_run as predict_itself
     from scalejax.training.train import train as train_run
@@ -281,13 +281,13 @@ def explain(
         ['compute at peak', 'attainable rates']
 
     Args:
-        subject: as of `predict`; what twice the batch would do is said of runs alone.
+        subject: as in `predict`; the effect of twice the batch is given for runs only.
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices of a run or a function.
-        arguments: as of `predict`.
-        batch_argnums: as of `predict`.
-        site: its conditions and input; if None, those in the cluster's file.
-        framework: the framework that trains it, or its name; of a run.
+        arguments: as in `predict`.
+        batch_argnums: as in `predict`.
+        site: conditions and input of the cluster; if None, those in its file.
+        framework: for a run: the framework that trains it, or its name.
 
     Raises:
         ConfigError: if the run, the arguments or a name is refused.
@@ -329,12 +329,12 @@ def timeline(
         ['compute', 'links']
 
     Args:
-        subject: as of `predict`.
+        subject: as in `predict`.
         cluster: a cluster, its name in the catalogue, or the path of its file.
         devices: number of devices of a run or a function.
-        arguments: as of `predict`.
-        batch_argnums: as of `predict`.
-        framework: the framework that trains it, or its name; of a run.
+        arguments: as in `predict`.
+        batch_argnums: as in `predict`.
+        framework: for a run: the framework that trains it, or its name.
 
     Raises:
         ConfigError: if the run, the arguments or a name is refused.
@@ -369,18 +369,18 @@ def compare(
 
     Args:
         a: the step before: a run (its config or run file), a compiled `Program`, a `Step`, or
-            (function, arguments). Steps at a commit are compared by the command alone.
+            (function, arguments). Only the command compares steps at a commit.
         b: the step after, likewise.
         cluster: a cluster, its name in the catalogue, or the path of its file.
-        devices: number of devices of a run or a function; if None, those that a run's layout asks
+        devices: number of devices of a run or a function; if None, as many as a run's layout asks
             for.
-        batch_argnums: as of `predict`.
-        site: its conditions and input; if None, those in the cluster's file.
-        framework: the framework that trains them, or its name; of runs.
+        batch_argnums: as in `predict`.
+        site: conditions and input of the cluster; if None, those in its file.
+        framework: for runs: the framework that trains them, or its name.
         bounds: how much worse `b` may be; if None, the usual bounds.
 
     Raises:
-        ConfigError: if a run or a name is refused, or the steps do not compare.
+        ConfigError: if a run or a name is refused, or the steps cannot be compared.
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses a step.
     """
@@ -421,7 +421,7 @@ def search(
     top: int = 10,
     confirm: int = 3,
 ) -> SearchReport:
-    """The best parallelisation strategies of a transformer, those that fit ranked by an objective.
+    """The best parallelisation strategies of a transformer that fit, ranked by an objective.
 
     Example:
         >>> from importlib.resources import files
@@ -438,11 +438,11 @@ def search(
         devices: number of devices, or several to choose from.
         global_batch: samples per update; if None, that of the run.
         objective: what is minimised: step time, device-hours per sample, or memory.
-        site: its conditions and input; if None, those in the cluster's file.
+        site: conditions and input of the cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
         price_per_device_hour: price of a device-hour, in any currency.
         top: number of strategies in the result.
-        confirm: number of the best that are compiled.
+        confirm: number of the best strategies that are compiled.
 
     Raises:
         ConfigError: if the network has no closed form, or no batch is given.
@@ -516,21 +516,21 @@ def plan(
 
     Args:
         run: a config or a run file; a `layout.data` in it is replaced.
-        clusters: clusters to choose from, their names in the catalogue, or paths of their files;
-            or one.
+        clusters: clusters to choose from, or one: names in the catalogue or paths of files will
+            do.
         devices: numbers of devices to choose from, or one.
         prices_per_device_hour: a price for each cluster, in any currency; None for their list
-            prices, in dollars, where all have one.
+            prices, in dollars, if all have one.
         global_batches: batches to choose from; if none, the batch per device is kept.
         convergence: steps to target by batch: a file, the folder of a run or sweep, or published
-            points; if None, those of the network, or else the epochs of the run.
+            points; if None, the published points of the network, or else the epochs of the run.
         target: test metric to reach; if None, that of the convergence points.
         deadline_seconds: time within which the target must be reached.
         budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
-            device-hours where a cluster has no price.
+            device-hours if a cluster has no price.
         site: conditions and input of each cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
-        layouts: "search" takes the fastest of the common layouts in each row, where the closed form
+        layouts: "search" takes the fastest of the common layouts in each row, if the closed form
             knows the network; "file" keeps that of the run.
 
     Raises:
@@ -578,7 +578,7 @@ def cost(
     framework: Framework | str = "xla",
     confirm: int = 1,
 ) -> RunCost:
-    """What a whole run costs on each cluster and number of devices, with the best layout of each.
+    """What a whole run costs on each cluster and number of devices, with the best layout for each.
 
     Example:
         >>> from scalejax import cost
@@ -593,21 +593,21 @@ def cost(
             number of devices.
         clusters: clusters, their names in the catalogue, or paths of their files; or one.
         devices: numbers of devices, or one.
-        tokens: tokens to train on; with neither these nor epochs or steps those published of a
-            decoder by name, and of others the epochs of the run.
-        epochs: passes over the data of a config or a run file, in place of tokens.
-        steps: updates, in place of tokens.
-        tokens_per_step: tokens that one call of a function trains on, with `tokens`; of others
-            scalejax knows them.
+        tokens: tokens to train on. Without tokens, epochs and steps, a decoder by name trains on
+            its published tokens, and a run for its own epochs.
+        epochs: passes over the data of a config or a run file, instead of tokens.
+        steps: updates, instead of tokens.
+        tokens_per_step: with `tokens`: tokens that one call of a function trains on; for anything
+            else scalejax knows them.
         prices_per_device_hour: a price for each cluster; None for their list prices, in dollars.
         watts_per_device: power of a device with host, network and cooling; None for that in the
             clusters' files.
         pue: power of the data centre over that of its machines; None for that in their files.
-        grid_grams_per_kwh: grams of CO2 for a kWh; None for no CO2.
+        grid_grams_per_kwh: grams of CO2 per kWh; None for no CO2.
         site: conditions and input of each cluster; if None, those in its file.
         framework: the framework that trains it, or its name.
-        confirm: number of the best layouts of each row that are compiled, of which the fastest is
-            taken; 0 for closed forms.
+        confirm: number of the best layouts of each row that are compiled; the fastest is taken. 0
+            for closed forms only.
 
     Raises:
         ConfigError: if a name, a number or the run is refused.
@@ -664,7 +664,7 @@ def cost(
 
 
 def _unpacked(subject: Any, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """The subject and its arguments, of a pair (function, arguments) too."""
+    """The subject and its arguments; a pair (function, arguments) is taken apart."""
     if not isinstance(subject, tuple):
         return subject, arguments
     if len(subject) != 2 or not isinstance(subject[1], tuple | list):
@@ -678,7 +678,7 @@ def _unpacked(subject: Any, arguments: Sequence[Any]) -> tuple[Any, Sequence[Any
 
 
 def _run_of(subject: Any) -> ResolvedRun | None:
-    """The run of a `Step`; None of anything else."""
+    """The run of a `Step`; None for anything else."""
     run = getattr(subject, "run", None)
     return run if isinstance(run, ResolvedRun) else None
 
@@ -701,7 +701,7 @@ def _program(
     devices: int | Sequence[int] | None,
     framework: Framework | str,
 ) -> Program:
-    """The program of whatever is predicted, on one number of devices."""
+    """The program of any subject, on one number of devices."""
     subject, arguments = _unpacked(subject, arguments)
     if isinstance(subject, RunConfig | Path | str):
         _refuse_arguments(arguments, batch_argnums)
@@ -739,7 +739,7 @@ def _read(
     run: Run, fields: Mapping[str, JsonValue] | None = None
 ) -> tuple[RunConfig, DatasetFacts]:
     """The config with `fields` replaced, and the counts and shapes of its data: those that a run
-    kept beside its run.toml, or else those read from the data."""
+    stored next to its run.toml, or else those read from the data."""
     if isinstance(run, RunConfig):
         config = with_fields(run, fields) if fields else run
         return config, fitting_facts(config)
@@ -764,10 +764,10 @@ def _priced(
     prices: float | Sequence[float] | None,
     site: Site | None,
 ) -> list[tuple[Cluster, Site, float | None]]:
-    """Each cluster, its site, and the price given for a device-hour of it: None if none is.
+    """Each cluster, its site, and the price given for a device-hour of it; None without a price.
 
     Raises:
-        ConfigError: if there is no cluster, or not a price for each.
+        ConfigError: if there is no cluster, or prices are given but not one for each.
     """
     if isinstance(clusters, Cluster | Path | str):
         clusters = [clusters]
@@ -790,7 +790,7 @@ def _priced(
 
 
 def _counts(devices: int | Sequence[int] | None) -> list[int]:
-    """Numbers of devices, each once; one is several too."""
+    """Numbers of devices without duplicates; a single number becomes a list of one."""
     several = (
         devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
     )
@@ -802,7 +802,7 @@ def _counts(devices: int | Sequence[int] | None) -> list[int]:
 
 
 def _one_count(devices: int | Sequence[int] | None) -> int:
-    """The number of devices where only one is meant."""
+    """The number of devices where only one is allowed."""
     counts = [] if devices is None else _counts(devices)
     if len(counts) != 1:
         raise ConfigError(refusal("devices", devices, "one number is needed"))
@@ -810,7 +810,7 @@ def _one_count(devices: int | Sequence[int] | None) -> int:
 
 
 def _whole(field: str, value: Any, more: str = "") -> int:
-    """A whole number as an int, NumPy's too; `more` is what else is accepted."""
+    """A whole number, NumPy's included, as an int; `more` says what else is accepted."""
     try:
         if not isinstance(value, bool):
             return index(value)

@@ -30,10 +30,10 @@ class Rates:
     watts_per_device: float | None = None
     """Power of a device with its share of host and network, and of cooling where `pue` is None."""
     pue: float | None = None
-    """Power of the whole data centre over that of its machines; None if not known, or in the
-    watts."""
+    """Power of the whole data centre over that of its machines; None if unknown, or already
+    included in the watts."""
     grid_grams_per_kwh: float | None = None
-    """Grams of CO2 for a kWh of electricity."""
+    """Grams of CO2 per kWh of electricity."""
 
     def __post_init__(self) -> None:
         require_at_least("price", self.price_per_device_hour, 0)
@@ -63,7 +63,7 @@ class Bill:
     price: float | None
     """Device-hours times the price of one, in its currency."""
     energy_joules: float | None
-    """Energy of all devices, with cooling where it is known."""
+    """Energy of all devices, with cooling if it is known."""
     co2_kilograms: float | None
     """CO2 of that energy."""
 
@@ -76,13 +76,14 @@ def rates_of(
     pue: float | None = None,
     grid_grams_per_kwh: float | None = None,
 ) -> Rates:
-    """The rates of a cluster: those given, and for others those in its file.
+    """The rates of a cluster: those given, and the others from its file.
 
     Args:
         cluster: the hardware, with list price, watts and PUE as far as these are known.
-        price_per_device_hour: own price, in place of the list price.
-        watts_per_device: own power, which has cooling in it unless `pue` is given too.
-        pue: own power of the data centre over that of its machines.
+        price_per_device_hour: a price that replaces the list price.
+        watts_per_device: a power that replaces the file's; it includes cooling unless `pue` is
+            given too.
+        pue: power of the data centre over that of its machines, in place of the file's.
         grid_grams_per_kwh: CO2 of the electricity.
     """
     power = cluster.power
@@ -101,7 +102,7 @@ def rates_of(
 
 
 def of_other_dates(clusters: Sequence[Cluster]) -> list[str]:
-    """A warning if the list prices of these clusters, all of them asked, are of other dates."""
+    """A warning if the list prices of these clusters are of different dates."""
     dated = {each.name: each.price.date for each in clusters if each.price and each.price.date}
     if len(set(dated.values())) < 2:
         return []
@@ -113,12 +114,12 @@ def of_other_dates(clusters: Sequence[Cluster]) -> list[str]:
 
 
 def device_hours(seconds: float, device_count: int) -> float:
-    """Hours of one device in a run of so many."""
+    """Device-hours of a run of `seconds` on `device_count` devices."""
     return seconds / HOUR_SECONDS * device_count
 
 
 def bill(seconds: float, device_count: int, rates: Rates) -> Bill:
-    """What `device_count` devices cost for so many seconds."""
+    """What `device_count` devices cost for `seconds`."""
     hours = device_hours(seconds, device_count)
     price, watts, grams = (
         rates.price_per_device_hour,
@@ -137,5 +138,5 @@ def bill(seconds: float, device_count: int, rates: Rates) -> Bill:
 
 
 def updates_for(tokens: float, global_batch: int, tokens_per_sample: int = 1) -> int:
-    """Updates in which at least so many tokens are trained on, or samples of one token each."""
+    """Updates that train on at least `tokens` tokens, or on as many samples of one token each."""
     return max(1, math.ceil(tokens / (global_batch * tokens_per_sample)))

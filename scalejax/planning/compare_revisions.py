@@ -1,7 +1,7 @@
 """Comparison of two revisions of a training step: finds or compiles both programs, compares them.
 
 A revision is a program file, a run file, or a run file at a commit, whose code is checked out and
-compiled by a process of its own. Knows neither compiler nor equations: those are `profile` and
+compiled in a separate process. Knows neither compiler nor equations: those are in `profile` and
 `compare`.
 """
 
@@ -31,7 +31,7 @@ from scalejax.training.record import facts_of
 from scalejax.xla import ProfileJob, profile_many
 
 CASES = 2
-"""Programs of a comparison that may have to be compiled."""
+"""Largest number of programs that a comparison compiles."""
 
 _COMPILE = """
 import ctypes, os, signal, sys
@@ -62,9 +62,9 @@ except ScalejaxError as error:
     answer = {"refused": str(error)}
 caller.send(("answer", answer))
 """
-"""What compiles a run file at a commit. In a checkout of scalejax itself an older scalejax runs it,
-so it takes what every version offers alone. A network of the user's is not cached: it is kept by
-the path of its file, and that of a checkout is never the same again."""
+"""Script that compiles a run file at a commit. In a checkout of scalejax itself an older scalejax
+runs it, so it uses only what every version offers. A user's own network is not cached: its key is
+the path of its file, and a checkout never has the same path again."""
 
 
 Revision = Program | ResolvedRun | CommittedFile
@@ -82,7 +82,7 @@ class Request:
     site: Site = NO_SITE
     """Conditions and input of its hosts."""
     device_count: int | None
-    """Number of devices; None for that of the layout, or of a program file."""
+    """Number of devices; None for the number in the layout, or in a program file."""
     framework: Framework = XLA
     """The framework that trains it."""
     overrides: dict[str, JsonValue]
@@ -95,7 +95,7 @@ def find_revision(text: str, request: Request) -> Revision:
     Raises:
         ConfigError: if there is no such file or commit, or the file is refused.
     """
-    # git has an @ in names of commits too, and the name of a file may hold one.
+    # Names of commits, and of files, may contain an @ too.
     named = None if Path(text).is_file() else re.fullmatch(r"(.*?\.(?:toml|json))@(.*)", text)
     path, commit = named.groups() if named else (text, "")
     at = named is not None
@@ -135,7 +135,7 @@ def compare_revisions(
         on_progress: called as each step starts to compile, is done, or is cached.
 
     Raises:
-        ConfigError: if a file or commit is refused, or the steps do not compare.
+        ConfigError: if a file or commit is refused, or the steps cannot be compared.
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses a step.
     """
@@ -156,7 +156,7 @@ def _programs(
     notes: list[str],
     on_progress: OnProgress,
 ) -> list[Program]:
-    """Programs of `revisions`, all compiled at a time; adds to `notes`."""
+    """Programs of `revisions`, compiled concurrently; adds to `notes`."""
     programs: dict[int, Program] = {}
     runs: dict[int, ResolvedRun] = {}
     compiling: dict[int, _Compiling] = {}
@@ -187,8 +187,8 @@ def _programs(
 class _Compiling:
     """A process that compiles `file` in `tree`, its checkout.
 
-    It stays in this working folder, where data are found that are of no commit, and imports the
-    modules of the checkout in place of those of the working tree.
+    It keeps the current working folder, which holds data that are not committed, and imports the
+    modules of the checkout instead of those of the working tree.
     """
 
     def __init__(self, title: str, file: CommittedFile, tree: Path, request: Request) -> None:
@@ -205,7 +205,7 @@ class _Compiling:
         self.worker.begin()
 
     def program(self, notes: list[str]) -> Program:
-        """The program, once it is compiled; adds to `notes` where its code is of no commit.
+        """The program, once it is compiled; adds to `notes` if its code is not committed.
 
         Raises:
             ConfigError: if the run file is refused, or its network is not in the commit.
@@ -223,7 +223,7 @@ class _Compiling:
         return serialization.build(Program, found["program"])
 
     def _require_network_of_commit(self, network: str) -> Iterator[str]:
-        """Refuse a network of the working tree; a note on one that is of no commit at all."""
+        """Refuse a network of the working tree; yield a note on one outside the repository."""
         top = network.split(":")[0].split(".")[0]
         spec = PathFinder.find_spec(top, [*self._places, os.getcwd()])
         places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
@@ -241,9 +241,9 @@ class _Compiling:
 def _search_path(repository: Path, tree: Path) -> tuple[str, ...]:
     """Folders in which Python finds modules in the checkout `tree` as it does in `repository`.
 
-    The checkout's own folders come before installed packages, of which one may be a copy of the
-    working tree, and after the standard library, whose modules a file beside a run may be named
-    as.
+    The checkout's own folders come before installed packages, one of which may be a copy of the
+    working tree, and after the standard library, since a file next to a run may have the name of a
+    standard module.
     """
     here = Path.cwd().resolve()
     own = [tree, tree / "src"]
@@ -263,7 +263,7 @@ def _search_path(repository: Path, tree: Path) -> tuple[str, ...]:
 
 
 def _is_of_working_tree(path: Path, repository: Path) -> bool:
-    """Whether `path` is of a repository's code, and of no virtual environment inside it."""
+    """Whether `path` is part of a repository's code, not of a virtual environment inside it."""
     environments = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     return path.is_relative_to(repository) and not any(
         path.is_relative_to(each) and each.is_relative_to(repository) for each in environments
@@ -271,10 +271,10 @@ def _is_of_working_tree(path: Path, repository: Path) -> bool:
 
 
 def _require_own_scalejax(text: str, repository: Path) -> None:
-    """Refuse commits of scalejax where another scalejax would compile the working tree.
+    """Refuse commits of scalejax if another scalejax would compile the working tree.
 
     Raises:
-        ConfigError: if the repository is that of scalejax, and the one that runs is not in it.
+        ConfigError: if the repository is scalejax's, and the running scalejax is not in it.
     """
     running = Path(__file__).resolve().parents[2]
     if (repository / "scalejax" / "__init__.py").is_file() and running != repository:

@@ -1,6 +1,6 @@
-"""Explanation of a run: compiles its step, also with twice the batch, and explains both.
+"""Explanation of a run: compiles its step, and the step with twice the batch, and explains both.
 
-Knows neither compiler nor equations: those are `profile` and `explain`.
+Knows neither compiler nor equations: those are in `profile` and `explain`.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class ExplainedRun:
     program: Program
     """The compiled step."""
     shortage: str | None
-    """Memory advice, also the first of the explanation's notes; None if the step fits."""
+    """Memory advice, which is also the explanation's first note; None if the step fits."""
 
 
 def explain_run(
@@ -56,8 +56,7 @@ def explain_run(
 ) -> ExplainedRun:
     """Explanation of the predicted step time of `config` on `device_count` devices of `cluster`.
 
-    The effect of twice the batch is left out, with a note, where the data or the compiler refuse
-    it.
+    The effect of twice the batch is left out, with a note, if the data or the compiler refuse it.
 
     Args:
         config: the run.
@@ -69,7 +68,7 @@ def explain_run(
         on_progress: called as each of the two programs starts to compile, is done, or is cached.
 
     Raises:
-        ConfigError: if batch or layout do not divide.
+        ConfigError: if the batch or layout does not divide.
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
@@ -113,10 +112,11 @@ def with_memory_choices(
     facts: DatasetFacts | None = None,
     on_progress: OnProgress = no_display,
 ) -> ExplainedRun:
-    """`explained` with what each recompute and offload takes and saves; arguments as there.
+    """`explained` with what each recompute and offload costs and saves; arguments as in
+    `explain_run`.
 
-    Each is compiled, since the compiler decides what it recomputes by itself, and when it copies;
-    what a run cannot have, or cannot be costed, is left out.
+    Each is compiled, since the compiler recomputes more of its own accord and decides when to
+    copy. Choices that the run cannot have, or that cannot be costed, are left out.
     """
     jobs: dict[str, ProfileJob] = {}
     for field, value in _memory_changes(config):
@@ -135,7 +135,7 @@ def with_memory_choices(
 
 
 def _compiled(jobs: Mapping[str, ProfileJob], on_progress: OnProgress) -> dict[str, Program]:
-    """Programs of the jobs that the compiler takes: of all at once, or else one by one."""
+    """Programs of the jobs that compile, compiled together or, if one fails, one by one."""
     try:
         return dict(zip(jobs, profile_many(list(jobs.values()), on_progress), strict=True))
     except ProfileError:
@@ -147,7 +147,7 @@ def _compiled(jobs: Mapping[str, ProfileJob], on_progress: OnProgress) -> dict[s
 
 
 def _memory_changes(config: RunConfig) -> list[tuple[str, JsonValue]]:
-    """Each other recompute of the network, and whether optimizer state is offloaded."""
+    """Every other recompute of the network, and the other choice of offloading."""
     own = getattr(config.model, "remat", None)
     offload = "layout.optimizer_memory_host_offload"
     others = [] if own is None else [name for name in get_args(Remat) if name != own]

@@ -1,6 +1,6 @@
 """A file at a commit of its git repository, and a temporary checkout of that commit.
 
-Knows git and folders; nothing of runs.
+Knows git and folders, but nothing about runs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _OF_ANOTHER_REPOSITORY = frozenset(
         "GIT_PREFIX",
     )
 )
-"""Variables that git sets for its hooks, which may call scalejax from one."""
+"""Variables that git sets for its hooks, from which scalejax may be called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,14 @@ def committed_file(path: Path, revision: str) -> CommittedFile:
     """
     typed = f"{path}@{revision}"
     folder = path.parent.resolve()
-    while not folder.is_dir():  # the file may be of a folder that is not there any more
+    while not folder.is_dir():  # the file's folder may have been removed
         folder = folder.parent
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top.returncode:
         accepted = f"{str(folder)!r} is in the working tree of no git repository ({_said(top)})"
         raise ConfigError(refusal("run file", typed, accepted))
     repository = Path(top.stdout.rstrip("\n"))
-    # A revision that begins with "-" would be an option.
+    # A revision that begins with "-" would be read as an option.
     found = None
     if revision and not revision.startswith("-"):
         found = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -81,7 +81,7 @@ def committed_file(path: Path, revision: str) -> CommittedFile:
 def checked_out(file: CommittedFile) -> Iterator[Path]:
     """A folder with the files of the commit of `file`, removed at the end, also on Ctrl-C.
 
-    Runs no hooks of the repository.
+    Does not run the repository's hooks.
 
     Raises:
         ConfigError: if the commit cannot be checked out.
@@ -89,7 +89,7 @@ def checked_out(file: CommittedFile) -> Iterator[Path]:
     """
     with terminated_as_interrupted():
         outer = Path(tempfile.mkdtemp(prefix="scalejax-"))
-        folder = outer / f"{file.commit[:12]}-{outer.name}"  # git names its notes by the last part
+        folder = outer / f"{file.commit[:12]}-{outer.name}"  # git names its record after this
         try:
             add = ("worktree", "add", "--detach", "--quiet", str(folder), file.commit)
             done = _git(file.repository, "-c", f"core.hooksPath={os.devnull}", *add)
@@ -98,13 +98,13 @@ def checked_out(file: CommittedFile) -> Iterator[Path]:
                 raise ConfigError(refusal("commit", file.commit[:12], accepted))
             yield folder
         finally:
-            # Twice: one that was cut off while it was made is locked.
+            # --force twice: a worktree whose creation was interrupted is locked.
             _git(file.repository, "worktree", "remove", "--force", "--force", str(folder))
             shutil.rmtree(outer, ignore_errors=True)
 
 
 def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Result of a git command in `folder`, out of reach of Ctrl-C, which is the caller's.
+    """Result of a git command in `folder`, shielded from Ctrl-C, which the caller handles.
 
     Raises:
         ConfigError: if there is no git.

@@ -28,8 +28,8 @@ def _remedies(run: ResolvedRun) -> list[str]:
     split, layout = run.split, run.layout
     layers = getattr(run.config.model, "layers", layout.pipeline)
     is_open = {
-        # Parameters of layers that stages do not divide lie on all of them where the stages divide
-        # no other dimension either.
+        # If the stages divide neither the layers nor any other dimension of a parameter, every
+        # stage holds all of it.
         f"layout.pipeline that divides {layers} layers": layers % layout.pipeline > 0,
         "fewer samples per device": split.per_device_batch > 1,
         "fsdp": run.config.layout.mode == "jit" and layout.data > 1,

@@ -18,9 +18,9 @@ class FailuresMet:
     """Inputs of the failure model as observed in one run: means over the run."""
 
     failures: int
-    """Sessions after the first; each followed a failure, or an interruption."""
+    """Sessions after the first; each followed a failure or an interruption."""
     run_mtbf_seconds: float | None
-    """Time that the run was up after its start, over failures; None if there were none."""
+    """Time that the run was up after its start, over failures; None without failures."""
     down_seconds: float
     """Mean time from the last record of a session to the start of the next."""
     restart_seconds: float
@@ -38,10 +38,11 @@ class FailuresMet:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the run's time spent on steps that count by the failure model, 0..1.
+        """Fraction of the run's time spent on steps that count, by the failure model, 0..1.
 
-        A start, and then the intervals with their pauses, each repeated until it passes without a
-        failure. The start has no failures: a run that fails before it has begun leaves nothing.
+        A run is a start, and then the intervals with their pauses, each repeated until it passes
+        without a failure. The start has no failures: a run that fails before it has begun leaves no
+        record.
 
         Raises:
             ConfigError: if failures come so fast that such a run would never end.

@@ -1,6 +1,6 @@
 """What a whole run costs on each cluster and number of devices: days, dollars, energy, CO2.
 
-For each the best layout of a search for that number, its step compiled, with the global batch kept.
+Each row uses the best layout that a search finds for it, compiled, and the same global batch.
 """
 
 import math
@@ -62,17 +62,17 @@ from scalejax.simulator.transformer import Strategy
 from scalejax.xla import ProfileJob, has_cuda_compiler, profile_each
 
 _ASSUMED_TOKENS = 2**22
-"""Tokens of an update where none are kept of a published network: assumed, and said so."""
+"""Tokens of an update assumed, with a note, for a published network whose batch is not known."""
 _MOST = 1e18
-"""Tokens, epochs or updates of a run: more than any."""
+"""Upper limit on tokens, epochs or updates: more than any run has."""
 _TRIED = 3
-"""Fastest strategies of a search that are compiled until one fits; then those that need less."""
+"""How many of the fastest strategies are compiled until one fits, before leaner ones are tried."""
 _USUALLY_OFF = 0.05
-"""Part of a step by which closed forms are below what is compiled, of most layouts
-(experiments/closed_form): by more, the next best may be better."""
+"""Fraction by which the closed form of most layouts is at most below the compiled step
+(experiments/closed_form); if it is below by more, the next best may be faster."""
 _BEYOND = 1.05
-"""Memory that such a program is taken to need at least, over that of a device: so that the next one
-is leaner by as much."""
+"""Memory, over that of a device, that a program is assumed to need if the compiler runs out of
+memory on it, so that the next candidate is leaner by as much."""
 _DAY = 86_400.0
 
 
@@ -105,9 +105,9 @@ class CostRow:
     step_seconds: float | None = None
     """Time of an update, the median."""
     is_compiled: bool = False
-    """Whether that is of the compiled step; if not, of its closed form."""
+    """Whether that is the time of the compiled step, not of its closed form."""
     closed_form_seconds: float | None = None
-    """Time of an update by the closed form that the layout was found with."""
+    """Time of an update in the closed form with which the layout was found."""
     updates: int | None = None
     """Updates in the run."""
     run_seconds: float | None = None
@@ -155,16 +155,16 @@ class RunCost(Tabular):
     rows: tuple[CostRow, ...]
     """One row for each cluster and number of devices, in the order asked for."""
     soonest: int | None = None
-    """Position of the row with the least time; None where nothing fits."""
+    """Position of the row with the least time; None if nothing fits."""
     cheapest: int | None = None
-    """Position of the row with the least price; None where nothing is priced."""
+    """Position of the row with the least price; None if nothing is priced."""
     currency: str = "dollars"
-    """What prices are in: "dollars" of list prices, "cost" in the currency of one's own."""
+    """Unit of prices: "dollars" for list prices, "cost" for prices that were given."""
     notes: tuple[str, ...] = ()
     """Where the figures come from, and what is not in them."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The rows, with days and MWh beside the SI units."""
+        """The rows, with days and MWh in addition to SI units."""
         rows: list[dict[str, JsonValue]] = []
         for row in self.rows:
             joules = row.energy_joules
@@ -173,8 +173,8 @@ class RunCost(Tabular):
         return rows
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the rows, the soonest and the cheapest bold, and time over
-        devices."""
+        """What a notebook shows: the rows, with the soonest and the cheapest in bold, and a plot of
+        time over devices."""
         unit, size = unit_of_axis(max((row.run_seconds or 0.0 for row in self.rows), default=0.0))
         rows, lines = [], dict[str, list[tuple[float, float]]]()
         for row, full in zip(self.rows, self.to_rows(), strict=True):
@@ -232,10 +232,10 @@ class Work:
             require_at_most(name, getattr(self, name), _MOST)
 
     def updates_of_function(self, tokens_per_step: float | None) -> int:
-        """Updates in which a step of which only that is known trains so much.
+        """Updates that this much training takes with a function of `tokens_per_step`.
 
         Raises:
-            ConfigError: if it does not say how much.
+            ConfigError: if the number of updates does not follow from what is given.
         """
         require_above("tokens_per_step", tokens_per_step, 0)
         if self.steps is not None and tokens_per_step is None:
@@ -248,7 +248,7 @@ class Work:
         )
 
     def updates(self, config: RunConfig, facts: DatasetFacts, batch: int) -> int:
-        """Updates in which a run with that batch trains so much.
+        """Updates that this much training takes in a run with that batch.
 
         Raises:
             ConfigError: if tokens are given for a network that reads none.
@@ -272,7 +272,7 @@ class Work:
 
 
 def tokens_of(facts: DatasetFacts) -> int | None:
-    """Tokens of a sample; None if it is of something else."""
+    """Tokens of a sample; None if the data are not tokens."""
     return facts.input_shape[0] if len(facts.input_shape) == 1 == len(facts.target_shape) else None
 
 
@@ -282,16 +282,16 @@ class _Candidate:
 
     words: str
     run: ResolvedRun | None
-    """None where the trainer has no such run, so that only its closed form is known."""
+    """None if the trainer cannot run it, so that only its closed form is known."""
     closed_form: Prediction | None
-    """None where no search found it."""
+    """None if no search found it."""
     why: str | None = None
-    """Why the trainer has no such run."""
+    """Why the trainer cannot run it."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row that is being found."""
+    """A row whose layout is being chosen."""
 
     option: CostOption
     device_count: int
@@ -304,9 +304,9 @@ class _Row:
     refusals: list[str] = field(default_factory=list)
     """Why candidates do not fit, or do not compile."""
     leaner: Iterator[_Candidate] = field(default_factory=lambda: iter(()))
-    """Candidates that need less memory in closed form than all before, the fastest first."""
+    """Candidates that each need less memory in closed form than all before, the fastest first."""
     excess: float = 1.0
-    """Largest memory as compiled over that in closed form of a candidate that does not fit."""
+    """Largest ratio of compiled to closed-form memory among candidates that do not fit."""
     notes: list[str] = field(default_factory=list)
     """Why the chosen candidate was not compiled."""
 
@@ -320,7 +320,7 @@ class _Row:
             self.excess = max(self.excess, excess)
 
     def refuse_compiled(self, candidate: _Candidate, error: Exception) -> None:
-        """Note that the compiler has no memory for a candidate; how much it needs is not known."""
+        """Note that the compiler runs out of memory on a candidate, whose need stays unknown."""
         self.refusals.append(f"{candidate.words} does not compile: {_in_one_line(error)}")
         closed = candidate.closed_form
         if closed is not None:
@@ -328,8 +328,8 @@ class _Row:
             self.excess = max(self.excess, least)
 
     def take_leaner(self) -> None:
-        """Add the fastest of the leaner candidates that should fit as compiled, by how much those
-        before were off, or that of least memory."""
+        """Add the fastest leaner candidate that should fit once compiled, judging by how far
+        earlier closed forms were off; if none should, the one that needs least memory."""
         found = None
         for found in self.leaner:
             closed = found.closed_form
@@ -346,7 +346,8 @@ class _Row:
     def choose(
         self, candidate: _Candidate, compiled: Prediction | None, why: str | None = None
     ) -> None:
-        """Take a candidate: the fastest as compiled, or else the first, not compiled and why."""
+        """Take a candidate if it is the first, or faster as compiled than the chosen one; `why`
+        says why it was not compiled."""
         closed = candidate.closed_form
         if compiled is None and closed is not None and not closed.fits:
             self.refuse(candidate, closed)
@@ -360,8 +361,8 @@ class _Row:
             self.notes = [] if why is None else [f"{self.place}, not compiled: {why}"]
 
     def has_rival(self, place: int) -> bool:
-        """Whether the candidate at `place` is by its closed form faster than what is chosen is as
-        compiled, by more than closed forms are usually off."""
+        """Whether the closed form of the candidate at `place` is faster than the compiled step of
+        the chosen one by more than closed forms are usually off."""
         if not self.is_compiled or self.prediction is None or place >= len(self.candidates):
             return False
         rival = self.candidates[place]
@@ -377,10 +378,10 @@ class _Row:
 def published_decoder(
     name: str, overrides: Mapping[str, JsonValue] | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """The run of a published decoder at its published batch, and notes on where that is from.
+    """The run of a published decoder at its published batch, and notes on the batch's source.
 
     Raises:
-        ConfigError: if there is no such decoder, or as `published_run` does.
+        ConfigError: if there is no such decoder, or as in `published_run`.
     """
     require_decoder(name)
     preset, fields = PRESETS[name], dict(overrides or {})
@@ -404,7 +405,7 @@ def named_decoder(
     """The run of a published decoder, or of llama-like:N=SIZE, and notes on what was assumed.
 
     Raises:
-        ConfigError: as `published_decoder` and `like_llama` do.
+        ConfigError: as in `published_decoder` and `like_llama`.
     """
     if name.startswith(LIKE_LLAMA):
         return like_llama(name, overrides), []
@@ -415,11 +416,11 @@ def named_decoder(
 def published_tokens(
     name: str, *, tokens: float | None = None, epochs: float | None = None
 ) -> float:
-    """Tokens to train a decoder on that is known by its name: those given, or those published.
+    """Tokens to train a named decoder on: those given, or those published.
 
     Raises:
-        ConfigError: if epochs are given, as there are no data to pass over, or nothing is and none
-            are kept here.
+        ConfigError: if epochs are given, as there are no data to pass over, or if no tokens are
+            given and none are known.
     """
     if epochs is not None:
         accepted = f"{name} has no data of its own to pass over: give --tokens T, such as 300B"
@@ -449,11 +450,11 @@ def cost_run(
 ) -> tuple[RunCost, list[RunConfig | None]]:
     """What a run costs on each cluster and number of devices, and the run of each row.
 
-    The global batch is kept: that of the run, or what it is on the fewest devices. The run of a row
-    has its layout, and with random tokens as many of them as are trained on.
+    The global batch is the same in all rows: that of the run, or what it is on the fewest devices.
+    The run of a row has the row's layout and, if it reads random tokens, as many as it trains on.
 
     Args:
-        config: network, data, batch and optimizer; where the closed form knows the network, its
+        config: network, data, batch and optimizer; if the closed form knows the network, its
             layout, microbatches and remat are replaced by those found, else they are kept.
         options: clusters, each with its rates.
         device_counts: numbers of devices.
@@ -461,15 +462,15 @@ def cost_run(
         name: what the network is called; by default as in `config`.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
-        confirm: number of the best layouts of each search that are compiled, of which the fastest
-            is taken; 0 for the closed form of the best.
+        confirm: number of the best layouts of each search that are compiled; the fastest is taken.
+            0 for the closed form of the best.
         processes: see `search`.
         notes: further notes.
-        on_progress: called as the search for a row begins, and as it goes on.
+        on_progress: called as the search for a row begins, and as it proceeds.
         on_compiled: called for each compilation.
 
     Raises:
-        ConfigError: if nothing is to be costed, or the work is none of the network's.
+        ConfigError: if there is nothing to cost, or the work does not suit the network.
     """
     counts = list(dict.fromkeys(device_counts))
     if not counts or not options:
@@ -520,8 +521,8 @@ def cost_run(
 def cost_programs(
     programs: Sequence[Program], options: Sequence[CostOption], updates: int
 ) -> RunCost:
-    """What `updates` of a step that is compiled cost: the step of a function, whose layout and
-    batch are its own.
+    """What `updates` of a compiled step cost, such as that of a function, which brings its own
+    layout and batch.
 
     Args:
         programs: the step on each cluster and number of devices.
@@ -553,7 +554,7 @@ def cost_programs(
 
 
 def _clusters(options: Sequence[CostOption]) -> str:
-    """Names of the clusters, and what was replaced of them."""
+    """Names of the clusters, and what was replaced in them."""
     names = list(dict.fromkeys(option.cluster.name for option in options))
     return ", ".join([*names, *filter(None, [replaced_in_words(options[0].cluster)])])
 
@@ -601,7 +602,7 @@ def _is_at_list_price(option: CostOption) -> bool:
 
 
 def _has_list_price(option: CostOption) -> bool:
-    """Whether its price is known, and that of its file."""
+    """Whether its price is known, and is that of its file."""
     listed, price = option.cluster.price, option.rates.price_per_device_hour
     return listed is not None and price == listed.dollars_per_device_hour
 
@@ -619,7 +620,7 @@ def _search(
     most: int,
     on_progress: OnProgress,
 ) -> None:
-    """Find the best layouts of a row, so many at most, or why there are none."""
+    """Find the best layouts of a row, at most `most`, or why there are none."""
     cluster, site = row.option.cluster, row.option.site
     try:
         found = search_run(
@@ -680,10 +681,10 @@ def _lay_out(row: _Row, config: RunConfig, facts: DatasetFacts) -> None:
 def _compile(
     rows: Sequence[_Row], framework: Framework, confirm: int, on_compiled: OnProgress
 ) -> None:
-    """Choose a candidate of each row: the fastest of the first `confirm` as they are compiled, and
-    of those that might be faster; or the next that fits, then of those that need less memory; in
-    closed form where none is to be compiled or the compiler refuses it for another reason than
-    memory."""
+    """Choose a candidate for each row: the fastest, as compiled, of the first `confirm` and of
+    those that might be faster; if none fits, the next that does, then leaner ones. A candidate
+    stays in closed form if nothing is to be compiled, or if the compiler refuses it for a reason
+    other than memory."""
     begin, end = 0, confirm
     while tried := [row for row in rows if _is_open(row) or row.has_rival(begin)]:
         jobs: list[ProfileJob] = []
@@ -724,7 +725,7 @@ def _compile(
 
 
 def _of_refusals(refusals: Sequence[str]) -> str:
-    """Why no candidate is taken: of several that do not fit, the first and the last, leanest."""
+    """Why no candidate is taken: the first that does not fit and, if several, the last, leanest."""
     first, *rest = refusals
     if not rest:
         return f"nothing fits: {first}"
@@ -781,7 +782,8 @@ def _costed(row: _Row, updates: int) -> CostRow:
 
 
 def _run_of(row: _Row, updates: int, batch: int) -> RunConfig | None:
-    """The run of a row, whose random tokens are as many as it trains on in one epoch."""
+    """The run of a row; random tokens, if it reads them, are as many as it trains on, in one
+    epoch."""
     if row.prediction is None or row.chosen is None or row.chosen.run is None:
         return None
     config = row.chosen.run.config
@@ -801,7 +803,7 @@ def _in_words(config: RunConfig, facts: DatasetFacts, batch: int, updates: int) 
 
 
 def _of_rates(options: Sequence[CostOption]) -> Iterator[str]:
-    """Which price and power is whose, and what is unknown."""
+    """Notes on the sources of prices and power, and on what is unknown."""
     for option in options:
         cluster, rates = option.cluster, option.rates
         price, power = cluster.price, cluster.power
@@ -835,8 +837,8 @@ def _of_rates(options: Sequence[CostOption]) -> Iterator[str]:
 
 
 def _source(cluster: Cluster, field: str) -> str:
-    """Where a figure of a cluster is from, in parentheses: the command that says so of one in the
-    catalogue, whose sources are long."""
+    """Source of a figure of a cluster, in parentheses: for a cluster in the catalogue, whose
+    sources are long, the command that shows them."""
     source = cluster.sources.get(field)
     if cluster.name in cluster_names() and source == load_cluster(cluster.name).sources.get(field):
         return f" (source: scalejax hardware {cluster.name})"

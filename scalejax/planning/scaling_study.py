@@ -1,7 +1,7 @@
 """Scaling study: predictions of one run on many device counts, weak or strong, with ramp-up.
 
 Decides what is held fixed as devices are added, has each case compiled and costed, and compares
-the results. Knows neither compiler nor equations: those are `profile` and `predict`.
+the results. Knows neither compiler nor equations: those are in `profile` and `predict`.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def study(
         on_program: called with each compiled step, in rising order of devices.
 
     Raises:
-        ConfigError: if batch or layout do not divide for one of the numbers.
+        ConfigError: if the batch or layout does not divide for one of the numbers.
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
@@ -99,8 +99,8 @@ def predict_run(
     site: Site = NO_SITE,
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """Prediction of `epochs` epochs of `program`, with `notes`, and memory advice where it does
-    not fit.
+    """Prediction of `epochs` epochs of `program`, with `notes`, and memory advice if it does not
+    fit.
 
     Raises:
         DoesNotFit: if the cluster has fewer devices.
@@ -124,12 +124,12 @@ def resolve_all(
 ) -> list[ResolvedRun]:
     """The run on each number of devices, in rising order, with its batch scaled.
 
-    Weak scaling keeps the per-device batch, strong scaling the global batch. Where the config
-    gives the other of the two, it is turned into the one kept on the config's own layout, or,
-    where that leaves its data axis open, on the smallest number of devices.
+    Weak scaling keeps the per-device batch, strong scaling the global batch. If the config gives
+    the other of the two, it is converted on the config's own layout or, if that leaves its data
+    axis open, on the smallest number of devices.
 
     Raises:
-        ConfigError: if there is no number, or batch or layout do not divide for one of them.
+        ConfigError: if there is no number, or the batch or layout does not divide for one of them.
     """
     counts = sorted(set(device_counts))
     if not counts:
@@ -171,8 +171,8 @@ def ramp_study(
     """Predictions for each batch of `config` on each number of devices of `cluster`.
 
     The compiler runs once for each batch and number; several compile at a time. Arguments and
-    errors are those of `study`; `scaling` is of the first batch, and so of all, and progress and
-    programs are told in rising order of batch, then of devices.
+    errors are those of `study`; `scaling` applies to the first batch, and so to all, and progress
+    and programs are reported in rising order of batch, then of devices.
     """
     runs = resolve_all(config, device_counts, scaling, facts)
     phase_count = len(runs[0].phases)
@@ -207,7 +207,7 @@ def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
     """
     config = run.config
     optimizer = config.schedule.scaled_optimizer(config.optimizer, run.split.global_batch)
-    # A rule would scale by the batch of the phase again.
+    # A scaling rule would apply the batch of the phase a second time.
     schedule = config.schedule.at_batch(phase.split.global_batch)
     batch = replace(config.batch, ramp_epochs=(), ramp_scaling="none")
     config = replace(config, batch=batch, optimizer=optimizer, schedule=schedule)

@@ -1,11 +1,12 @@
 """Predictions of one decoder at every setting of a grid, for a page that has no simulator.
 
-Clusters, devices, batches, compute types, rates of the network and frameworks, each with its best
-layouts; nothing is interpolated. Layouts are looked for in closed form and in two rounds, over some
-hundreds of the tens of thousands that `search` goes through: first data or fsdp over all devices
-with each size of the other axes, then all of the best sizes. Of a framework with kernels of its own
-every entry is what `predict` says; of others the best of each setting are compiled, as `predict`
-does, and each program is costed at every rate of the network. Knows no page and no file.
+A setting is a cluster, devices, batch, compute type, rate of the network and framework, and has its
+own best layouts; nothing is interpolated. Layouts are searched in closed form and in two rounds,
+over some hundreds of the tens of thousands that `search` visits: first data or fsdp over all
+devices with each size of the other axes, then all layouts of the best sizes. For a framework with
+its own kernels, every entry is what `predict` says. For others the best layouts of each setting are
+compiled, as `predict` does, and each program is costed at every rate of the network. Knows no page
+and no file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,12 +47,12 @@ from scalejax.xla.closed_form import installed_compiler, shape_of
 from scalejax.xla.target import has_tpu_compiler
 
 _FAMILIES = 2
-"""Sizes of the axes but data and fsdp that the second round goes through."""
+"""Combinations of sizes of the axes other than data and fsdp that the second round visits."""
 _MICROBATCHES = 1, 4
-"""Samples of a device at once in the first round."""
+"""Samples that a device processes at once in the first round."""
 _MOST_TENSOR, _MOST_PIPELINE, _LEAST_TOKENS = 16, 32, 1024
-"""Bounds of both rounds: devices along tensor (and those of a node) and pipeline, and tokens of a
-sample that a device has at least where context is split."""
+"""Bounds of both rounds: most devices along tensor (a node is a bound too) and along pipeline, and
+least tokens of a sample on a device if context is split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the settings of a grid are made of: one of each."""
+    """Axes of a grid; a setting takes one value from each."""
 
     places: tuple[Place, ...]
     """Clusters, by different names."""
@@ -75,11 +76,11 @@ class Axes:
     global_batches: tuple[int, ...]
     """Samples per update, rising."""
     compute_dtypes: tuple[str, ...]
-    """Values of `model.compute_dtype`; layouts are looked for in the first."""
+    """Values of `model.compute_dtype`; layouts are searched with the first."""
     network_multiples: tuple[float, ...]
-    """Rates of the network between nodes over those of the cluster; layouts are looked for at 1."""
+    """Rates of the network between nodes over those of the cluster; layouts are searched at 1."""
     frameworks: tuple[str, ...]
-    """Full names of frameworks that train it; layouts are looked for as XLA runs them."""
+    """Full names of frameworks that train it; layouts are searched as XLA runs them."""
 
     def __post_init__(self) -> None:
         for name in ("device_counts", "global_batches"):
@@ -122,8 +123,8 @@ class Setting:
 
 
 Origin = Literal["compiled", "kernels", "closed_form"]
-"""Where a step is from: the compiled program; the closed form of a framework with kernels of its
-own, which is all that `predict` has of it; or the closed form of a step that was not compiled."""
+"""Origin of a step: the compiled program; the closed form of a framework with its own kernels,
+which `predict` uses too; or the closed form of a step that was not compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +134,15 @@ class LayoutEntry:
     strategy: Strategy
     """Parallelism, microbatches and recompute."""
     origin: Origin
-    """Where its step is from; "closed_form" is not what `predict` says."""
+    """Origin of its step; "closed_form" is not what `predict` says."""
     prediction: Prediction
     """The step, its memory and its band."""
     closed_form_seconds: float | None = None
-    """Time of a compiled step by its closed form; None of others."""
+    """Time of a compiled step in closed form; None for other origins."""
     state_bytes: int
-    """Of the peak memory: parameters, state of the optimizer and batch."""
+    """Part of the peak memory that holds parameters, optimizer state and the batch."""
     working_bytes: int
-    """Of the peak memory: activations, gradients and workspace."""
+    """Part of the peak memory that holds activations, gradients and workspace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,18 +154,18 @@ class SettingsGrid:
     tokens_per_sample: int
     """Tokens of a sample."""
     entries: dict[Setting, tuple[LayoutEntry, ...]]
-    """Layouts of each setting, the fastest that fits first and those that do not fit last; those
-    that `predict` would say otherwise after all others."""
+    """Layouts of each setting, the fastest that fits first and those that do not fit last; entries
+    of origin "closed_form" come after all others."""
     refused: dict[Setting, str]
-    """Why a setting has none."""
+    """Why a setting has no layout."""
     considered: int
     """Layouts that were costed to choose from."""
     why_not_compiled: Mapping[str, str] = field(default_factory=dict)
-    """By name of a cluster, why nothing was to be compiled for it."""
+    """Why nothing was to be compiled for a cluster, by its name."""
 
     @property
     def closed_form_errors(self) -> tuple[float, ...]:
-        """How far the closed form is off each compiled step, (closed - compiled) / compiled,
+        """Relative error of the closed form of each compiled step, (closed - compiled) / compiled,
         rising."""
         return tuple(
             sorted(
@@ -176,8 +177,8 @@ class SettingsGrid:
         )
 
     def start(self, global_batch: int | None) -> Setting:
-        """The setting to begin with: the first of each axis, with that batch and the cluster's own
-        network where there are such, on devices in the middle of those on which it fits."""
+        """The setting to begin with: the first value of each axis, with that batch and the
+        cluster's own network if possible, on a middle number of devices on which it fits."""
         axes = self.axes
         first = axes.compute_dtypes[0], axes.frameworks[0], axes.places[0].cluster.name
 
@@ -212,12 +213,12 @@ def settings_grid(
         config: network, data and optimizer; its layout, batch and remat are replaced.
         axes: clusters, devices and other values.
         facts: counts and shapes of its data; if None, they are read.
-        layouts: most layouts of a setting.
-        confirm: layouts of a setting that are compiled, the fastest in closed form; more only
-            until one fits. With 0 nothing is compiled.
-        processes: most processes.
-        on_progress: called now and then with the cases (cluster, devices and batch) that are done.
-        on_compiled: called with the programs that are compiled, of those that are to be.
+        layouts: maximum number of layouts of a setting.
+        confirm: number of layouts of a setting, the fastest in closed form, that are compiled;
+            more only until one fits. With 0 nothing is compiled.
+        processes: maximum number of processes.
+        on_progress: called with the number of cases (cluster, devices and batch) that are done.
+        on_compiled: called with the number of programs that are compiled, and of all that must be.
 
     Raises:
         ConfigError: if the network is not known in closed form.
@@ -228,7 +229,7 @@ def settings_grid(
     require_at_least("confirm", confirm, 0)
     require_at_least("processes", processes, 1)
     tokens = fitting_facts(config, facts).input_shape[0]
-    shape_of(config, axes.places[0].cluster.chip, facts)  # refuses what it does not know
+    shape_of(config, axes.places[0].cluster.chip, facts)  # refuses networks it does not know
     cases = axes.cases
     costs = _CaseCosts(config, axes, facts, layouts)
     found: dict[int, _CaseAnswer] = {}
@@ -262,7 +263,7 @@ def settings_grid(
 
 @dataclass(frozen=True, slots=True)
 class _CaseAnswer:
-    """Settings of one cluster, number of devices and batch."""
+    """Layouts of all settings with one cluster, number of devices and batch."""
 
     entries: dict[Setting, tuple[LayoutEntry, ...]]
     refused: dict[Setting, str]
@@ -351,7 +352,7 @@ class _CaseCosts:
         return _CaseAnswer(entries, refused, considered)
 
     def _chosen(self, index: int, count: int, batch: int) -> tuple[list[Strategy], int]:
-        """Strategies of a case, and the number that was costed; where none fits, the one that needs
+        """Strategies of a case, and the number that was costed; if none fits, the one that needs
         least memory."""
         place, config = self._axes.places[index], self._config
         if index not in self._costs:
@@ -389,8 +390,8 @@ class _CaseCosts:
 
 
 def with_network(cluster: Cluster, multiple: float) -> Cluster | None:
-    """`cluster` with so many times the rate of its network between nodes; None if it has none, and
-    the multiple is not 1."""
+    """`cluster` with the rate of its network between nodes times `multiple`; None if it has no
+    network and the multiple is not 1."""
     if multiple == 1:
         return cluster
     if cluster.network is None:
@@ -419,13 +420,13 @@ def _with_few_chunks(group: Group) -> Group:
 
 
 def _cannot(group: Group, shape: TransformerShape) -> bool:
-    """Whether tokens do not divide over tensor, and so cannot be sharded between layers."""
+    """Whether the tokens cannot be sharded between layers, as they do not divide over tensor."""
     layout = group.split.layout
     return shape.tokens % (layout.context * layout.tensor) != 0
 
 
 def _is_coarse(group: Group) -> bool:
-    """Whether a group is of the first round."""
+    """Whether a group belongs to the first round."""
     layout = group.split.layout
     return (
         min(layout.data, layout.fsdp) == 1
@@ -435,8 +436,8 @@ def _is_coarse(group: Group) -> bool:
 
 
 def _diverse(found: Sequence[Candidate], most: int) -> list[Strategy]:
-    """Of candidates, the fastest first: the fastest, that of each family, and of the others those
-    that need less memory than all faster ones."""
+    """At most `most` strategies of the candidates, which are sorted by time: the fastest of each
+    family, then those that need less memory than all faster ones, then the rest."""
     ranked = deduplicated(found)
     of_family: dict[object, Candidate] = {}
     for each in ranked:
@@ -476,9 +477,9 @@ class _Compilation:
         wanted: int,
     ) -> dict[str, str]:
         """Compile the first `wanted` of the closed forms of each setting, and cost them at every
-        rate of the network; then one after another where none of them fits; those that the compiler
-        refuses are taken out. Returns why nothing was to be compiled, by name of the clusters of
-        which that is so."""
+        rate of the network; where none fits, compile further ones, one at a time. Those that the
+        compiler refuses are removed. Returns why nothing was to be compiled, by name of each
+        cluster for which that is so."""
         places = {place.cluster.name: place for place in self._axes.places}
         families: dict[Setting, list[Setting]] = {}
         whys: dict[str, str] = {}
@@ -489,7 +490,7 @@ class _Compilation:
             if (missing := _missing_compiler(places[setting.cluster].cluster.chip)) is not None:
                 whys[setting.cluster] = f"no compiler for {missing} is installed"
                 continue
-            # A program is the same at every rate of the network; which is the fastest is not.
+            # The rate of the network changes which program is fastest, not the programs.
             families.setdefault(replace(setting, network_multiple=1), []).append(setting)
         last: dict[Setting, str] = {}
         while families:
@@ -539,7 +540,7 @@ class _Compilation:
             config = with_fields(self._config, {"model.compute_dtype": setting.compute_dtype})
             try:
                 run = run_of(config, strategy, self._facts)
-            except ConfigError as error:  # scalejax trains no such run
+            except ConfigError as error:  # scalejax cannot train this run
                 answers.append(error)
                 continue
             answers.append(None)
@@ -566,15 +567,15 @@ def _lacks_one(entries: Sequence[LayoutEntry]) -> bool:
 
 
 def _missing_compiler(chip: Chip) -> str | None:
-    """The devices whose compiler `chip` needs and this machine lacks; that of a CPU says too much
-    time of them."""
+    """The kind of devices whose compiler `chip` needs and this machine lacks; the CPU's compiler
+    would predict too long a time for them."""
     if chip.cuda is not None and not has_cuda_compiler():
         return "GPUs"
     return "TPUs" if chip.tpu is not None and not has_tpu_compiler() else None
 
 
 def _in_order(entries: Sequence[LayoutEntry]) -> tuple[LayoutEntry, ...]:
-    """Those that `predict` says first, and of each the fastest that fits first."""
+    """Entries in order: what `predict` says first, and within that the fastest that fits first."""
     return tuple(
         sorted(
             entries,

@@ -1,7 +1,7 @@
 """Samples that a network needs to reach its target, as a function of the global batch.
 
-In order: `Point` is what was measured; `read_data`, `read_run` and `published_data` read points
-from files and folders; `fit` draws the hyperbola through them.
+`Point` is a measurement; `read_data`, `read_run` and `published_data` read points from files and
+folders; `fit` fits the hyperbola to them.
 Arithmetic on plain data; knows no clock, no device and no JAX.
 """
 

@@ -2,9 +2,9 @@
 
     E(B) = E_min (1 + B / B_crit),   S(B) = E(B) / B = S_min (1 + B_crit / B)
 
-which is (S / S_min - 1) (E / E_min - 1) = 1: below the critical batch B_crit samples stay the
-same, above it steps do. The curve has one parameter beside its height, the share phi of samples at
-a reference batch R that is there because the batch is large:
+which is (S / S_min - 1) (E / E_min - 1) = 1: below the critical batch B_crit samples stay about the
+same, above it steps do. Besides its height the curve has one parameter: the share phi of the
+samples at a reference batch R that are needed because the batch is large:
 
     E(B) = E(R) (1 - phi + phi B / R),   phi = R / (R + B_crit), 0 to 1.
 
@@ -28,19 +28,19 @@ from scalejax.planning.convergence.points import Point
 Floats = NDArray[np.float64]
 
 SCATTER = 0.05
-"""Scale of the half-Cauchy prior of how far points lie from their hyperbola, over it: a few per
-cent where hyperparameters are tuned at each batch, which experiments/convergence_fit measures on
-published points. The form of the prior is that of Gelman 2006, Bayesian Analysis 1(3)."""
+"""Scale of the half-Cauchy prior of the relative distance of points from their hyperbola: a few per
+cent if hyperparameters are tuned at each batch, as experiments/convergence_fit measures on
+published points. The form of the prior follows Gelman 2006, Bayesian Analysis 1(3)."""
 NOISE_SCALE_DEVIATION = math.log(2)
 """Standard deviation of ln(B_crit / noise scale): the two agree to about a factor of 2
 (McCandlish et al. 2018, arXiv 1812.06162, section 3 and figure 4)."""
 AVERAGED_DEVIATION = math.log(5.6)
-"""Upward standard deviation of ln(B_crit / noise scale) for other optimizers than plain SGD: the
+"""Upward standard deviation of ln(B_crit / noise scale) for optimizers other than plain SGD: the
 root mean square over Nesterov, Adam, LAMB and LARS, whose critical batches were 4.0, 5.8, 4.8 and
 8.0 times the noise scale of SGD on Fashion-MNIST (experiments/critical_batch, one network)."""
 _SHARES, _SCATTERS = 160, 48  # cells of the grid
 _LEAST_SCATTER, _MOST_SCATTER = 1e-4, 1.0
-_NEGLIGIBLE = 1e-9  # probability beside the largest
+_NEGLIGIBLE = 1e-9  # probability relative to the largest
 _REFINEMENTS = 6
 _TAIL = 9.0  # standard deviations beyond which a normal distribution is negligible
 
@@ -65,7 +65,7 @@ class Estimate:
 class Hyperbola:
     """Posterior over hyperbolas: a grid of them, each with its weight. Made by `fit`.
 
-    A row for each pair of a share phi and a scatter; a column for each recipe.
+    Arrays have a row for each pair of a share phi and a scatter, and a column for each recipe.
     """
 
     points: tuple[Point, ...]
@@ -96,7 +96,7 @@ class Hyperbola:
             global_batch: samples per update over all devices.
             recipe: which recipe; if None or not among the points, that of the point whose batch
                 is nearest, as recipes are tuned for a range of batches.
-            run_count: runs of which the mean is wanted.
+            run_count: number of runs whose mean is estimated.
         """
         require_at_least("global_batch", global_batch, 1)
         require_at_least("run_count", run_count, 1)
@@ -141,18 +141,18 @@ def fit(
 ) -> Hyperbola:
     """Posterior over hyperbolas through `points`.
 
-    Bayes' rule on a grid of (phi, scatter), the height of each recipe being normal where those
-    two are given. Points are weighted by 1 / (scatter^2 + standard error^2), so that neither
-    many runs of one batch nor a point of few outvote the rest. Without a noise scale all phi are
-    as likely beforehand: a single point then says that samples at other batches lie between the
-    same number of samples and the same number of steps. The curve never falls, and samples at
-    the least batch never fall below E_min, whatever the scatter.
+    Bayes' rule on a grid of (phi, scatter); given those two, the height of each recipe is normal.
+    Points are weighted by 1 / (scatter^2 + standard error^2), so that neither many runs of one
+    batch nor a point of few runs outvotes the rest. Without a noise scale the prior of phi is
+    uniform: a single point then says that other batches need between the same number of samples
+    and the same number of steps. The curve never falls, and samples at the smallest batch never
+    fall below E_min, whatever the scatter.
 
     Args:
         points: at least one; samples and batches.
         noise_scale: an estimate of the critical batch from gradients, good to a factor of about 2.
-        is_plain_sgd: whether each update is along one gradient. Where it is not, the critical
-            batch may be farther above the noise scale (`AVERAGED_DEVIATION`).
+        is_plain_sgd: whether each update follows a single gradient. If not, the critical batch may
+            be farther above the noise scale (`AVERAGED_DEVIATION`).
 
     Raises:
         ConfigError: if there is no point.
@@ -168,7 +168,7 @@ def fit(
             return np.zeros_like(phi)
         off = np.log(reference * (1 - phi) / phi / noise_scale)
         off /= np.where(off > 0, above, NOISE_SCALE_DEVIATION)
-        # ln B_crit is normal, in two halves; the last term is its slope over phi.
+        # ln B_crit is normal with two half-widths; the last term is the Jacobian to phi.
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
     edges = np.linspace(0.0, 1.0, _SHARES + 1)
@@ -188,21 +188,21 @@ def _posterior(
 ) -> Hyperbola:
     """Posterior on the grid of shares midway between `edges`, and of scatters.
 
-    Runs that all reached the target at the same evaluation have a deviation of 0, though it is
-    only hidden between two evaluations: `deviation`, that of the other points, is used.
+    Runs that all reached the target at the same evaluation show a deviation of 0, but only because
+    evaluations are rare: `deviation`, that of the other points, is used instead.
     """
     recipes = tuple(dict.fromkeys(point.recipe for point in points))
     scatters = np.geomspace(_LEAST_SCATTER, _MOST_SCATTER, _SCATTERS)
     phi = np.repeat((edges[:-1] + edges[1:]) / 2, _SCATTERS)
     tau = np.tile(scatters, _SHARES)
-    # A cell of the grid is as wide as its edges are apart, and even in the logarithm of tau.
+    # The width of a cell: the distance between its edges, and constant in the logarithm of tau.
     chance = np.repeat(np.log(np.diff(edges)), _SCATTERS) + np.log(tau)
     chance += log_prior(phi) - np.log1p((tau / SCATTER) ** 2)
     levels = np.empty((phi.size, len(recipes)))
     variances = np.empty_like(levels)
     for column, recipe in enumerate(recipes):
         mine = [point for point in points if point.recipe == recipe]
-        # The relative standard error of the mean of each point's runs.
+        # Relative standard error of the mean of each point's runs.
         errors = np.array([(p.run_deviation or deviation) / math.sqrt(p.run_count) for p in mine])
         weights = 1 / (tau[:, None] ** 2 + errors**2)
         ratios = np.array([point.global_batch / reference for point in mine])

@@ -2,17 +2,17 @@
 
     L = E + A N^-a S^s + sum over k of C_k lr^p_k B^q_k N^u_k D^v_k S^w_k
 
-Every term is a power law, so that L is convex in the logarithms: at given N and D there is one best
-batch and rate, and beyond the data each term goes on as it went. N are the parameters without
-embeddings (experts included), S = experts over experts of a token (1 where dense), D the tokens, B
-the tokens of an update. The first two terms are those of Hoffmann et al. 2022, arXiv 2203.15556,
-equation 2; those of the sum, as they come out of the fit, are the tokens that are missing (with the
-rate as their exchange), the noise of small batches, the heat of high rates, and updates that are
-too few. Which batch and rate are best says a `Valley`, fitted to runs near the best of their size
-and tokens alone: far from it the sum is not as steep as the runs are, and would move the best rate
-to make up for that. Whether a run diverges is a logistic regression on the same logarithms.
+Every term is a power law, so L is convex in the logarithms: at given N and D there is one best
+batch and rate, and each term extrapolates beyond the data as it is. N is the number of parameters
+without embeddings (experts included), S = experts over experts of a token (1 where dense), D the
+tokens, B the tokens of an update. The first two terms are those of Hoffmann et al. 2022, arXiv
+2203.15556, equation 2. The terms of the sum, as they come out of the fit, are missing tokens (which
+the rate trades off), the noise of small batches, the heat of high rates, and too few updates. The
+best batch and rate come from a `Valley`, fitted only to runs near the best of their size and
+tokens: far from the best the sum is less steep than the runs are, and would shift the best rate to
+compensate. Whether a run diverges is a logistic regression on the same logarithms.
 
-Arithmetic alone: what the constants are, `experiments/loss_model` finds.
+Arithmetic alone: `experiments/loss_model` finds the constants.
 """
 
 import math
@@ -35,52 +35,52 @@ Floats = NDArray[np.float64]
 
 _PUBLISHED = Path(__file__).parent / "published" / "loss_surface.json"
 _ORIGIN = np.log([2e-3, 524288.0, 4e8, 2e10, 1.0])
-"""Logarithms of (rate, batch in tokens, parameters, tokens, sparsity) that constants are at."""
+"""Logarithms of (rate, batch in tokens, parameters, tokens, sparsity) at which constants hold."""
 _COLUMNS = ("learning_rate", "batch_tokens", "parameters", "tokens", "sparsity")
 _START = np.array(
     [
         # ln C, then exponents of rate, batch, parameters, tokens, sparsity
-        [-1.5, -0.2, 0.1, 0.0, -0.3, 0.0],  # tokens that are missing
+        [-1.5, -0.2, 0.1, 0.0, -0.3, 0.0],  # missing tokens
         [-3.5, 0.4, -0.7, 0.3, 0.0, 0.0],  # noise of small batches
         [-4.0, 1.0, 0.0, 0.7, -0.3, 0.0],  # heat of high rates
-        [-4.0, -0.3, 0.7, 0.0, -0.7, 0.0],  # updates that are too few
+        [-4.0, -0.3, 0.7, 0.0, -0.7, 0.0],  # too few updates
     ]
 )
 _START_BASE = np.array([1.3, -0.3, 0.25, 0.05])  # E, ln A, a, s
 _PRIOR = 0.05
-"""Weight of the start in a fit: a constant that the runs say nothing of stays there."""
+"""Weight of the start in a fit: a constant that the runs do not determine stays there."""
 _EXPONENT_DEVIATION, _COEFFICIENT_DEVIATION = 0.05, 1.0
-"""How far exponents, and logarithms of coefficients, of another corpus are taken to be from those
-of a known one: assumed."""
+"""Assumed deviations of the exponents, and of the logarithms of the coefficients, of another corpus
+from those of a known one."""
 _TOLERANCE = 0.02
-"""Mean error of the largest runs up to which a ladder is said to have foretold them."""
+"""Mean error of the largest runs up to which a ladder counts as having foretold them."""
 _LEAST_RUNGS = 3
 _SCATTER = 0.004
 """Scale of a run's ln loss about its surface in a fit, beyond which the loss function is linear."""
 DIVERGED = 1.2
-"""Loss over the least of runs of equal size and tokens, above which a run counts as diverged: of
-1,360 published runs four lie between 1.15 and 2."""
+"""Loss, over the least of runs of equal size and tokens, above which a run counts as diverged: four
+of 1,360 published runs lie between 1.15 and 2."""
 DIVERGES_ABOVE = 0.1
-"""Probability of divergence above which a run is told to diverge: the share of the published dense
-runs that did, so that the two errors are about as likely."""
+"""Probability of divergence above which a run is said to diverge: the share of the published dense
+runs that did, so that the two errors are about equally likely."""
 NEAR = 0.006
-"""Of the fit of a valley: standard deviation of the normal weights over the loss beside the least
-of a cell. Chosen by sizes left out within those that remain
+"""Width of the normal weights in the fit of a valley, over the loss relative to the least of a
+cell. Chosen by sizes left out within those that remain
 (`experiments/loss_model/fit.py`)."""
 _LEAST_WEIGHT = 1e-3
-"""Weight below which a run is none of a valley's."""
+"""Weight below which a run is left out of the fit of a valley."""
 _NOISE = 0.0015
 """Scale of a run's ln loss about its valley in a fit, beyond which the loss function is linear:
-0.08 to 0.18 % in each of the published cells (the same)."""
+0.08 to 0.18 % in each of the published cells (same source)."""
 AGREED = 0.005
 """Loss of the sum at the valley's best over the sum's least, less one, up to which the valley alone
-says the best batch and rate: 0.30 % at most in the published cells."""
+decides the best batch and rate: 0.30 % at most in the published cells."""
 VALLEY_DEVIATION = 0.3
-"""Of a fit of a valley: how far its exponents are taken to be from those of `_START_VALLEY`."""
+"""Assumed deviation of the exponents of a valley from those of `_START_VALLEY` in a fit."""
 _START_VALLEY = np.array(
     [
         *(0.0, -0.5, 0.25, 0.0),  # ln of the best rate at the origin, exponents of N, D, S
-        *(0.0, 0.0, 0.5, 0.0),  # of the best batch
+        *(0.0, 0.0, 0.5, 0.0),  # the same for the best batch
         *(-4.6, 0.0, 0.0),  # ln of the curvature over the rate at the origin, exponents of N, D
         *(-4.6, 0.0, 0.0),  # over the batch
         0.0,  # inverse hyperbolic tangent of the correlation
@@ -90,21 +90,21 @@ _VALLEY_PARTS = np.cumsum([4, 4, 3, 3])
 _VALLEY_COEFFICIENTS = [0, 4, 8, 11, 14]
 _MOST_CORRELATION = 0.999
 FITTED = 1.1
-"""Loss over the least of runs of equal size and tokens, up to which a run is fitted."""
+"""Loss, over the least of runs of equal size and tokens, up to which a run is fitted."""
 _Z90 = 1.2815515655446004
 _LEAST_TOKENS, _MOST_TOKENS = 1e7, 1e18
-"""Between which tokens to a loss are looked for."""
+"""Range in which the tokens to a loss are searched."""
 _SCALES = 0.3, 3.0
-"""Of an anchor: nats per token of other tokenizers and texts differ by less."""
+"""Range of the scale of an anchor: nats per token differ by less between tokenizers and texts."""
 _ROUNDING = 1 + 1e-9
 _NEARLY = 1.05
-"""Factor up to which a size counts as that of the nearest run."""
+"""Factor up to which a size counts as equal to that of the nearest run."""
 _STEPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageRun:
-    """A pretraining run of a decoder, by what its final loss depends on."""
+    """A pretraining run of a decoder: the quantities that its final loss depends on."""
 
     parameters: float
     """Parameters without embeddings, all experts included."""
@@ -126,7 +126,7 @@ class LanguageRun:
 
     @property
     def cell(self) -> tuple[float, float, float]:
-        """What runs share that differ in batch and rate alone."""
+        """Key shared by runs that differ only in batch and rate."""
         return self.parameters, self.sparsity, self.tokens
 
 
@@ -144,33 +144,34 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Valley:
-    """Where loss is least over batch and rate, and how it rises beside that:
+    """Where loss is least over batch and rate, and how it rises away from there:
 
         ln L = ln L_least + (k_lr x^2 + 2 r sqrt(k_lr k_B) x y + k_B y^2) / 2
 
     x and y are ln lr and ln B less those of the best; ln lr_best, ln B_best, ln k_lr and ln k_B are
-    linear in ln N and ln D (and ln S, the best two) about `_ORIGIN`. L_least is not of the valley.
+    linear in ln N and ln D (the first two in ln S too) about `_ORIGIN`. The valley does not include
+    L_least.
     """
 
     rate: tuple[float, ...]
-    """ln of the best rate over that of the origin there, exponents of parameters, tokens and
+    """ln of the best rate at the origin over the origin's, then exponents of parameters, tokens and
     sparsity."""
     batch: tuple[float, ...]
-    """The same of the best batch."""
+    """The same for the best batch."""
     rate_curvature: tuple[float, ...]
     """ln of the curvature of ln loss over ln rate, exponents of parameters and tokens."""
     batch_curvature: tuple[float, ...]
     """The same over ln batch."""
     correlation: float
-    """r, above -1 and below 1; negative where the best rate rises with the batch."""
+    """r, above -1 and below 1; negative if the best rate rises with the batch."""
 
     def rise(self, run: LanguageRun) -> float:
         """ln loss of `run` above that of the best batch and rate of its size and tokens."""
         return float(_rises(_valley_vector(self), _logarithms([run]))[0])
 
     def least(self, sizes: Sequence[float], batch_tokens: float | None) -> tuple[float, float]:
-        """Rate and batch of least loss at (parameters, tokens, sparsity) and, if it is given, that
-        batch."""
+        """Rate and batch of least loss at (parameters, tokens, sparsity), and at that batch if it
+        is given."""
         n, d, s = np.log(sizes) - _ORIGIN[2:]
         log_rate = float(np.dot(self.rate, (1, n, d, s)) + _ORIGIN[0])
         log_batch = float(np.dot(self.batch, (1, n, d, s)) + _ORIGIN[1])
@@ -188,10 +189,10 @@ class Surface:
     base: tuple[float, ...]
     """E, ln A, a, s."""
     terms: tuple[tuple[float, ...], ...]
-    """Of each term of the sum ln C and its exponents."""
+    """ln C and the exponents of each term of the sum."""
     valley: Valley | None = None
-    """Where the best batch and rate are; where the sum of `terms` is least, if None, and where the
-    two disagree."""
+    """Where the best batch and rate are; if None, or if the two disagree, they are where the sum of
+    `terms` is least."""
 
     def loss(self, run: LanguageRun) -> float:
         """Final loss of `run`, if it does not diverge."""
@@ -207,12 +208,12 @@ class Surface:
     ) -> Optimum:
         """The best rate, and the best batch unless it is given.
 
-        Where the sum of `terms` has much more loss at the valley's best than at its own, the two
-        disagree, and rate and batch go over to those of the sum (`AGREED`): of a convex sum, the
-        loss is 0.67 % above its least at most.
+        If the sum of `terms` has a much higher loss at the valley's best than at its own, the two
+        disagree, and rate and batch shift to those of the sum (`AGREED`): as the sum is convex, the
+        loss is at most 0.67 % above its least.
 
-        A given batch is no best one: the more its least loss is above that of the best batch, the
-        more its rate is that of `terms`, by the weight that such a run had in the fit of `valley`.
+        The more the least loss at a given batch is above that of the best batch, the more its rate
+        is that of `terms`, by the weight that such a run had in the fit of `valley`.
         """
         sizes = [parameters, tokens, sparsity]
         if self.valley is None:
@@ -237,7 +238,7 @@ class Surface:
         return self._at(*self.valley.least(sizes, None), sizes).loss / least.loss - 1
 
     def _free(self, valley: Valley, sizes: Sequence[float]) -> tuple[float, Optimum]:
-        """The valley's share of the best batch and rate, 0..1, and those."""
+        """The valley's share in the best batch and rate, 0..1, and the optimum."""
         beyond = self.disagreement(*sizes) - AGREED
         there = valley.least(sizes, None)
         if beyond <= 0:
@@ -260,7 +261,7 @@ class Surface:
         return Optimum(batch_tokens=batch, learning_rate=rate, loss=self.loss(run))
 
     def least_loss(self, parameters: float, sparsity: float = 1.0) -> float:
-        """Loss that no number of tokens goes below: the first two terms."""
+        """Loss below which no number of tokens goes: the first two terms."""
         floor, log_a, a, s = self.base
         log_n = math.log(parameters) - _ORIGIN[2]
         return floor + math.exp(log_a - a * log_n + s * math.log(sparsity))
@@ -280,7 +281,7 @@ class Surface:
             best = self.best(parameters, math.exp(log_tokens), sparsity, batch_tokens=batch_tokens)
             return best.loss - loss
 
-        # Beyond the least of the curve more tokens only pile up noise: look no further.
+        # Beyond the minimum of the curve more tokens only add noise: look no further.
         logs = np.linspace(math.log(_LEAST_TOKENS), math.log(_MOST_TOKENS), 60)
         low = float(logs[0])
         for high in logs[1:]:
@@ -295,27 +296,27 @@ class Surface:
 @serialization.document("loss_model")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossModel:
-    """A surface with what its runs leave open."""
+    """A surface and its uncertainty."""
 
     name: str
-    """What its runs are."""
+    """Name of its runs."""
     surface: Surface
     """Fitted to all runs."""
     cells: tuple[tuple[float, float, float], ...]
-    """Parameters, sparsity and tokens that its runs have."""
+    """Parameters, sparsity and tokens of its runs."""
     left_out: tuple[Surface, ...]
-    """Fitted without the runs of each of the cells: their spread is the jackknife's (Efron &
-    Tibshirani 1993, chapter 11)."""
+    """Surfaces fitted without the runs of each of the cells: their spread is the jackknife's (Efron
+    & Tibshirani 1993, chapter 11)."""
     divergence: tuple[float, ...]
-    """Logistic regression of divergence: a constant and a slope for each logarithm; empty where no
-    run diverged."""
+    """Logistic regression of divergence: a constant and a slope for each logarithm; empty if no run
+    diverged."""
     deviation: float
     """Standard deviation of ln loss of runs whose size and tokens were left out."""
     deviation_beyond: float
     """Further standard deviation of ln loss for each factor e beyond the runs in parameters, tokens
-    or sparsity, as largest sizes and numbers of tokens left out had."""
+    or sparsity, measured by leaving out the largest sizes and numbers of tokens."""
     batches: tuple[float, float] | None = None
-    """Least and most tokens of an update that its runs have; None if it holds at any."""
+    """Least and most tokens of an update in its runs; None if it holds at any."""
     optimizer: str = "adamw"
     """Name of the optimizer of its runs."""
     scale: float = 1.0
@@ -325,10 +326,10 @@ class LossModel:
     anchored_beyond: tuple[str, ...] = ()
     """Where its anchor lies beyond its runs, in words."""
     context: tuple[str, ...] = ()
-    """What holds of all its runs: corpus, optimizer, schedule."""
+    """What all its runs have in common: corpus, optimizer, schedule."""
     shown: dict[str, float] = field(default_factory=dict)
-    """How many times as many parameters and tokens as the smaller runs had it was shown to hold, by
-    name, and so how far beyond its runs it is used; empty where there is no such limit."""
+    """Factor beyond the smaller runs, in parameters and tokens by name, up to which it was shown to
+    hold, and so up to which it is used beyond its runs; empty without such a limit."""
 
     def loss(self, run: LanguageRun) -> Estimate:
         """Final loss of `run`, if it does not diverge."""
@@ -358,9 +359,9 @@ class LossModel:
         *,
         batch_tokens: float | None = None,
     ) -> Estimate:
-        """Tokens until `loss`: the band is that of the loss, carried over to tokens.
+        """Tokens until `loss`, with the band of the loss converted to tokens.
 
-        Infinite percentiles are those that no number of tokens reaches.
+        A percentile that no number of tokens reaches is infinite.
 
         Raises:
             ConfigError: if the median does not reach it.
@@ -398,15 +399,15 @@ class LossModel:
         return Estimate(p10=early, p50=middle, p90=late)
 
     def without(self, cell: tuple[float, float, float]) -> "LossModel":
-        """The model whose surface was fitted without the runs of `cell`; itself where it has
-        none."""
+        """The model with the surface that was fitted without the runs of `cell`; itself if it has
+        no such runs."""
         if cell not in self.cells:
             return self
         return replace(self, surface=self.left_out[self.cells.index(cell)])
 
     def ranges_of(self, sparsity: float) -> dict[str, tuple[float, float]]:
-        """Least and most of its runs, by what it is: of dense runs for a dense one, and of those
-        with experts for one with experts, where it has any."""
+        """Ranges of parameters, sparsity and tokens of its runs: of its dense runs if `sparsity` is
+        that of a dense network, else of those with experts; of all if it has none of the kind."""
         same = [cell for cell in self.cells if (cell[1] > 1) == (sparsity > 1)] or self.cells
         columns = zip(("parameters", "sparsity", "tokens"), zip(*same, strict=True), strict=True)
         return {what: (min(values), max(values)) for what, values in columns}
@@ -418,10 +419,10 @@ class LossModel:
         return float(expit(_with_constant(_logarithms([run])) @ np.array(self.divergence))[0])
 
     def require_shown(self, parameters: float, tokens: float, sparsity: float = 1.0) -> None:
-        """Refuse to go beyond the runs by more than was `shown`.
+        """Refuse parameters or tokens beyond the runs by more than was `shown`.
 
         Raises:
-            ConfigError: if it would.
+            ConfigError: if they are.
         """
         ranges = self.ranges_of(sparsity)
         for name, value in (("parameters", parameters), ("tokens", tokens)):
@@ -444,8 +445,8 @@ class LossModel:
         *,
         batch_tokens: float | None = None,
     ) -> tuple[str, ...]:
-        """Where such a run lies beyond those that the surface was fitted to, in words; without a
-        batch, at any of theirs."""
+        """Where such a run lies beyond those that the surface was fitted to, in words; without
+        `batch_tokens`, its batch is not checked."""
         found = []
         values = {"parameters": parameters, "tokens": tokens, "sparsity": sparsity}
         ranges = self.ranges_of(sparsity)
@@ -460,12 +461,12 @@ class LossModel:
         return tuple(found)
 
     def batch_factor(self, batch_tokens: float) -> float:
-        """How many times beyond the batches of its runs one is, on either side; 1 within them."""
+        """Factor by which a batch is beyond those of its runs, on either side; 1 within them."""
         least, most = self.batches or (batch_tokens, batch_tokens)
         return max(1.0, batch_tokens / most, least / batch_tokens)
 
     def deviation_of_distance(self, run: LanguageRun) -> float:
-        """Deviation of ln loss by how far beyond its runs `run` is in each way."""
+        """Deviation of ln loss due to how far `run` is beyond its runs in each quantity."""
         far = [math.log(self.batch_factor(run.batch_tokens))]
         for what, (least, most) in self.ranges_of(run.sparsity).items():
             value = getattr(run, what)
@@ -473,12 +474,12 @@ class LossModel:
         return self.deviation_beyond * math.hypot(*far)
 
     def _apart(self, run: LanguageRun) -> float:
-        """Deviation of ln loss besides that of the constants."""
+        """Deviation of ln loss other than that of the constants."""
         return math.hypot(self.deviation, self.scale_deviation, self.deviation_of_distance(run))
 
 
 def _jackknife(logs: Sequence[float]) -> float:
-    """Standard deviation from the values that each of n parts left out gives."""
+    """Standard deviation from the values found with each of n parts left out."""
     if len(logs) < 2:
         return 0.0
     return float(np.std(logs) * math.sqrt(len(logs) - 1))
@@ -494,12 +495,12 @@ def published_surface() -> LossModel:
 def anchored(model: LossModel, anchors: Sequence[LanguageRun]) -> LossModel:
     """`model` with its losses scaled so that they agree with runs of another corpus or vocabulary.
 
-    One factor for all losses, the geometric mean over `anchors`: nats per token differ by how long
-    the tokens are, and by how hard the text is. What several of them leave open is in the band, and
-    how far they are from the runs of `model`; how the exponents change is not.
+    One factor scales all losses, the geometric mean over `anchors`: nats per token differ with the
+    length of the tokens and the difficulty of the text. The band includes the spread of several
+    anchors and their distance from the runs of `model`, but not how the exponents change.
 
     Raises:
-        ConfigError: if there is no run, or one without a loss, or the factor is none of a corpus.
+        ConfigError: if there is no run, or one without a loss, or no corpus has such a factor.
     """
     logs = [math.log(each.loss / model.surface.loss(each)) for each in anchors if each.loss]
     if not logs or len(logs) < len(anchors):
@@ -513,7 +514,7 @@ def anchored(model: LossModel, anchors: Sequence[LanguageRun]) -> LossModel:
             f"vocabulary that is {_SCALES[0]:g} to {_SCALES[1]:g}; loss is in nats per token"
         )
         raise ConfigError(refusal("anchor loss", anchors[0].loss, accepted))
-    # What is not known of a surface far from its runs, several anchors there have in common.
+    # The uncertainty of a surface far from its runs is common to several anchors there.
     apart = float(np.mean([model.deviation_of_distance(each) for each in anchors]))
     beyond = [
         words
@@ -556,14 +557,14 @@ def fit_surface(
 
     Args:
         runs: runs with losses that did not diverge, such as those up to `FITTED`.
-        near: surface of another corpus, whose exponents are taken to be about those of `runs`, and
-            its coefficients to be anything; None for runs that say all by themselves.
-        start: what such a fit begins at, with as many terms as the surface is to have; None for the
-            four of `_START`.
-        weights: of the squared misfit of each run; None for 1.
+        near: surface of another corpus, whose exponents are assumed to be close to those of `runs`,
+            and whose coefficients may be anything; None to fit `runs` alone.
+        start: start of a fit without `near`, with as many terms as the surface is to have; None for
+            the four of `_START`.
+        weights: weight of the squared misfit of each run; None for 1.
 
     Raises:
-        ConfigError: if there are fewer runs than constants, and no other surface.
+        ConfigError: if there are fewer runs than constants, and `near` is None.
     """
     known, prior = _known(near, start)
     if near is None and len(runs) < known.size:
@@ -583,17 +584,17 @@ def with_valley(
 ) -> Surface:
     """`surface`, fitted to `runs`, with the valley of those near the best of their cell.
 
-    The least loss of every cell is free: what the sum of a surface does not get right of it moves
-    no valley.
+    The least loss of every cell is free, so that the errors of the surface's sum do not move the
+    valley.
 
     Args:
         surface: what the valley is added to.
         runs: runs with losses that did not diverge.
-        near: surface of another corpus about whose valley that of `runs` is taken to be; with None,
-            or one without a valley, runs say all by themselves. Where they are fewer than its
-            constants, the surface has no valley then.
+        near: surface of another corpus, whose valley is assumed to be close to that of `runs`. With
+            None, or one without a valley, `runs` are fitted alone; if they are fewer than the
+            constants, no valley is added.
         width: see `NEAR`.
-        curvature_deviation: as `VALLEY_DEVIATION`, of exponents of the two curvatures.
+        curvature_deviation: as `VALLEY_DEVIATION`, for the exponents of the two curvatures.
     """
     weights = _nearness(relative_loss(runs) - 1, width)
     counted = weights > _LEAST_WEIGHT
@@ -622,7 +623,7 @@ def with_valley(
 
 
 def _known(near: Surface | None, start: Surface | None) -> tuple[Floats, Floats]:
-    """Constants that a fit starts from, and the weight of their distance from them."""
+    """Constants that a fit starts from, and the weight of the distance from them."""
     if near is None:
         known = np.concatenate([_START_BASE, _START.ravel()]) if start is None else _vector(start)
         return known, np.full(known.size, _PRIOR)
@@ -635,8 +636,8 @@ def _known(near: Surface | None, start: Surface | None) -> tuple[Floats, Floats]
 def _least(
     terms: Sequence[Sequence[float]], sizes: Sequence[float], batch_tokens: float | None
 ) -> tuple[float, float]:
-    """Rate and batch at which the sum of `terms` is least, at (parameters, tokens, sparsity) and,
-    if it is given, that batch: Newton's method on a convex function of two logarithms, or one."""
+    """Rate and batch at which the sum of `terms` is least, at (parameters, tokens, sparsity) and at
+    that batch if it is given: Newton's method on a convex function of two logarithms, or one."""
     constants = np.array(terms)
     at = np.log([2e-3, float(batch_tokens or 524288.0), *sizes]) - _ORIGIN
     free = [0] if batch_tokens is not None else [0, 1]
@@ -654,7 +655,7 @@ def _least(
 
 
 def _nearness(off: Floats, width: float) -> Floats:
-    """Weight of runs in the fit of a valley, by their loss over the least of their cell, less
+    """Weight of runs in the fit of a valley; `off` is their loss over the least of their cell, less
     one."""
     return np.exp(-0.5 * (off / width) ** 2)
 
@@ -714,13 +715,13 @@ def fit_ladder(
     diverged: Sequence[LanguageRun] = (),
     optimizer: str = "adamw",
 ) -> LossModel:
-    """Model of a ladder of small runs, which says how far beyond them it may be used.
+    """Model of a ladder of small runs, including how far beyond them it may be used.
 
     Args:
         runs: runs of three sizes or more, with losses.
         near: see `fit_surface`.
         name: what the runs are.
-        diverged: runs that diverged, whose losses are no result: of divergence alone.
+        diverged: runs that diverged, which are used only to fit divergence.
         optimizer: name of their optimizer.
 
     Raises:
@@ -768,9 +769,9 @@ def _error(surface: Surface, runs: Sequence[LanguageRun]) -> float:
 def _shown(
     runs: Sequence[LanguageRun], what: str, near: Surface | None
 ) -> tuple[float, list[float]]:
-    """The largest factor by which runs with the most of `what` were beyond those that foretold them
-    within `_TOLERANCE`, smaller factors too; and the error for each factor e, of each that was
-    tried. 1 where none was foretold."""
+    """The largest factor in `what` at which smaller runs foretold those with the most of it within
+    `_TOLERANCE`, as they did at all smaller factors (1 if at none), and for each factor tried the
+    error for each factor e."""
     values = sorted({getattr(run, what) for run in runs})
     largest = [run for run in runs if getattr(run, what) == values[-1]]
     factor, slopes = 1.0, []
@@ -789,8 +790,8 @@ def _shown(
 def fit_divergence(
     runs: Sequence[LanguageRun], known: Sequence[LanguageRun] = ()
 ) -> tuple[float, ...]:
-    """Logistic regression of whether runs diverged (`DIVERGED`, and all that are `known` to), by
-    Newton's method with a weak normal prior about 0; empty where none did."""
+    """Logistic regression of whether runs diverged (by `DIVERGED`, or because they are `known` to),
+    by Newton's method with a weak normal prior about 0; empty if none did."""
     diverged = np.append(relative_loss(runs) > DIVERGED, np.ones(len(known), bool))
     runs = [*runs, *known]
     if not diverged.any():
@@ -811,7 +812,7 @@ def _with_constant(logs: Floats) -> Floats:
 
 
 def _logarithms(runs: Sequence[LanguageRun]) -> NDArray[np.float64]:
-    """Logarithms of what the loss depends on, about `_ORIGIN`."""
+    """Logarithms of the quantities that the loss depends on, about `_ORIGIN`."""
     return np.log([[getattr(run, name) for name in _COLUMNS] for run in runs]) - _ORIGIN
 
 

@@ -1,6 +1,6 @@
 """Convergence data of a network: measured points, failed batches, gradient noise scale.
 
-Knows no files and no curve.
+Knows neither files nor curves.
 """
 
 import math
@@ -78,7 +78,7 @@ class ConvergenceData:
         for batch in self.failed_batches:
             require_at_least("convergence.failed_batches", batch, 1)
         require_above("convergence.noise_scale", self.noise_scale, 0)
-        # Published ones are 1 to 1e8 samples; far from these no curve has any weight left.
+        # Published scales are 1 to 1e8 samples; far outside that range no curve has any weight.
         require_at_least("convergence.noise_scale", self.noise_scale, 1e-6)
         require_at_most("convergence.noise_scale", self.noise_scale, 1e15)
 
@@ -101,7 +101,7 @@ class ConvergenceData:
 
     @property
     def smallest_failed(self) -> int | None:
-        """Smallest batch, above all that reached the target, which did not; None if unknown."""
+        """Smallest batch above all that reached the target that did not; None if unknown."""
         above = [batch for batch in self.failed_batches if batch > self.largest_reached]
         return min(above, default=None)
 

@@ -63,23 +63,23 @@ def read_data(
     """The points in a file.
 
     A CSV or Parquet table, such as the results of a sweep, has a row for each run: `global_batch`,
-    `samples_to_target` or else `steps_to_target` or `epochs_to_target` (empty where the run did
-    not reach the target), and maybe `recipe`, `target`, `noise_scale`, and, of rows that are
+    `samples_to_target` or else `steps_to_target` or `epochs_to_target` (empty if the run did not
+    reach the target), and optionally `recipe`, `target`, `noise_scale`, and, in rows that are
     means, `run_deviation` (over the mean) and `run_count`; other columns are ignored. A TOML or
-    JSON document has `points` with the same names, and maybe `target`, `metric`, `noise_scale` and
-    `failed_batches`.
+    JSON document has `points` with the same names, and optionally `target`, `metric`, `noise_scale`
+    and `failed_batches`.
 
     Args:
         path: the file; its suffix gives its format.
-        target: the requested target; if None, the file's only one.
+        target: the requested target; if None, the file must have only one.
         train_examples: samples in an epoch, for points in epochs.
-        recipe: recipe whose noise scale is used, for a table with several; without it none is
-            used, as they belong to different critical batches.
+        recipe: recipe whose noise scale is used, for a table with several; without it no noise
+            scale is used, as each belongs to a different critical batch.
 
     Raises:
         ConfigError: if the file is missing or holds something else, a noise scale is not above 0,
-            no run reached the target, or it has points of another target only, or of several and
-            none is asked for.
+            no run reached the target, all points are of other targets, or they are of several and
+            none is requested.
     """
     if path.suffix in _DOCUMENTS:
         return _from_document(path, target, train_examples)
@@ -139,7 +139,7 @@ def _csv_rows(path: Path) -> list[Row]:
 
 
 def _parquet_rows(path: Path) -> list[Row]:
-    import pyarrow as pa  # imported here: other files do not wait for it
+    import pyarrow as pa  # slow to import, and not needed for other files
     from pyarrow import parquet
 
     try:
@@ -152,7 +152,7 @@ def _of_target(rows: list[Row], target: float | None, where: Path | str) -> list
     """Rows with the requested target; all rows, if none states a target.
 
     Raises:
-        ConfigError: as for `read_data`.
+        ConfigError: as in `read_data`.
     """
     stated = sorted({value for row in rows if (value := _number(row, "target")) is not None})
     if not stated:
@@ -215,7 +215,7 @@ def _data_of(
         name=name,
         target=_number(rows[0], "target"),
         points=merged(points),
-        # One run of several that reached the target shows that the batch can.
+        # If one of several runs reached the target, the batch can reach it.
         failed_batches=tuple(sorted(failed - {point.global_batch for point in points})),
         noise_scale=scale,
         train_examples=train_examples,
@@ -227,7 +227,7 @@ def _data_of(
 def _noise_scale(
     scales: Mapping[str, list[float]], recipe: str | None
 ) -> tuple[float | None, tuple[str, ...]]:
-    """Mean noise scale over runs of one recipe, and a note where there is none."""
+    """Mean noise scale over runs of one recipe, and a note if there is none."""
     means = {name: geometric_mean(found) for name, found in scales.items()}
     if recipe is not None or not means:
         return means.get(recipe or ""), ()
@@ -277,7 +277,7 @@ def _samples(needed: float, unit: str, batch: int, train_examples: int | None) -
 
 
 def _number(row: Row, column: str) -> float | None:
-    """The number in a cell; None if it is empty or not there.
+    """The number in a cell; None if it is empty or missing.
 
     Raises:
         ConfigError: if it holds something else.
@@ -308,8 +308,8 @@ scatter of points about their curve (`hyperbola.SCATTER`)."""
 
 
 def read_run(path: Path, *, target: float | None) -> ConvergenceData:
-    """Steps of the run in a folder to an accuracy, and its mean noise scale until then: of
-    validation data if the run has any, else of test data.
+    """Steps of the run in a folder to an accuracy, on validation data if the run has any, else on
+    test data, and its mean noise scale until then.
 
     Args:
         path: the folder.
@@ -317,7 +317,7 @@ def read_run(path: Path, *, target: float | None) -> ConvergenceData:
 
     Raises:
         ConfigError: if there is no run, no target, or the run did not reach it; or if its batch
-            grew, so that it is no point of one batch.
+            grew, so that it does not belong to one batch.
     """
     record = RunRecord.load(path)
     if record.status == "diverged":

@@ -1,8 +1,8 @@
 """Search over parallelism strategies of a transformer: the fastest, cheapest or smallest.
 
 Every strategy for the devices is checked against the memory of a device, and those that fit are
-costed, as `predict` would cost their whole `Program`. Arithmetic on plain data; knows no network
-of JAX, no compiler, no files.
+costed as `predict` would cost their whole `Program`. Arithmetic on plain data; knows no JAX
+network, no compiler and no files.
 """
 
 import math
@@ -52,7 +52,7 @@ class SearchResult:
     considered: int
     """Number of strategies for the devices, fitting or not."""
     nearest: tuple[Strategy, float] | None
-    """Where none fits, the one that needs least memory, and its memory over the device's."""
+    """If none fits, the strategy that needs least memory, and its memory over the device's."""
 
 
 def search(
@@ -78,7 +78,7 @@ def search(
         objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
         processes: maximum number of processes.
-        on_progress: called as it begins, and now and then with the strategies costed so far.
+        on_progress: called at the start, and periodically with the strategies costed so far.
 
     Raises:
         ConfigError: if there are no devices, no samples, or no processes.
@@ -127,8 +127,8 @@ def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 def deduplicated(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates without near-duplicates, in order.
 
-    Of strategies that differ only in their ZeRO stage, and in time by less than a thousandth,
-    the one that needs least memory takes the place of the first.
+    Among strategies that differ only in their ZeRO stage, and in time by less than a thousandth,
+    the one that needs least memory replaces the first.
     """
     kept: list[Candidate] = []
     places: dict[Hashable, list[int]] = {}
@@ -162,7 +162,7 @@ def breakdown_difference(
 ) -> tuple[tuple[str, float], ...]:
     """(term, seconds) difference of each term of a step from the best step's, the largest first.
 
-    Differences below a thousandth of the best step are left out, and terms of the run besides it.
+    Differences below a thousandth of the best step, and terms outside the step, are left out.
 
     Args:
         own: `Prediction.waterfall` of a strategy.

@@ -1,8 +1,8 @@
 """Step time and memory of strategies, from the groups of operations that they share.
 
-The closed-form step is a few groups of operations that run many times, each of which waits for
-all collectives that it starts; so its timeline is the total of theirs. It equals what `predict`
-gives for the whole `Program`, to rounding.
+The closed-form step is a few groups of operations that run many times. Each group waits for all
+collectives that it starts, so the timeline of the step is the total of theirs. It equals what
+`predict` gives for the whole `Program`, up to rounding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,15 +66,15 @@ class _StepTimes:
     sends: Timeline
     """Sends between stages in one tick."""
     ends: tuple[tuple[Timeline, int], ...]
-    """Of one microbatch, dense blocks of the first stage, and logits of the last if that is not the
-    slowest."""
+    """For one microbatch: dense blocks of the first stage, and logits of the last stage if that is
+    not the slowest."""
     other_blocks: int
     """Blocks of all other stages."""
     more_blocks: int
-    """Blocks of the stage with most beyond those of the slowest: its host launches them too."""
+    """Blocks that the stage with the most has beyond the slowest: its host launches them too."""
 
     def timeline(self, strategy: Strategy, exchange: Timeline) -> Timeline:
-        """Timeline of the step of `strategy`, whose stages exchange chunks in so long."""
+        """Timeline of the step of `strategy`; `exchange` is that of exchanging chunks."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
         if stages == 1:
             return self.busy
@@ -110,7 +110,7 @@ class StrategyCosts:
             memory_of: their memory by ZeRO stage.
 
         Raises:
-            DoesNotFit: if a collective spans nodes that no network joins.
+            DoesNotFit: if a collective spans nodes that no network connects.
         """
         stub = _without_operations(self._shape, strategies[0])
         times_of: dict[int, _StepTimes] = {}
@@ -163,8 +163,8 @@ class StrategyCosts:
         return _StepTimes(total(busy), blocks[-1][0], sends, ends, others, more)
 
     def _timeline(self, part: Part, stub: Program | None = None) -> Timeline:
-        """Timeline of one run of a part; of blocks as the fullest device runs them, if the loads of
-        experts are uneven on the devices of `stub`."""
+        """Timeline of one run of a part; with a `stub`, as the fullest of its devices runs it, if
+        the loads of experts are uneven."""
         known = self._known.get(part)
         if known is None:
             operations, exponent = part.operations, self._site.conditions.expert_load_exponent
@@ -176,7 +176,7 @@ class StrategyCosts:
 
 
 def _without_operations(shape: TransformerShape, strategy: Strategy) -> Program:
-    """Program with devices and samples only, on which the site's conditions depend."""
+    """Program with devices and samples only: the site's conditions depend on nothing else."""
     return Program(
         name="transformer train step",
         backend="closed_form",

@@ -29,19 +29,19 @@ process, which takes 0.6 s to start, should save more than that."""
 
 
 _COLLECTED_EVERY = 200_000, 20, 100
-"""Objects made before garbage in cycles is looked for, and how many such looks make one at older
-objects: a search makes no cycles, and looks at the objects that it keeps took 3.3 of the 21.8 s of
-DeepSeek-V3's on 512 devices, and take 1.0."""
+"""Thresholds of the cyclic garbage collector (see `gc.set_threshold`). A search makes no cycles;
+scanning the objects that it keeps took 3.3 of the 21.8 s of DeepSeek-V3's on 512 devices, and now
+takes 1.0."""
 
 
 _IS_ALONE = Lock()
-"""Held by the search that has changed how often garbage is looked for."""
+"""Held by the search that has changed how often garbage is collected."""
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Context in which garbage in cycles is seldom looked for, in this process; where it is not
-    looked for at all, or another search is under way, nothing is changed."""
+    """Context in which the cyclic garbage collector of this process seldom runs; if it is disabled,
+    or another search is under way, nothing is changed."""
     before = gc.get_threshold()
     if before[0] == 0 or not _IS_ALONE.acquire(blocking=False):
         yield
@@ -79,7 +79,7 @@ def candidates(
         processes: maximum number of processes; fewer are used for few parts.
 
     Raises:
-        DoesNotFit: if a collective spans nodes that no network joins.
+        DoesNotFit: if a collective spans nodes that no network connects.
         ScalejaxError: if a process ends.
     """
     processes = min(processes, len(parts) // _PARTS_PER_PROCESS)
@@ -97,7 +97,7 @@ def _in_processes(
     found: dict[int, list[Candidate]] = {}
     following = 0
     with Pool(lambda number: Worker(_SpecCosts(spec)), processes) as pool:
-        # Two for each: none waits while what it found is ranked here.
+        # Two parts for each process, so that none waits while its result is ranked here.
         for index, kind, value in pool.work(parts, ahead=2):
             if kind == "failed" and value.return_code is not None:
                 raise ScalejaxError(f"A process of the search ended: {value.reason}.") from value
@@ -134,8 +134,8 @@ def fitting_candidates(costs: StrategyCosts, spec: SearchSpec, group: Group) -> 
 def _fitting(
     spec: SearchSpec, group: Group
 ) -> tuple[dict[Literal[0, 1, 2], DeviceMemory], list[Strategy]]:
-    """Memory of a group by ZeRO stage, and its strategies that fit; most stages are excluded by a
-    lower bound alone."""
+    """Memory of a group by ZeRO stage, and its strategies that fit; a lower bound alone excludes
+    most stages."""
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     ones = [
@@ -164,7 +164,7 @@ def _fitting(
 
 def fastest_common(spec: SearchSpec, count: int, samples: int) -> Candidate | None:
     """The fastest of the common layouts; larger tensor axes are tried until one size fits, or two
-    where devices have a sample or less, so that no more of them are of use along data."""
+    sizes if there is at most one sample per device, so that data can use no more devices."""
     best: Candidate | None = None
     fitting, wanted = 0, 1 if samples > count else 2
     for _, found in common_groups(spec.shape, count, samples, spec.cluster.devices_per_node):

@@ -57,21 +57,21 @@ SEARCHED_FIELDS: dict[str, JsonValue] = {
     "layout.mode": "jit",
     "batch.microbatches": 1,
 }
-"""Fields that a search varies, and those that it leaves alone (`NOT_VARIED`): their
-values in a file are replaced before it is checked."""
+"""Fields that a search varies, and those that it does not (`NOT_VARIED`): these values replace
+those in a file before it is checked."""
 NOT_VARIED = (
     "layout.expert_tensor",
     "layout.overlap_expert_exchange",
     "layout.pipeline_counts_ends",
 )
-"""Fields of other frameworks' steps, of which a search knows the default alone."""
+"""Fields of other frameworks' steps; a search knows only their defaults."""
 
 
 def require_not_searched(overrides: Mapping[str, JsonValue], accepted: str) -> None:
     """Refuse values for fields that a search of layouts would replace.
 
     Raises:
-        ConfigError: with what is accepted in their place.
+        ConfigError: says what is accepted instead.
     """
     for field in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
         raise ConfigError(refusal(field, overrides[field], accepted))
@@ -99,13 +99,13 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPlace:
-    """Where the layout in which a network was published is in the ranking."""
+    """Rank of the layout with which a network was published."""
 
     place: int | None
-    """Rank by the closed form among all strategies that fit, of the fastest of that layout; None if
-    none of them fits."""
+    """Rank of the fastest strategy with that layout, by the closed form, among all strategies that
+    fit; None if none with that layout fits."""
     strategy: str
-    """The layout, and what of it is not published as it is fastest."""
+    """That strategy: the layout, with unpublished choices set to the fastest."""
     step_seconds: float | None
     """Its step time; None if none fits."""
     losses: tuple[tuple[str, float], ...]
@@ -126,7 +126,7 @@ class SearchReport(Tabular):
     objective: Objective
     """Quantity that was minimised."""
     global_batch: int | None
-    """Samples per update; None where nothing fits."""
+    """Samples per update; None if nothing fits."""
     considered: int
     """Number of strategies for the devices, fitting or not."""
     fitting: int
@@ -136,14 +136,14 @@ class SearchReport(Tabular):
     front: tuple[tuple[str, float, int], ...]
     """(strategy, seconds, bytes) of the Pareto front in time and memory."""
     nearest: tuple[str, float] | None
-    """Where none fits: the strategy that needs least memory, and its memory over the device's."""
+    """If none fits: the strategy that needs least memory, and its memory over the device's."""
     notes: tuple[str, ...] = ()
     """Caveats, such as strategies that were not searched."""
     published: PublishedPlace | None = None
-    """Place of the layout in which the network was published; None if it is not known here, or is
-    of other devices."""
+    """Rank of the layout with which the network was published; None if that layout is not known, or
+    is for another number of devices."""
     tokens_per_sample: int | None = None
-    """Tokens of a sample; None in files of versions that did not say it."""
+    """Tokens of a sample; None in files of versions that did not record it."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The best strategies, a row for each."""
@@ -266,15 +266,15 @@ def report_search(
         found: result of `search_run`.
         site: conditions and input of its hosts.
         objective: quantity that was minimised.
-        framework: the framework that trains it; the best by the closed form are ranked anew by its
+        framework: the framework that trains it; the best by the closed form are ranked again by its
             steps.
         price_per_device_hour: price of a device-hour, in any currency.
-        top: number of strategies in the table; of several device counts as many of each, one at
-            least.
+        top: number of strategies in the table; with several device counts, equally many of each,
+            and at least one.
         notes: further notes.
         facts: counts and shapes of its data; if None, they are read.
-        preset: the preset that the network is, by which it is called and whose published layout is
-            placed; None if it is none.
+        preset: name of the preset that the network is, whose published layout is ranked; None if it
+            is not a preset.
     """
     training = None if preset is None else PRESETS[preset].training
     best = _best_of_each_count(deduplicated(found.ranked), top)
@@ -309,7 +309,7 @@ def report_search(
 
 
 def _best_of_each_count(ranked: Sequence[Candidate], top: int) -> list[Candidate]:
-    """The first `top` of the ranked, as many of each device count, in their order."""
+    """The first `top` candidates, equally many of each device count, in the order of `ranked`."""
     counts = [each.strategy.layout.device_count for each in ranked]
     places = _in_turns(counts)[: max(top, len(set(counts)))]
     return [ranked[place] for place in sorted(places)]
@@ -332,7 +332,7 @@ def _published(
     found: SearchResult,
     training: PublishedTraining,
 ) -> PublishedPlace | None:
-    """Place of a published layout among the strategies that fit, if they have its devices."""
+    """Rank of a published layout among the strategies that fit, if any has its device count."""
     if not any(each.strategy.layout.device_count == training.devices for each in found.ranked):
         return None
     layout, stage = fill_data_axis(training.devices, **training.layout), training.zero_stage
@@ -380,8 +380,8 @@ def confirm_search(
         report: result of `report_search`.
         config: the searched run.
         cluster: where it would run.
-        confirm: number of strategies that are compiled: of several device counts the first of each,
-            then the second, and so on.
+        confirm: number of strategies that are compiled; with several device counts, the first of
+            each, then the second, and so on.
         site: conditions and input of its hosts.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
@@ -403,8 +403,8 @@ def confirm_search(
 
 
 def _with_losses(ranked: Sequence[Ranked]) -> tuple[Ranked, ...]:
-    """`ranked` with the terms by which the step of each is longer than the first's, both by the
-    closed form: few are compiled."""
+    """`ranked` with the terms by which the step of each is longer than the first's, both in closed
+    form, since few are compiled."""
     terms = [each.prediction.waterfall for each in ranked]
     return tuple(
         replace(each, losses=breakdown_difference(own, terms[0]))
@@ -423,8 +423,8 @@ def found_as_xla(framework: Framework) -> list[str]:
 
 
 def uneven_notes(global_batch: int, device_counts: Sequence[int]) -> tuple[str, ...]:
-    """Notes on numbers of devices over which the batch does not divide, and which have a factor
-    that few networks divide by: why such a number may be slower than a smaller one."""
+    """Notes on why some numbers of devices may be slower than smaller ones: the batch does not
+    divide over them, and they have a factor that divides few networks."""
     notes = []
     for count in device_counts:
         shards = math.gcd(count, global_batch)
@@ -440,7 +440,7 @@ def uneven_notes(global_batch: int, device_counts: Sequence[int]) -> tuple[str, 
 
 
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:
-    """Note on the tensor axes that are not searched as they do not divide the vocabulary, if any.
+    """Note on tensor axes that are not searched because they do not divide the vocabulary, if any.
 
     The trainer runs them with the token embedding and the logits replicated on every device;
     Megatron-LM pads the vocabulary instead (arXiv 1909.08053, section 5.1).
@@ -456,13 +456,13 @@ def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tup
 
 
 def _order(each: Ranked, objective: Objective) -> tuple[int, float]:
-    """Sort key of compiled steps: those that fit by the objective, then those that were not
-    compiled, in their order, and last those that do not fit once compiled."""
+    """Sort key: compiled steps that fit, by the objective; then those that were not compiled, in
+    their order; last those that do not fit once compiled."""
     return (1, 0.0) if each.confirmed is None else _rank(each.confirmed, objective)
 
 
 def _rank(prediction: Prediction, objective: Objective) -> tuple[int, float]:
-    """Sort key by the objective; those that do not fit are last."""
+    """Sort key by the objective; predictions that do not fit come last."""
     if not prediction.fits:
         return 2, 0.0
     if objective == "memory":
@@ -504,8 +504,8 @@ def program_of(
     strategy: Strategy,
     framework: Framework = XLA,
 ) -> tuple[Program, str | None]:
-    """A strategy's whole program in closed form, and why it is not its framework's own, if it is
-    not."""
+    """A strategy's whole program in closed form and, if it is not the framework's own, the
+    reason."""
     shape = shape_of(config, cluster.chip, facts, compiler=installed_compiler())
     shapes = (
         replace(shape, vocabulary=shape.vocabulary * times)
@@ -524,7 +524,7 @@ def program_of(
             )
         elif framework != XLA:
             program = framework.applied(program, run_of(config, strategy, facts), larger)
-    except ConfigError as error:  # scalejax trains no such run
+    except ConfigError as error:  # scalejax cannot train this run
         note = f"as XLA runs it: {' '.join(str(error).split())}"
     return program, note
 
@@ -537,8 +537,8 @@ def prediction_of(
     strategy: Strategy,
     framework: Framework = XLA,
 ) -> tuple[Prediction, str | None]:
-    """Prediction of a strategy's whole program in closed form, and why it is not its framework's
-    own, if it is not."""
+    """Prediction of a strategy's whole program in closed form and, if that is not the framework's
+    own, the reason."""
     program, note = program_of(config, facts, cluster, strategy, framework)
     return predict(program, cluster, site=site), note
 
@@ -605,8 +605,8 @@ def _confirmed(
     ranked: Sequence[Ranked],
     on_progress: OnProgress,
 ) -> list[Prediction | str]:
-    """Predictions of the compiled steps of strategies, compiled in parallel, or the reasons why one
-    was not compiled."""
+    """Predictions of strategies from their steps, compiled in parallel, or for each that was not
+    compiled, the reason."""
     if cluster.chip.cuda is not None and not has_cuda_compiler():
         return ["no compiler for GPUs is installed (scalejax[gpu-target])"] * len(ranked)
     jobs: dict[int, ProfileJob] = {}

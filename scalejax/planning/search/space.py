@@ -1,6 +1,6 @@
 """Search space of strategies: all even divisions of network, samples and devices.
 
-Only the blocks of pipeline stages may be uneven, by one. Knows nothing of memory and time.
+Only the blocks of pipeline stages may be uneven, by one. Knows nothing about memory and time.
 """
 
 import math
@@ -32,7 +32,7 @@ def strategies(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Strategies with equal microbatches, which differ in ZeRO stage and chunks only."""
+    """Strategies with equal microbatches that differ only in ZeRO stage and chunks."""
 
     split: BatchSplit
     """Devices along each axis, the global batch, and its microbatches."""
@@ -41,7 +41,7 @@ class Group:
     sequence_parallel: bool
     """Whether tokens are sharded over tensor between layers."""
     context_strategy: ContextStrategy
-    """How attention sees tokens of other context shards."""
+    """How attention reads the tokens of other context shards."""
     zero_stages: tuple[Literal[0, 1, 2], ...]
     """Possible ZeRO stages of the data axis."""
     chunk_counts: tuple[int, ...]
@@ -92,9 +92,10 @@ def common_groups(
 ) -> Iterator[tuple[int, list[Group]]]:
     """Yield the groups that most runs are made of, by rising size of the tensor axis.
 
-    Data and fsdp, fsdp over the devices of a node, of some nodes or over all; tensor within a node;
-    experts over as many devices as divide them; one to eight samples of a device at once; no
-    pipeline and no context. Some hundreds, of the tens of thousands of `groups`.
+    They use data and fsdp, with fsdp over a node, over eight nodes or over all devices; tensor
+    within a node; experts unsharded or over as many devices as divide them; one to eight samples
+    per device at once; no pipeline and no context. There are some hundreds, out of the tens of
+    thousands of `groups`.
     """
     divided = (*_divided(shape), shape.vocabulary)
     for tensor in _divisors(math.gcd(device_count, *divided)):
@@ -141,7 +142,7 @@ def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int
 
 
 def _divided(shape: TransformerShape) -> tuple[int, ...]:
-    """Sizes of a block that the tensor axis divides."""
+    """Sizes of a block that the tensor axis has to divide."""
     divided = shape.heads, shape.kv_heads, shape.ffn_hidden
     return divided if shape.experts is None else (*divided, shape.experts.expert_hidden)
 
@@ -154,7 +155,7 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
             break
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):
-            # In closed form latent attention has whole samples.
+            # The closed form of latent attention needs whole samples.
             parts = 1 if shape.latent is not None else shape.tokens
             for context in _divisors(math.gcd(stage // tensor, parts)):
                 shards = stage // tensor // context
@@ -173,8 +174,8 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
 
 
 def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1, 2], ...]:
-    """ZeRO stages that shard anything: the trainer replicates matrices of a width that data does
-    not divide."""
+    """ZeRO stages that shard anything: the trainer replicates matrices whose width the data axis
+    does not divide."""
     parts = zero_parts(layout)
     if parts == 1 or shape.hidden % (parts * layout.fsdp):
         return (0,)
@@ -194,8 +195,8 @@ def _sequence_parallel(shape: TransformerShape, layout: Layout) -> tuple[bool, .
 
 
 def _context_strategies(shape: TransformerShape, layout: Layout) -> tuple[ContextStrategy, ...]:
-    """Strategies of fused attention that tokens and heads allow, in 1F1B no ring; unfused, that of
-    gathered keys."""
+    """Context strategies that tokens and heads allow with fused attention (no ring with a
+    pipeline); unfused attention can only gather keys."""
     if layout.context == 1 or not shape.is_fused:
         return ("all_gather",)
     found: list[ContextStrategy] = ["all_gather"]

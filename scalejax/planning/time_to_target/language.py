@@ -1,8 +1,7 @@
-"""Plan of the time until a language model reaches a loss: tokens from the surface of losses, step
-times in closed form.
+"""Plan of time to a loss for a language model: tokens from the loss surface, closed-form steps.
 
-For each cluster and device count: the batches around the best one, the tokens that each needs, the
-fastest of the common layouts, and of these the soonest and the cheapest.
+For each cluster and device count it considers the batches around the best one, the tokens that each
+needs and the fastest of the common layouts, and takes the soonest, which is also the cheapest.
 """
 
 import math
@@ -43,15 +42,16 @@ from scalejax.training.record import RunRecord, facts_of
 from scalejax.xla.closed_form import installed_compiler, shape_of
 
 _VOCABULARY, _TOKENS = 65_536, 2048
-"""Of the runs that the published surface is of, and of a network that is like Llama."""
+"""Vocabulary and tokens of a sample of the runs behind the published surface, and of a Llama-like
+network."""
 _HEAD, _FFN_MULTIPLE = 128, 256
 _SHARDED = 512
 _SIZES = {"": 1.0, "m": 1e6, "b": 1e9, "t": 1e12}
 _BATCHES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Batches that are planned with, over the best one."""
+"""Batches that are considered, over the best one."""
 _MOST_BEYOND = 4.0
-"""Factor beyond the batches of its runs up to which a surface is asked: it has a band there by
-sizes and tokens that were left out, and nobody left out batches."""
+"""Factor beyond the batches of its runs up to which a surface is used: its band there comes from
+leaving out sizes and tokens, and batches were never left out."""
 _TOO_FAR = f"a batch more than {_MOST_BEYOND:g} times beyond those of the runs"
 _NOT_SHOWN = "the batch needs more tokens than the ladder holds to"
 _TOO_MANY = "more devices than the cluster has"
@@ -60,16 +60,16 @@ _NOT_REACHED = "the batch is so large that no number of tokens reaches the loss"
 
 
 LIKE_LLAMA = "llama-like"
-"""What names of networks begin with that are made by their number of parameters."""
+"""Prefix of the names of networks that are defined by their number of parameters."""
 
 
 def like_llama(text: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
-    """Run of a decoder of Llama's blocks with about as many parameters as `text` says, such as
-    "llama-like:N=1b", without embeddings: width 128 times the layers, as of Llama 7B and 13B
+    """Run of a decoder with Llama's blocks and about as many parameters without embeddings as
+    `text` says, such as "llama-like:N=1b": width 128 times the layers, as in Llama 7B and 13B
     (Touvron et al. 2023, arXiv 2302.13971, table 2), heads of 128, SwiGLU of 8/3 the width.
 
     Raises:
-        ConfigError: if it says something else.
+        ConfigError: if `text` has another form.
     """
     accepted = "it must be llama-like:N=SIZE, such as llama-like:N=1b, or a published decoder"
     match = re.fullmatch(r"llama-like:n=([0-9.]+)([mbt]?)", text.strip().lower())
@@ -81,7 +81,7 @@ def like_llama(text: str, overrides: Mapping[str, JsonValue] | None = None) -> R
         raise ConfigError(refusal("model", text, accepted)) from error
     if not 1e6 <= parameters <= 1e13:
         raise ConfigError(refusal("model", text, "N must be from 1m to 10t"))
-    # A block has 4 h^2 of attention and 8 h^2 of SwiGLU; h / 128 of them.
+    # A block has 4 h^2 parameters of attention and 8 h^2 of SwiGLU; there are h / 128 blocks.
     ideal = (parameters * _HEAD / 12) ** (1 / 3)
     multiple = _SHARDED if ideal > 4 * _SHARDED else _HEAD
     hidden = max(_HEAD, round(ideal / multiple) * multiple)
@@ -144,19 +144,19 @@ def plan_loss(
     Args:
         config: the network, its tokens and precision; batch, layout, microbatches and remat are
             chosen.
-        options: clusters to choose from, all with a price or none; with none, at list prices where
-            all have one.
+        options: clusters to choose from, all with a price or none; with none, at list prices if all
+            have one.
         device_counts: device counts to choose from.
-        model: what losses follow from.
+        model: the loss model.
         loss: final loss, nats per token.
         name: what the network is called; by default as in `config`.
         deadline_seconds: time within which it must be reached.
         budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
-            device-hours where a cluster has no price.
+            device-hours if a cluster has no price.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         notes: further notes.
-        on_progress: called with the device counts that were planned, and of all.
+        on_progress: called with the number of device counts planned so far, and of all.
 
     Raises:
         ConfigError: if no number of tokens reaches the loss, or there is nothing to choose from.
@@ -233,7 +233,7 @@ def plan_loss(
                 timed.append((steps * fastest.step_seconds, batch, fastest))
         if is_any_batch and not timed:
             left_out[_NO_LAYOUT] += 1
-        # Device-hours are those seconds times the same count, so that soonest is cheapest too.
+        # Device-hours are these seconds times the same count, so the soonest is also the cheapest.
         for _, batch, candidate in sorted(timed, key=lambda each: each[0])[:1]:
             prediction, note = prediction_of(
                 config, facts, option.cluster, option.site, candidate.strategy, framework
@@ -289,8 +289,8 @@ def plan_loss(
 
 
 def _samples(best: float, count: int) -> list[int]:
-    """Batches around the best one that devices divide: powers of two times the odd part of their
-    number."""
+    """Batches around the best one that divide over the devices: powers of two times the odd part of
+    their number."""
     odd = count
     while odd % 2 == 0:
         odd //= 2
@@ -310,7 +310,7 @@ def _source(model: LossModel, run: LanguageRun, tokens: Estimate, shape: Transfo
 
 
 def _of_optimizer(config: RunConfig, model: LossModel) -> list[str]:
-    """That the network is trained otherwise than the runs, if so."""
+    """A note if the network is trained with another optimizer than the runs."""
     if config.optimizer.name == model.optimizer:
         return []
     theirs = "AdamW" if model.optimizer == "adamw" else model.optimizer
@@ -328,7 +328,7 @@ def _notes(
     shape: TransformerShape,
     options: Sequence[ClusterOption],
 ) -> list[str]:
-    """What is not known, the most important first."""
+    """Notes on what is not known, the most important first."""
     found = []
     if not math.isfinite(tokens.p90):
         found.append("one run in ten, or more, would not reach the loss with any number of tokens")
@@ -392,7 +392,7 @@ _ANCHORS = {
     "learning_rate": (1e-7, 1.0),
     "sparsity": (1.0, 1e4),
 }
-"""Least and most of what an anchor says: wider than any run that was ever made."""
+"""Least and most of each value of an anchor: wider than any run ever made."""
 
 
 def anchors_of(text: str, model: LossModel) -> list[LanguageRun]:
@@ -407,8 +407,8 @@ def anchors_of(text: str, model: LossModel) -> list[LanguageRun]:
 def runs_in(folder: Path) -> list[LanguageRun]:
     """The decoders that were trained in the folder of a run or of a sweep, with their final losses.
 
-    A loss is that of the last evaluation, or the mean over the last tenth of the updates that were
-    recorded; runs that did not complete or had growing batches are left out.
+    The loss of a run is that of the last evaluation, or else the mean over the last tenth of its
+    recorded updates. Runs that did not complete or had growing batches are left out.
 
     Raises:
         ConfigError: if there is none.
@@ -430,8 +430,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _run_in(folder: Path) -> LanguageRun | None:
-    """A run that completed, or without a loss one that diverged, as it was meant to be; else
-    None."""
+    """A run that completed, or one that diverged, as planned and without a loss; else None."""
     record = RunRecord.load(folder)
     config = load_config(folder / "run.toml")
     batches = {line.global_batch for line in record.training}
@@ -451,7 +450,7 @@ def _run_in(folder: Path) -> LanguageRun | None:
         sparsity=sparsity_of(shape),
     )
     if record.status == "diverged":
-        # It may have ended in the warmup: what it was meant for says whether another diverges.
+        # It may have diverged in the warmup: its planned rate and tokens say whether others do.
         peak, _ = config.schedule.scaled(samples)
         tokens = float(config.train.epochs * facts.train_examples * shape.tokens)
         return replace(
@@ -463,11 +462,11 @@ def _run_in(folder: Path) -> LanguageRun | None:
 
 
 def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
-    """The runs in "loss=3.1,tokens=2e10,parameters=1e9", several with semicolons between; batch and
-    rate are the best ones unless given as batch_tokens and learning_rate.
+    """The runs in "loss=3.1,tokens=2e10,parameters=1e9", separated by semicolons; batch and rate
+    are the best ones unless given as batch_tokens and learning_rate.
 
     Raises:
-        ConfigError: if there is anything else in it, or a value that no run has (`_ANCHORS`).
+        ConfigError: if it holds anything else, or a value that no run has (`_ANCHORS`).
     """
     accepted = (
         "it must be loss=L,tokens=D,parameters=N and may have batch_tokens=B, learning_rate=R and "
@@ -509,7 +508,7 @@ def parse_anchor(text: str, model: LossModel) -> list[LanguageRun]:
 
 
 def _number(text: str) -> float:
-    """A number that may end in m, b or t, for millions and so on."""
+    """A number that may end in m, b or t: millions, billions, trillions."""
     text = text.strip().lower()
     unit = text[-1:] if text[-1:] in ("m", "b", "t") else ""
     value = float(text.removesuffix(unit)) * _SIZES[unit]

@@ -1,6 +1,6 @@
 """Notes and descriptions of a plan: its target, the source of its steps, caveats, its answers.
 
-Knows runs, points and predictions; costs and compares nothing.
+Knows runs, points and predictions; does not cost or compare.
 """
 
 import math
@@ -115,7 +115,7 @@ def notes_of(
             f"not known, so not in any time: {', '.join(unknown)} (flags --conditions.NAME say it)"
         )
     notes.append("start-up and evaluations are not counted")
-    # A plan shows no MFU, so notes on it are dropped.
+    # A plan does not show MFU, so notes on it are dropped.
     others = [note for each in predictions for note in each.notes if not note.startswith("MFU ")]
     return [*notes, *dict.fromkeys(others)]
 
@@ -124,7 +124,7 @@ def notes_of(
 
 _JOULES_PER_KWH = 3.6e6
 _SURE = 0.98
-"""Probability beyond which a range of p10 to p90 is not informative."""
+"""Probability beyond which the range from p10 to p90 says nothing more."""
 
 
 def shown(plan: Plan) -> list[int]:
@@ -193,7 +193,7 @@ def in_words(plan: Plan) -> str:
 
 
 def _cost_in_words(plan: Plan, cost: float) -> str:
-    """A cost with its unit: device-hours, dollars, or "a cost of" where a price is given."""
+    """A cost with its unit: device-hours, dollars, or "a cost of" if prices were given."""
     found = format_cost(cost)
     if plan.is_priced and plan.currency == "dollars":
         return f"{found} dollars"
@@ -208,7 +208,7 @@ def format_steps(steps: float) -> str:
 
 
 def format_cost(cost: float) -> str:
-    """A cost to three digits, or whole."""
+    """A cost with three digits, or as a whole number."""
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
 
 
@@ -228,7 +228,7 @@ def of_the_knee(plan: Plan) -> str:
 
 
 def missed(plan: Plan) -> str:
-    """Sentence on the point nearest to the limits, where none is within them."""
+    """Sentence on the point nearest to the limits, if none is within them."""
     point = plan.points[plan.nearest or 0]
     factor = miss_factor(point, plan.deadline_seconds, plan.budget)
     return (
@@ -240,7 +240,7 @@ def missed(plan: Plan) -> str:
 def nothing(plan: Plan) -> str:
     """Sentence on why no configuration could be planned."""
     reasons = "; ".join(f"{count} {reason}" for reason, count in plan.left_out)
-    # Of a language model, the batches are chosen around the best one, and the flag is refused.
+    # For a language model, batches are chosen around the best one, and the flag is refused.
     is_of_loss = plan.target.startswith("loss ")
     other = "another target or model" if is_of_loss else "--global-batch"
     return f"nothing can be planned with: {reasons}. Try {other}, or other --devices."

@@ -1,4 +1,4 @@
-"""Time and cost to target by cluster, device count and batch; the soonest, cheapest and the knee.
+"""Time and cost to target by cluster, device count and batch; the soonest, cheapest and knee.
 
 Arithmetic on predictions and on steps to target; compiles nothing. Time to target is steps(batch)
 times the step time on that many devices, over the goodput.
@@ -49,17 +49,17 @@ class PlanPoint:
     device_hours: float
     """Hours of one device that the run takes."""
     cost: float
-    """Device-hours times the price of one, or device-hours where no price is known."""
+    """Device-hours times the price of one, or device-hours if no price is known."""
     is_extrapolated: bool = False
-    """Whether the batch is beyond any measured to reach the target."""
+    """Whether the batch is beyond any that was measured to reach the target."""
     are_steps_extrapolated: bool = False
-    """Whether the updates are of parameters or tokens beyond any run."""
+    """Whether the updates are extrapolated to parameters or tokens beyond any run."""
     tokens: float | None = None
-    """Tokens trained on until the target is reached, the median; None for other networks."""
+    """Tokens trained on until the target is reached, the median; None without a loss surface."""
     learning_rate: float | None = None
-    """Best peak learning rate at the batch; None where no surface of losses says it."""
+    """Best peak learning rate at the batch; None without a loss surface."""
     strategy: str | None = None
-    """Layout, microbatch, recompute and ZeRO stage; None where the run's file gives them."""
+    """Layout, microbatch, recompute and ZeRO stage; None if the run's file gives them."""
     energy_joules: float | None = None
     """Energy of the run at the given power of a device; None without it."""
 
@@ -75,7 +75,7 @@ class PlanPoint:
 @document("plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Tabular):
-    """All plan points, and the best of them, which `answered` finds."""
+    """All plan points, and the best of them as found by `answered`."""
 
     title: str
     """Title of the plan: network and clusters."""
@@ -84,12 +84,13 @@ class Plan(Tabular):
     steps_source: str
     """Where the steps to target come from."""
     has_convergence: bool
-    """Whether steps to target are measured by batch; if not, those of the run's own epochs are
-    used at every batch, and whether they reach a target is unknown."""
+    """Whether steps to target are measured by batch; if not, every batch trains for the run's own
+    epochs, and whether that reaches a target is unknown."""
     is_priced: bool
     """Whether `cost` is in a currency; if not, in device-hours."""
     currency: str = "cost"
-    """What a `cost` in a currency is in: "dollars" of list prices, or "cost" in one's own."""
+    """Unit of a `cost` in a currency: "dollars" for list prices, "cost" for prices that were
+    given."""
     deadline_seconds: float | None = None
     """Time within which the target must be reached; None if there is none."""
     budget: float | None = None
@@ -104,11 +105,11 @@ class Plan(Tabular):
     """Position of the point with the least cost, of those within deadline and budget."""
     knee: int | None = None
     """Position of the point with the least product of time and cost, of those within deadline and
-    budget: if it is that of all points, then beyond it a per cent of time saved costs more than a
-    per cent more."""
+    budget. If no other point has a smaller product, saving a per cent of time beyond it costs more
+    than a per cent."""
     nearest: int | None = None
-    """Position of the point that misses deadline and budget by the least factor, where none is
-    within them."""
+    """Position of the point that misses deadline and budget by the least factor, if none is within
+    them."""
     left_out: tuple[tuple[str, int], ...] = ()
     """(reason, count) of configurations that were excluded."""
     notes: tuple[str, ...] = ()
@@ -130,7 +131,7 @@ class Plan(Tabular):
         return [asdict(point) for point in self.points]
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the Pareto front in time and cost, the answers bold."""
+        """What a notebook shows: the Pareto front in time and cost, with the answers in bold."""
         shown = self.front or range(len(self.points))
         answers = (self.soonest, self.cheapest, self.knee, self.nearest)
         rows: list[dict[str, JsonValue]] = []
@@ -156,7 +157,7 @@ class Plan(Tabular):
 
     @property
     def warning(self) -> str | None:
-        """The first note, where the figures would be misleading without it; else None."""
+        """The first note, if the figures would be misleading without it; else None."""
         is_measured = self.has_convergence and self.points_optimizer is None
         return None if is_measured or not self.notes else self.notes[0]
 
@@ -168,12 +169,12 @@ class Plan(Tabular):
 
     @property
     def knee_without_limits(self) -> int | None:
-        """Position of the knee without deadline and budget."""
+        """Position of the knee of all points, without deadline and budget."""
         return knee_of(self.points, range(len(self.points)))
 
     @property
     def pays_to_the_end(self) -> bool:
-        """Whether the knee is the soonest of all points: more devices still pay."""
+        """Whether the knee is the soonest of all points, so that more devices still pay."""
         return self.knee == self.knee_without_limits and self.front[:1] == (self.knee,)
 
 
@@ -193,7 +194,7 @@ def plan_point(
         is_extrapolated: whether the batch is larger than any measured to reach the target.
 
     Raises:
-        ConfigError: if the prediction is of no training step.
+        ConfigError: if the prediction is not of a training step.
     """
     if prediction.global_batch is None:
         raise ConfigError(refusal("prediction.global_batch", None, "a training step has a batch"))
@@ -211,7 +212,7 @@ def plan_point(
         goodput=prediction.goodput,
         run_seconds=run_seconds,
         p10_run_seconds=low and run_seconds * low,
-        # Infinite where one run in ten never gets there.
+        # Infinite if one run in ten never reaches the target.
         p90_run_seconds=run_seconds * high if high is not None and math.isfinite(high) else None,
         device_hours=found.device_hours,
         cost=found.device_hours if found.price is None else found.price,
@@ -225,8 +226,8 @@ def _run_range(
 ) -> tuple[float, float] | tuple[None, None]:
     """Factors from the median of the run's time to its p10 and p90.
 
-    Steps and the time of one are off independently, and both in the logarithm: what is known of
-    the two is added in quadrature.
+    The errors of the number of steps and of the step time are independent, and both logarithmic:
+    those that are known are added in quadrature.
     """
     low, high = [], []
     if isinstance(steps, Estimate):
@@ -263,9 +264,9 @@ def soonest_by_devices(plan: Plan) -> list[PlanPoint]:
 def knee_of(points: Sequence[PlanPoint], among: Sequence[int]) -> int | None:
     """Position of the point, of those `among`, beyond which more devices stop paying.
 
-    That with the least product of time and cost. On a curve of cost over time that is where
-    d ln cost = -d ln time: before it, a per cent of time saved costs less than a per cent more,
-    beyond it more. With one price, cost is devices times time, and the product is least where
+    It has the least product of time and cost. On a curve of cost over time that is where
+    d ln cost = -d ln time: saving a per cent of time costs less than a per cent before it, and more
+    beyond it. With one price, cost is devices times time, and the product is least where
     efficiency over time is greatest, the knee of Eager, Zahorjan & Lazowska 1989, "Speedup versus
     efficiency in parallel systems", IEEE Transactions on Computers 38(3).
     """
@@ -296,8 +297,8 @@ def deadline_probability(point: PlanPoint, deadline_seconds: float) -> float | N
 
 
 def answered(plan: Plan) -> Plan:
-    """`plan` with its points in order and its answers: the Pareto front, the soonest, the cheapest
-    and the knee, or the nearest."""
+    """`plan` with its points sorted and its answers filled in: the Pareto front, the soonest, the
+    cheapest and the knee, or else the nearest."""
     ordered = tuple(sorted(plan.points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))
     misses = [miss_factor(point, plan.deadline_seconds, plan.budget) for point in ordered]
     within = [position for position, miss in enumerate(misses) if miss <= 1]

@@ -1,6 +1,6 @@
 """Plan of time to target for one run: every cluster, device count and batch compiled and costed.
 
-Decides which configurations are considered and the source of steps to target; `plan` compares
+Decides which configurations are considered and where steps to target come from; `plan` compares
 them.
 """
 
@@ -51,7 +51,7 @@ from scalejax.xla.batch import programs_of
 from scalejax.xla.closed_form import installed_compiler, shape_of, strategy_of
 
 FARTHEST = 2
-"""Largest batch that is planned with, over the largest that reached the target: the ratio of the
+"""Largest batch that is considered, over the largest that reached the target: the ratio of the
 smallest batch that failed to the largest that did not in Goyal et al. 2017, arXiv 1706.02677,
 figure 1 (8192 and 16384), so that no larger factor is safe."""
 
@@ -84,17 +84,17 @@ class ClusterOption:
     site: Site = NO_SITE
     """Conditions and input of its hosts."""
     price_per_device_hour: float | None = None
-    """Price of a device-hour, in any currency; None for the list price in the cluster's file, where
+    """Price of a device-hour, in any currency; None for the list price in the cluster's file, if
     all clusters of a plan have one."""
     watts_per_device: float | None = None
     """Power of a device with its share of host, network and cooling; None if unknown."""
 
     def __post_init__(self) -> None:
-        _ = self.rates  # refuses what no price and no power is
+        _ = self.rates  # refuses an invalid price or power
 
     @property
     def rates(self) -> Rates:
-        """Price and power of a device, as they were given."""
+        """Price and power of a device, as given."""
         return Rates(
             price_per_device_hour=self.price_per_device_hour,
             watts_per_device=self.watts_per_device,
@@ -121,7 +121,7 @@ def find_convergence(
         facts: counts and shapes of its data; if None, they are read.
 
     Raises:
-        ConfigError: if `source` is none of them, or its points reach other targets.
+        ConfigError: if `source` is none of these, or its points reach other targets.
     """
     examples = fitting_facts(config, facts).train_examples
     if source is None:
@@ -157,7 +157,7 @@ def _optimizer_in(folder: Path) -> str | None:
         found = {
             load_config(folder / "run.toml", fields).optimizer.name for fields in document["runs"]
         }
-    except ConfigError:  # of an older version, say
+    except ConfigError:  # written by an older version, for example
         return None
     return found.pop() if len(found) == 1 else None
 
@@ -180,27 +180,27 @@ def plan_run(
 ) -> Plan:
     """Plan of `config` on `options`: all device counts and batches, and the best of them.
 
-    The compiler runs once for each chip and batch of a device; other sizes of the data axis follow
-    from its program.
+    The compiler runs once for each chip and per-device batch; other sizes of the data axis are
+    derived from its program.
 
     Args:
         config: the run; a `layout.data` in it is replaced.
-        options: clusters to choose from, all with a price or none; with none, at list prices where
-            all have one.
+        options: clusters to choose from, all with a price or none; with none, at list prices if all
+            have one.
         device_counts: device counts to choose from.
         global_batches: batches to choose from; if none, the per-device batch of `config` on the
             fewest devices is kept.
         convergence: measured samples to target; if None, those of the run's own epochs are used.
         recipe: which of the recipes of `convergence`; if None, for each batch that of the point
             nearest to it.
-        target: named in the plan where `convergence` does not state it.
+        target: the target to name in the plan if `convergence` does not state it.
         deadline_seconds: time within which the target must be reached.
         budget: maximum cost: in the currency of the prices, in dollars of list prices, or in
-            device-hours where a cluster has no price.
+            device-hours if a cluster has no price.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         layouts: "search" takes the fastest of the common layouts for each cluster, device count and
-            batch, where the closed form knows the network; "file" keeps that of the run.
+            batch, if the closed form knows the network; "file" keeps that of the run.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
@@ -280,9 +280,9 @@ def plan_run(
 def at_list_prices(
     options: Sequence[ClusterOption],
 ) -> tuple[list[ClusterOption], str, list[str]]:
-    """Options with their clusters' list prices where none is given, the unit of costs, and notes on
-    whose prices these are: "dollars", "cost" in a currency of one's own, or "device-hours" where a
-    cluster has no price."""
+    """Options with their clusters' list prices if none are given, the unit of costs, and notes on
+    the source of the prices. The unit is "dollars", "cost" for prices that were given, or
+    "device-hours" if a cluster has no price."""
     if all(option.price_per_device_hour is not None for option in options):
         return [*options], "cost", []
     priced, parts, without = [], [], []
@@ -348,8 +348,8 @@ def _planned_runs(
 def _plausible_run(
     made: Callable[[], ResolvedRun], convergence: ConvergenceData | None, left_out: Counter[str]
 ) -> ResolvedRun | None:
-    """What `made` gives, or None if it is refused or its batch is not plausible, which is counted
-    in `left_out`."""
+    """The run that `made` returns, or None if it is refused or its batch is not plausible, which is
+    counted in `left_out`."""
     try:
         run = made()
     except ConfigError as error:
@@ -375,14 +375,14 @@ def _searched_runs(
 
     Args:
         config: the run whose layout is replaced.
-        given: the run with the layout that it had, of which the batch is known.
+        given: the run with its original layout, which determines the batch.
         facts: counts and shapes of its data.
         options: clusters.
         counts: numbers of devices, ascending.
-        global_batches: batches; if none, each device has as many samples as on the fewest, or the
-            batch is the same on all where these do not divide it.
-        convergence: points to be plausible by.
-        left_out: counts those that are left out, by the reason.
+        global_batches: batches; if none, each device has as many samples as on the fewest devices,
+            or all counts have the same batch if it does not divide over the fewest.
+        convergence: points that decide which batches are plausible.
+        left_out: counts the runs that are left out, by reason.
     """
     batch = given.batch.global_batch
     if batch is None:
@@ -432,8 +432,8 @@ def _layout_of(run: ResolvedRun) -> str:
 
 
 def _reason(error: ConfigError, left_out: Counter[str]) -> str:
-    """Reason why a run cannot be resolved: of batch and layout one phrase, with what the first of
-    them was refused for, else the error."""
+    """Reason why a run cannot be resolved: for batch and layout one phrase that quotes the first
+    refusal, else the error."""
     text = " ".join(str(error).split()).rstrip(".")
     if not text.startswith(("batch.", "layout.", "devices=")):
         return text

@@ -15,15 +15,15 @@ from scalejax.data.held_out import divided
 from scalejax.data.source import READERS, Reader, Shared, Source, Split
 
 Opening = partial[Source]
-"""Opens a source again in another process, for synthetic or installed data sets, which are large to
-pickle. Files that a user names are listed once for all processes."""
+"""Opens a source again in another process, for synthetic or installed data sets, whose pickles are
+large. Files that a user names are listed once for all processes."""
 
 
 def for_process(source: Source, processes: int) -> Source | Opening:
     """`source` for one of `processes` that share its memory; can be pickled.
 
     Raises:
-        ConfigError: if the memory is too small for that many.
+        ConfigError: if the memory is too small for that many processes.
     """
     if isinstance(source, Shared):
         return source.share_of(processes)
@@ -37,18 +37,18 @@ def open_source(
     seed: int,
     augmentation: AugmentationConfig | None = None,
 ) -> Source:
-    """The examples of one part of the data set named in `config`.
+    """Return the examples of one part of the data set named in `config`.
 
     Args:
         config: the data set.
         split: which part of it.
         seed: seed of synthetic examples and of augmentation.
-        augmentation: augmentation of training images; if None, none.
+        augmentation: augmentation of training images; None for no augmentation.
 
     Raises:
         ConfigError: if a file of the data set is missing or damaged, or it has no such part.
     """
-    # Imported here, as the readers: reading a config waits for neither Arrow nor Pillow.
+    # Imported here, like the readers, so that reading a config waits for neither Arrow nor Pillow.
     from scalejax.data.transforms.augmentation import Augmentation
 
     changes = Augmentation(config=augmentation or AugmentationConfig(), seed=seed)
@@ -59,7 +59,7 @@ def open_source(
     source = reader_of(config)(config, split if is_whole else "train", changes)
     if is_divided and split != "test" and not config.divides_itself:
         source = divided(source, config, split)
-    if config.is_of_files:  # another process might find other files
+    if config.is_of_files:  # if opened again, another process might find other files
         return source
     opening = partial(open_source, config, split, seed=seed, augmentation=augmentation)
     vars(source)["opening"] = opening
@@ -69,8 +69,8 @@ def open_source(
 def reader_of(config: DataConfig) -> type[Reader]:
     """The class that reads the data set that `config` names."""
     modules = (module.name for module in iter_modules(readers.__path__))
-    # Each registers its readers as it is imported; those of other data sets wait for Arrow and
-    # Pillow, so the one called as this begins comes first, and the rest only until it is found.
+    # A module registers its readers on import. Most import Arrow and Pillow, which is slow, so the
+    # module whose name begins `config.name` comes first, and the rest only until a reader is found.
     for module in sorted(modules, key=lambda name: not config.name.startswith(name)):
         if config.name in READERS:
             break

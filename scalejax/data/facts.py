@@ -1,7 +1,7 @@
 """Counts and shapes of data sets, read from their files, and runs resolved with them.
 
-Reads only as much of the files as it takes to count the examples; returns no arrays, and starts no
-JAX.
+Reads only as much of the files as is needed to count the examples; returns no arrays, and does not
+start JAX.
 """
 
 from scalejax.config.data import DataConfig
@@ -12,10 +12,10 @@ from scalejax.data.datasets import reader_of
 
 
 def read_facts(config: DataConfig) -> DatasetFacts:
-    """The counts and shapes of the data set named in `config`.
+    """Return the counts and shapes of the data set named in `config`.
 
     Raises:
-        ConfigError: if a text is too short for one example of the length asked for, or files
+        ConfigError: if a text is too short for one example of the requested length, or files
             cannot be read or hold something else.
     """
     known = None if config.may_be_missing else config.known_facts
@@ -23,10 +23,10 @@ def read_facts(config: DataConfig) -> DatasetFacts:
 
 
 def fitting_facts(config: RunConfig, facts: DatasetFacts | None = None) -> DatasetFacts:
-    """The counts and shapes of the data of `config`, read from its files if not given.
+    """Return the counts and shapes of the data of `config`, read from its files if not given.
 
     Raises:
-        ConfigError: as of `read_facts`; if they contradict the config.
+        ConfigError: as for `read_facts`; if they contradict the config.
     """
     facts = facts or read_facts(config.data)
     require_fitting_data(config, facts)
@@ -36,7 +36,7 @@ def fitting_facts(config: RunConfig, facts: DatasetFacts | None = None) -> Datas
 def resolve(
     config: RunConfig, device_count: int | None = None, facts: DatasetFacts | None = None
 ) -> ResolvedRun:
-    """The run of `config` on `device_count` devices: layout, batch, data set, steps.
+    """Resolve the run of `config` on `device_count` devices: layout, batch, data set, steps.
 
     Example:
         >>> from importlib.resources import files
@@ -48,11 +48,11 @@ def resolve(
 
     Args:
         config: the run.
-        device_count: devices to use; if None, those that the config's axes multiply to.
+        device_count: devices to use; if None, the product of the config's axes.
         facts: counts and shapes of its data, such as a run folder keeps; if None, they are read.
 
     Raises:
-        ConfigError: as of `read_facts`; if axes, batch or data do not divide, naming the nearest
+        ConfigError: as for `read_facts`; if axes, batch or data do not divide, naming the nearest
             that do.
     """
     return resolve_known(config, device_count, facts or read_facts(config.data))

@@ -1,9 +1,9 @@
-"""Validation examples held out of the training part of a data set: which they are, and sources of
-them and of the others.
+"""Holds validation examples out of the training part of a data set: chooses them, and gives sources
+of them and of the rest.
 
-Which they are depends on the number of examples, `data.validation_fraction` and
-`data.validation_seed` alone, so that all processes, layouts, runs and resumed runs hold out the
-same. Knows indices; nothing of what examples hold.
+The choice depends only on the number of examples, `data.validation_fraction` and
+`data.validation_seed`, so that all processes, layouts, runs and resumed runs hold out the same
+examples. Knows indices; nothing of the contents of examples.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ def held_out_indices(examples: int, held_out: int, *, seed: int, is_stream: bool
     """The indices of the examples that are held out, ascending.
 
     Args:
-        examples: training examples, held-out ones among them.
+        examples: number of training examples, including held-out ones.
         held_out: number to hold out.
         seed: seed of the choice.
-        is_stream: whether neighbours follow from each other: then they are one stretch, so that no
-            training example stands between two of them.
+        is_stream: whether examples continue their neighbours: then those held out are consecutive,
+            with no training example between two of them.
     """
     generator = np.random.default_rng(seed)
     if is_stream:
@@ -30,11 +30,11 @@ def held_out_indices(examples: int, held_out: int, *, seed: int, is_stream: bool
 
 
 def divided(source: Source, config: DataConfig, split: Split) -> Source:
-    """The part `split` of `source`, the training examples of `config`: what is held out of them for
+    """The part `split` of `source`, the training examples of `config`: those held out for
     validation, or the rest.
 
     Raises:
-        ConfigError: if no example would be held out, or none would be left.
+        ConfigError: if no example would be held out, or none would be left to train on.
     """
     count = len(source)
     held_out = held_out_indices(
@@ -58,7 +58,8 @@ def part_of(whole: Source, indices: np.ndarray) -> "Part":
 
 
 class Part:
-    """Some examples of a source. Each is as it is there, with its randomness by its index there."""
+    """Some examples of a source, unchanged: their randomness depends on their index in the whole
+    source."""
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
         self._whole = whole
@@ -74,17 +75,17 @@ class Part:
 
 
 class GroupedPart(Part):
-    """Some examples of a source that reads them in groups, shuffled as there."""
+    """Some examples of a source that reads and shuffles them in groups."""
 
     @property
     def rows_together(self) -> int:
         """Examples of a shuffled order to read at once."""
-        assert isinstance(self._whole, Grouped)  # noqa: S101  by `part_of`
+        assert isinstance(self._whole, Grouped)  # noqa: S101  ensured by `part_of`
         return self._whole.rows_together
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """The indices of all examples: the order of the whole, without those that are elsewhere."""
-        assert isinstance(self._whole, Grouped)  # noqa: S101  by `part_of`
+        """The indices of all examples, in the order of the whole source, without its others."""
+        assert isinstance(self._whole, Grouped)  # noqa: S101  ensured by `part_of`
         order = self._whole.shuffled(generator)
         places = np.full(len(self._whole), -1, order.dtype)
         places[self._indices] = np.arange(len(self._indices))
@@ -101,12 +102,12 @@ class _SharedPart(Part):
         Raises:
             ConfigError: if the share is too small.
         """
-        assert isinstance(self._whole, Shared)  # noqa: S101  by `part_of`
+        assert isinstance(self._whole, Shared)  # noqa: S101  ensured by `part_of`
         return part_of(self._whole.share_of(processes), self._indices)
 
 
 class _SharedGroupedPart(GroupedPart, _SharedPart):
-    """Both."""
+    """A part of a source that does both."""
 
 
 _SHARED: dict[type[Part], type[Part]] = {Part: _SharedPart, GroupedPart: _SharedGroupedPart}

@@ -36,14 +36,14 @@ from scalejax.data.transforms.images import UndecodableImage, decoded, in_thread
 SCANNED_BYTES = 64 * MIB
 """Largest column of classes, decompressed, that is read to count them."""
 LABEL_NAMES = ("label", "labels", "target", "class", "fine_label", "y")
-"""Usual names of a column of classes; else the last suitable column is taken."""
+"""Usual names of a column of classes; without one, the last suitable column is taken."""
 
 GroupClasses = list[Counter[object]]
-"""Rows of each class, of one row group after the other."""
+"""Rows of each class, for one row group after the other."""
 
 
 def image_column(schema: pa.Schema) -> str | None:
-    """The first column of images; None if there is none."""
+    """The first column of images; None if there is no such column."""
     return next((each.name for each in schema if is_image(each.type)), None)
 
 
@@ -52,14 +52,14 @@ def label_column(schema: pa.Schema) -> str | None:
     image = image_column(schema)
     fitting = [each.name for each in schema if each.name != image and is_class(each.type)]
     named = [name for name in LABEL_NAMES if name in fitting]
-    if named or image is None:  # of a table, any column may be what is to be learned
+    if named or image is None:  # in a table, any column may be the target
         return named[0] if named else None
     return fitting[-1] if fitting else None
 
 
 def group_classes(rows: Rows, label: str) -> GroupClasses | None:
-    """The classes in each row group, or in all rows where there are none; None if counting them
-    would read too much."""
+    """The classes in each row group, or in all rows if there are no row groups; None if counting
+    them would read too much."""
     if isinstance(rows, ParquetRows):
         if sum(group.bytes_of([label]) for group in rows.found.groups) > SCANNED_BYTES:
             return None
@@ -100,7 +100,7 @@ def order_advice(groups: GroupClasses) -> str | None:
     """Advice if rows are sorted by class, so that row groups are not representative."""
     total, alike = _total(groups), sum(len(each) == 1 for each in groups)
     rows = total.total()
-    # Small row groups of a frequent class are of one class in any order: so many, on average.
+    # Small row groups may hold only a frequent class in any order: this is their expected number.
     by_chance = sum((count / rows) ** each.total() for each in groups for count in total.values())
     if len(total) < 2 or 2 * alike <= len(groups) or 2 * by_chance >= alike:
         return None
@@ -116,7 +116,7 @@ def written_order_advice(location: str) -> str | None:
     """Advice on the order of classes in Parquet files, if a column of classes is found in them.
 
     Raises:
-        ConfigError: if they cannot be read.
+        ConfigError: if the files cannot be read.
     """
     rows = ParquetRows(location)
     label = label_column(rows.schema)
@@ -125,13 +125,13 @@ def written_order_advice(location: str) -> str | None:
 
 
 SAMPLED_IMAGES = 64
-"""Images of which format and size are looked at, evenly spread."""
+"""Images whose format and size are looked at, evenly spread."""
 PLACES = 8
 """Number of places in the data set that are sampled."""
 NAMED_ROWS = 10
 """Unreadable rows that are named; the rest are counted."""
 SMALL_GROUP_BYTES, MANY_GROUPS = 64 * 2**10, 1000
-"""Opening a row group takes about as long as reading so much of it; many such are slow."""
+"""Opening a row group takes about as long as reading so many bytes; so many small ones are slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +143,9 @@ class ColumnFacts:
     type: str
     """Its type, in Arrow's words."""
     decompressed_bytes: int | None = None
-    """Bytes of it in memory; None if the files do not say."""
+    """Its bytes in memory; None if the files do not say."""
     stored_bytes: int | None = None
-    """Bytes of it in the files; None if they do not say."""
+    """Its bytes in the files; None if they do not say."""
     compression: str | None = None
     """How it is compressed; None if it is not, or the files do not say."""
 
@@ -211,17 +211,17 @@ class Inspection:
     columns: tuple[ColumnFacts, ...]
     """Columns, in their order."""
     groups: GroupFacts | None
-    """Row groups; None if it is not Parquet."""
+    """Row groups; None if the format is not Parquet."""
     label_column: str | None
     """The column of classes, if identified."""
     classes: tuple[tuple[str, int], ...] | None
     """Rows of each class, the most frequent first; None if counting them would read too much."""
     images: ImageFacts | None
-    """Sampled images; None if there are none."""
+    """Sampled images; None if there are no images."""
     advice: tuple[str, ...]
     """Advice on changes before training."""
     table: str | None
-    """The [data] table of a run.toml, to be completed; None if `convert` must come first."""
+    """The [data] table of a run.toml, to be completed; None if `convert` must run first."""
     verified_rows: int | None = None
     """Rows that were read and decoded; None without verification."""
     unreadable_rows: int = 0
@@ -238,25 +238,25 @@ class Inspections(Tabular):
     inspections: tuple[Inspection, ...]
     """One for each location."""
     shared: tuple["SharedExamples", ...] = ()
-    """Of a run whose rows were all read: examples that are trained on too."""
+    """Validation and test examples that are trained on too, if all rows of a run were read."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The locations, a row for each."""
+        """Rows, one for each location."""
         rows = [plain(each) for each in self.inspections]
         return [row for row in rows if isinstance(row, dict)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExamples:
-    """Examples of a part that a training example equals in every number of its input: what is
-    measured on them is no measure of what is new."""
+    """Examples of a part whose input equals that of a training example in every number: what is
+    measured on them says nothing about unseen data."""
 
     part: Split
     """The part, validation or test."""
     examples: int
-    """Its examples."""
+    """Number of its examples."""
     trained: int
-    """Those whose input is that of a training example too."""
+    """Number whose input is also that of a training example."""
 
     def __str__(self) -> str:
         """A warning in words."""
@@ -269,8 +269,8 @@ class SharedExamples:
 def shared_examples(
     config: DataConfig, on_progress: OnProgress = no_display
 ) -> tuple[SharedExamples, ...]:
-    """Validation and test examples whose input is that of a training example, by part; every
-    example is read, and a training example takes 100 bytes of memory.
+    """Validation and test examples whose input is that of a training example, by part. Every
+    example is read, and each training example takes 100 bytes of memory.
 
     Raises:
         ConfigError: if a file or an example cannot be read.
@@ -329,7 +329,7 @@ def inspect(
     groups = _groups(rows) if isinstance(rows, ParquetRows) else None
     images = _images(rows, image) if image is not None else None
     classes = group_classes(rows, label) if label is not None else None
-    # Filters keep rows away from a run, and only the run knows which.
+    # Filters leave rows out of a run, and only the run knows which.
     never_null = label if run is None or not run.filters else None
     broken = list(_unreadable(rows, image, never_null, on_progress)) if verify else []
     advice = list(_advice(rows, groups, images, run.reading if run else ReadingConfig()))
@@ -445,7 +445,7 @@ def _unreadable(
 
 
 def _undecodable(column: pa.ChunkedArray) -> list[str | None]:
-    """Why each image cannot be decoded; None of one that can."""
+    """Why each image cannot be decoded; None for one that can."""
     content = list(encoded_images(column))
     reasons: list[str | None] = [None] * len(content)
 

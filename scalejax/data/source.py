@@ -1,5 +1,5 @@
-"""The interface of data sets: examples that can be read by index, in any order, and what else is
-asked of a data set. Their readers register by `data.name`.
+"""The interface of data sets: examples that can be read by index, in any order, and other facts
+about the data set. Readers register by `data.name`.
 
 Knows no files, no batches, no sampler and no devices.
 """
@@ -13,12 +13,12 @@ from scalejax.config.data import ParquetConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError
 
-if TYPE_CHECKING:  # which import Arrow and Pillow
+if TYPE_CHECKING:  # these import Arrow and Pillow
     from scalejax.core.filesystem import DataFile
     from scalejax.data.convert.rows import RowsOptions
 
 UsedPart = tuple["DataFile", int, str | None]
-"""A file, its rows before filters, and None, or the SHA-256 of its footer; or of a folder of a
+"""A file, its rows before filters, and the SHA-256 of its footer or None; or, for the folder of a
 class, the total bytes of its images with the SHA-256 of their versions, their number, and the
 SHA-256 of their names and lengths."""
 
@@ -36,7 +36,7 @@ class Source(Protocol):
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """Rows "inputs" (uint8 images, int32 tokens or float32 numbers) and "targets" (int32) of
-        the examples; for masked language modelling also "places" (int32), of packed documents
+        the examples; for masked language modelling also "places" (int32), for packed documents
         "segment_ids" and "positions" (int32).
 
         Randomness in an example depends on seed, epoch and index alone.
@@ -46,7 +46,7 @@ class Source(Protocol):
             epoch: training epoch in which they are read; None for evaluation.
 
         Raises:
-            UnreadableExample: if one of them cannot be read or decoded.
+            UnreadableExample: if an example cannot be read or decoded.
         """
         ...
 
@@ -57,8 +57,8 @@ class Grouped(Protocol):
 
     @property
     def rows_together(self) -> int:
-        """Examples of a shuffled order to read at once, so that each group is read only once for
-        them; 0 if it makes no difference."""
+        """Number of examples of a shuffled order to read at once, so that each group is read only
+        once for them; 0 if it makes no difference."""
         ...
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
@@ -91,12 +91,12 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Recut(Protocol):
-    """A source that may cut its examples anew in every epoch, so that what one index gives in
-    evaluation is of other indices in training."""
+    """A source that may cut its examples differently in every epoch, so that what one index gives
+    in evaluation belongs to other indices in training."""
 
     def without(self, held_out: np.ndarray) -> Source | None:
-        """The source without what the examples `held_out`, consecutive indices, give in evaluation;
-        None if its examples are the same in every epoch."""
+        """The source without what the examples at `held_out`, consecutive indices, give in
+        evaluation; None if its examples are the same in every epoch."""
         ...
 
 
@@ -106,7 +106,7 @@ class Inspected(NamedTuple):
     location: str
     """Their path, folder, glob or URL."""
     options: "RowsOptions | None" = None
-    """Which arrays or files hold images and labels, where the format does not tell."""
+    """Which arrays or files hold images and labels, if the format does not say."""
     run: ParquetConfig | None = None
     """The data table of the run that reads them."""
 
@@ -118,8 +118,8 @@ READERS: dict[str, type["Reader"]] = {}
 class Reader(Source):
     """A data set: the source of its examples, and what its files say.
 
-    A class that begins `class Numbers(Reader, names=("numbers",))` reads the data sets of these
-    values of `data.name`.
+    A class declared as `class Numbers(Reader, names=("numbers",))` reads the data sets whose
+    `data.name` is one of `names`.
     """
 
     def __init_subclass__(cls, names: tuple[str, ...] = (), **keywords: Any) -> None:
@@ -127,16 +127,16 @@ class Reader(Source):
         READERS.update(dict.fromkeys(names, cls))
 
     def __init__(self, config: Any, split: Split, augmentation: Any) -> None:
-        """Open a part; `augmentation` is an `Augmentation`, with the seed of all that is random."""
+        """Open a part; `augmentation` is an `Augmentation`, with the seed of all randomness."""
 
     @staticmethod
     def facts(config: Any) -> DatasetFacts:
-        """Counts and shapes, where they do not follow from the words of `config`."""
+        """Counts and shapes, if they do not follow from `config` alone."""
         raise NotImplementedError(f"{config.name} says no facts")
 
     @staticmethod
     def files(config: Any, part: Split) -> Iterable[UsedPart]:
-        """The files of a data set in files, as they are now, or its folders of a class."""
+        """The current files of a data set in files, or its folders of classes."""
         raise NotImplementedError(f"{config.name} has no files")
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Seconds that a batch spends in each stage of the input, taken where the stage runs.
 
-A reader times its storage and augmentation, some clock readings per batch; what is left of its time
-is decoding. Each thread has sums of its own, as evaluation may read beside training.
+A reader times its storage and augmentation with a few clock readings per batch; the rest of its
+time is decoding. Each thread has its own sums, as evaluation may read while training does.
 """
 
 import threading
@@ -13,12 +13,12 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 Stage = Literal["storage", "decode", "augment", "hand over"]
-"""Reading files or arrays; making examples of what was read; random changes of them; passing
+"""Reading files or arrays; making examples of what was read; changing them at random; passing
 batches from a worker process to the training process."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 STAGE_SECONDS = "stage_seconds"
 """Auxiliary array of a local batch until it is used: seconds in each of `STAGES`, and processor
-seconds of all threads in reading it, float64 [stages + 1]."""
+seconds that all threads spent reading it, float64 [stages + 1]."""
 
 Item = TypeVar("Item")
 
@@ -33,7 +33,7 @@ _sums = _Sums()
 
 
 def add_seconds(stage: Stage, seconds: float) -> None:
-    """Count time of a stage of what this thread reads."""
+    """Count time that this thread spent in a stage of reading."""
     _sums.seconds[stage] += seconds
 
 
@@ -44,7 +44,7 @@ def add_processor_seconds(seconds: float) -> None:
 
 @contextmanager
 def timed(stage: Stage) -> Iterator[None]:
-    """Context whose time is that of a stage."""
+    """Context whose time counts for a stage."""
     begin = time.perf_counter()
     try:
         yield
@@ -53,7 +53,7 @@ def timed(stage: Stage) -> Iterator[None]:
 
 
 def timed_items(stage: Stage, items: Iterable[Item]) -> Iterator[Item]:
-    """`items`, the time in which each is made being that of a stage."""
+    """`items`; the time taken to make each counts for a stage."""
     each_of = iter(items)
     while True:
         with timed(stage):
@@ -65,8 +65,8 @@ def timed_items(stage: Stage, items: Iterable[Item]) -> Iterator[Item]:
 
 @contextmanager
 def reading(batches: int) -> Iterator[np.ndarray]:
-    """Context in which this thread reads `batches` together: gives the array with the seconds of
-    each of them (`STAGE_SECONDS`), which is filled at its end."""
+    """Context in which this thread reads `batches` together. Gives the array of seconds of each of
+    them (`STAGE_SECONDS`), which is filled at the end of the context."""
     _sums.seconds, _sums.of_other_threads = dict.fromkeys(STAGES, 0.0), 0.0
     found, processor, begin = np.zeros(len(STAGES) + 1), time.thread_time(), time.perf_counter()
     yield found

@@ -22,7 +22,7 @@ UNKNOWN_PART = "..."
 
 
 def parts_within(location: str) -> tuple[str, str] | None:
-    """The training and test folders in `location`; None unless both exist."""
+    """Training and test folders in `location`; None unless both exist."""
     path = Path(location.removeprefix("file://"))
     found = [
         next((str(path / name) for name in names if (path / name).is_dir()), None)
@@ -43,7 +43,7 @@ def parts_advice(location: str) -> str | None:
 
 
 def _parts(location: str) -> tuple[str, str]:
-    """Locations of the training and test part, by names of files and folders."""
+    """Locations of the training and test parts, inferred from names of files and folders."""
     if parts := parts_within(location):
         return parts
     path = Path(location)
@@ -102,7 +102,8 @@ def _parquet_lines(
 
 
 def _numpy_lines(rows: ArrayRows, names: tuple[str, str]) -> list[str]:
-    """Of an .npz, which may hold both parts, by names that `train` finds or that are given."""
+    """Lines for an .npz, which may hold both parts, by names that `train` finds or that are
+    given."""
     as_of_part = [re.sub("train|test", "{part}", name) for name in names]
     other = [name.replace("{part}", "test") for name in as_of_part]
     train, test = _parts(rows.location)

@@ -1,4 +1,4 @@
-"""Conversion of data sets of several formats, one module each, to Parquet files."""
+"""Conversion of data sets in several formats, one module each, to Parquet files."""
 
 from scalejax.data.convert.convert import ConvertOptions, convert
 from scalejax.data.convert.open import open_rows

@@ -1,6 +1,6 @@
-"""Rows of NumPy files (.npz, .npy) and of IDX files, as MNIST and Fashion-MNIST come.
+"""Rows of NumPy files (.npz, .npy) and of IDX files, the format of MNIST and Fashion-MNIST.
 
-Read as a stream, compressed or not: never more than some rows are in memory.
+Files are read as a stream, compressed or not: only a few rows are in memory at a time.
 """
 
 import gzip
@@ -23,9 +23,9 @@ from scalejax.data.formats.npy_headers import BAD_ZIP, read_header
 from scalejax.data.formats.numpy import PAIRS
 
 _IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-"""NumPy's names of the types of IDX (yann.lecun.com/exdb/mnist, "the IDX file format")."""
+"""NumPy's names for the types of IDX (yann.lecun.com/exdb/mnist, "the IDX file format")."""
 MOST_NUMBERS = 4096
-"""Columns that a row of numbers may become."""
+"""Largest number of columns that a row of numbers may become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class StoredArray:
         return self.shape[1:]
 
     def chunks(self, begin: int, end: int, rows: int) -> Iterator[np.ndarray]:
-        """Rows `begin` to `end` - 1, so many at a time."""
+        """Rows `begin` to `end` - 1, `rows` at a time."""
         row_bytes = self.dtype.itemsize * math.prod(self.row_shape)
         with _naming(self.path), _opened(self.path, self.member) as file:
             _header(file, self.path)
@@ -69,7 +69,7 @@ def is_array(path: Path) -> bool:
 class ArrayRows:
     """Images, encoded as PNG, or rows of numbers; and their classes.
 
-    `names` are those of the two arrays and `stored_names` all, of an .npz.
+    For an .npz, `names` are those of the two arrays and `stored_names` those of all.
     """
 
     def __init__(self, path: Path, *, images: str | None, labels: str | None) -> None:
@@ -87,7 +87,7 @@ class ArrayRows:
                 raise ConfigError(refusal("images", images, accepted))
             self._values, self._labels = stored(path), _labels_beside(path, labels)
         count = self._values.shape[:1]
-        if self._labels.shape not in (count, (*count, 1)):  # the latter of some of keras.datasets
+        if self._labels.shape not in (count, (*count, 1)):  # the latter in some of keras.datasets
             accepted = (
                 f"{self._labels.path} holds {self._labels.shape} of them, and "
                 f"{self._values.path} rows of {self._values.shape}"
@@ -167,8 +167,8 @@ def _arrays_of(path: Path) -> dict[str, StoredArray]:
 def _pair_of(
     path: Path, arrays: dict[str, StoredArray], images: str | None, labels: str | None
 ) -> tuple[str, str]:
-    """Which array holds the images and which the classes: as they are named, by the names that
-    training looks for, or because no other could be."""
+    """Which array holds the images and which the classes: as given, by the names that training
+    looks for, or by elimination."""
     for field, name in (("images", images), ("labels", labels)):
         if name is not None and name not in arrays:
             raise ConfigError(unknown_name(field, name, arrays))
@@ -190,7 +190,7 @@ def _pair_of(
 
 
 def _labels_beside(path: Path, labels: str | None) -> StoredArray:
-    """The classes of the images in an IDX file by the names of MNIST, or those that are named."""
+    """The classes of the images in an IDX file: in the file `labels`, or that of MNIST's naming."""
     beside = path.name.replace("images", "labels").replace("idx3", "idx1")
     found = Path(labels) if labels is not None else path.with_name(beside)
     if not found.is_file() or found == path:
@@ -200,10 +200,10 @@ def _labels_beside(path: Path, labels: str | None) -> StoredArray:
 
 
 def stored(path: Path, member: str | None = None) -> StoredArray:
-    """The array in a file, not read.
+    """The array in a file, without its elements.
 
     Raises:
-        ConfigError: if it cannot be read as one.
+        ConfigError: if the file cannot be read as an array.
     """
     with _naming(path), _opened(path, member) as file:
         shape, dtype = _header(file, path)
@@ -223,7 +223,7 @@ def _opened(path: Path, member: str | None) -> Iterator[IO[bytes]]:
 
 
 def _header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of an array, whose rows begin where this leaves the file."""
+    """Shape and type of an array; leaves the file at its first row."""
     if path.suffix in (".npz", ".npy"):
         shape, is_fortran, dtype = read_header(file)
         if is_fortran and len(shape) > 1:

@@ -1,8 +1,8 @@
 """Resumable conversion of rows to Parquet files.
 
-The folder of files holds the plan that they were written by. A second call with the same plan
-resumes with the missing files, and so does one that now skips unreadable rows; one with another
-plan is refused.
+The folder holds the plan by which its files were written. A second call with the same plan, or with
+one that now skips unreadable rows, resumes with the missing files; a call with any other plan is
+refused.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from scalejax.data.formats.parquet_columns import is_image
 from scalejax.data.transforms.images import UndecodableImage
 
 PLAN = "_conversion.json"
-"""File in the folder that holds the plan; readers of Parquet ignore such names."""
+"""Name of the file that holds the plan; readers of Parquet ignore such names."""
 FILE_BYTES, ROW_GROUP_BYTES = 64 * MIB, 4 * MIB
-"""About what a file and a row group are to take, if their rows are not given: a killed conversion
-loses a file at most; a batch of rows in any order reads a row group for each of its rows."""
+"""Approximate bytes of a file and of a row group, if their rows are not given: a killed conversion
+loses at most a file; a batch of rows in any order reads a row group for each of its rows."""
 LEAST_ROWS = 16
-"""Rows that a row group has at least, and a file, too."""
+"""Smallest number of rows of a row group, and of a file."""
 SAMPLED_ROWS = 64
-"""Rows that say how many bytes one takes."""
+"""Rows from which the bytes of a row are estimated."""
 NAMED_ROWS = 5
-"""Rows left out that are named; the rest are counted."""
+"""Left-out rows that are named; the others are only counted."""
 
 Shown = Callable[[int, int], contextlib.AbstractContextManager[OnProgress]]
-"""Makes a display of all rows, of which some are done."""
+"""Makes a progress display from the number of all rows and of those already done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class ConvertOptions:
     """How files are written; None for a default that suits the rows."""
 
     files: int | None = None
-    """Files, of equally many rows."""
+    """Number of files, of equally many rows."""
     row_group_rows: int | None = None
     """Rows of a row group."""
     image_size: int | None = None
-    """Shorter side to which larger images are brought, once; None for as they are."""
+    """Shorter side to which larger images are scaled down, once; None to keep them as they are."""
     jpeg_quality: int = 95
     """Quality of re-encoded JPEG: 1 to 95."""
     compression: Compression = "snappy"
@@ -87,9 +87,9 @@ class ConversionResult(Tabular):
     files: int
     """Number of files."""
     files_before: int
-    """Files that had been written by earlier calls."""
+    """Number of files that earlier calls had written."""
     skipped: tuple[str, ...]
-    """The first rows that were left out by this call, and why."""
+    """The first rows that this call left out, and why."""
     size_bytes: int
     """Bytes of all files."""
 
@@ -102,7 +102,7 @@ def plan_for(rows: Rows, options: RowsOptions, wanted: ConvertOptions) -> Plan:
     """The plan by which `rows` are split and written, independent of the machine.
 
     Raises:
-        ConfigError: if they are fewer than the files, or there are no images to make smaller.
+        ConfigError: if there are fewer rows than files, or no images to scale down.
     """
     image = next((each.name for each in rows.schema if is_image(each.type)), None)
     if image is None and wanted.image_size is not None:
@@ -134,7 +134,7 @@ def plan_for(rows: Rows, options: RowsOptions, wanted: ConvertOptions) -> Plan:
 
 
 def _even_rows(file_rows: int, row_bytes: int) -> int:
-    """Rows of a row group of about the usual bytes, so that those of a file are alike."""
+    """Rows of a row group of about the usual size, such that the row groups of a file are alike."""
     usual = max(LEAST_ROWS, ROW_GROUP_BYTES // row_bytes)
     return -(-file_rows // -(-file_rows // usual))
 
@@ -163,15 +163,15 @@ def convert(
     """Write the rows of `source` to `destination`: a folder, or a single file, *.parquet.
 
     Args:
-        source: where the rows are.
-        destination: where they go.
-        options: what the source does not say of itself.
-        wanted: how the files are to be written.
+        source: location of the rows.
+        destination: where to write them.
+        options: what the source does not say about itself.
+        wanted: how to write the files.
         workers: threads that prepare images; None for as many as there are cores.
-        shown: makes the display, of all rows and of those that are done already.
+        shown: makes the progress display.
 
     Raises:
-        ConfigError: if a row cannot be read, or a file not written; or if the destination holds
+        ConfigError: if a row cannot be read, or a file cannot be written, or the destination holds
             something else.
     """
     options, wanted = options or RowsOptions(), wanted or ConvertOptions()
@@ -218,10 +218,10 @@ def convert(
 
 
 def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
-    """The files to write, in a folder that holds this plan and nothing of another.
+    """The files to write, in a folder that holds this plan and no files of another.
 
     Raises:
-        ConfigError: if there is something else, or it cannot be written.
+        ConfigError: if the folder holds something else, or cannot be written.
     """
     if destination.suffix == ".parquet":
         serialization.require_writable("destination", destination)
@@ -238,7 +238,7 @@ def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
     if (destination / PLAN).exists():
         before = serialization.load(Plan, destination / PLAN)
         if (before.unreadable, plan.unreadable) == ("refuse", "skip"):
-            before = replace(before, unreadable="skip")  # files that are whole left no row out
+            before = replace(before, unreadable="skip")  # the complete files left no row out
         _require_same(before, plan, destination)
         serialization.save(plan, destination / PLAN)
     elif found := sorted(destination.glob("**/*.parquet")):
@@ -261,7 +261,7 @@ def _remove_conversion(folder: Path) -> None:
 
 
 def _require_same(before: Plan, plan: Plan, folder: Path) -> None:
-    derived = ("rows", "files", "row_group_rows")  # and so other if something else is: named last
+    derived = ("rows", "files", "row_group_rows")  # differ if another field does: named last
     for name in sorted((each.name for each in fields(Plan)), key=lambda name: name in derived):
         old, new = getattr(before, name), getattr(plan, name)
         if old != new:

@@ -1,7 +1,7 @@
 """Rows of a CSV file with names in its first line, read as a stream.
 
-Types are those of the whole file, for which it is read once before: a column of whole numbers in
-which one comes with a fraction is of float64.
+Types are inferred from the whole file, which is read once beforehand: a column of whole numbers
+with a single fraction among them is float64.
 """
 
 import re
@@ -37,7 +37,7 @@ class CsvRows:
                 with self._opened(types) as reader:
                     schema = reader.schema
                     count = sum(len(batch) for batch in reader)
-                schema.names  # noqa: B018  raises if they are no UTF-8
+                schema.names  # noqa: B018  raises if they are not UTF-8
                 return schema, count
             except UnicodeDecodeError as error:
                 accepted = f"{self._path} is refused: its column names must be UTF-8 ({error})."
@@ -49,7 +49,8 @@ class CsvRows:
                 types = wider
 
     def _wider(self, types: dict[str, pa.DataType], message: str) -> dict[str, pa.DataType] | None:
-        """`types` with more room in the first column that does not convert; None if none has."""
+        """`types` with a wider type for the first column that does not convert; None if there is
+        no wider type."""
         found = re.search(r"In CSV column #(\d+):.*conversion error to (\w+)", message)
         if not found:
             return None
@@ -66,7 +67,7 @@ class CsvRows:
         )
 
     def read(self, begin: int, end: int) -> Iterator[pa.Table]:
-        """Rows `begin` to `end` - 1 in order; those before are read, too."""
+        """Rows `begin` to `end` - 1 in order; the rows before them are read, too."""
         at = 0
         with self._opened(dict(zip(self.schema.names, self.schema.types, strict=True))) as reader:
             for batch in reader:

@@ -1,4 +1,4 @@
-"""Rows of a folder that has a folder of images for each class, as torchvision's ImageFolder."""
+"""Rows of a folder that has a folder of images for each class, like torchvision's ImageFolder."""
 
 import hashlib
 import os
@@ -16,14 +16,14 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 
 
 def is_image_folder(path: Path) -> bool:
-    """Whether `path` is a folder without Parquet files in which there are folders."""
+    """Whether `path` is a folder that contains folders and no Parquet files."""
     if not path.is_dir() or next(path.rglob("*.parquet"), None) is not None:
         return False
     return any(each.is_dir() for each in path.iterdir())
 
 
 class ImageFolderRows:
-    """Encoded images as they lie, classes numbered in the order of their names."""
+    """Encoded images as they are stored; classes are numbered in the order of their names."""
 
     kind = "folder of images"
 
@@ -85,7 +85,7 @@ class ImageFolderRows:
 
 
 def _images(root: Path, name: str) -> Iterator[tuple[os.stat_result, str]]:
-    """Every image in and below a folder, by name, and what the file system says of it."""
+    """Every image in and below a folder, by name, with its file status."""
     for folder, folders, files in os.walk(root / name, followlinks=True):
         folders.sort()
         for file in sorted(files):

@@ -1,6 +1,6 @@
-"""Files of any kind that can be converted, opened as rows of columns.
+"""Opens files of any kind that can be converted, as rows of columns.
 
-Knows which file reads which kind; nothing of what is made of the rows.
+Knows which module reads which kind of file; nothing of the use of the rows.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ KINDS = (
 
 def open_rows(location: str, options: RowsOptions | None = None) -> Rows:
     """The rows at `location`: Parquet (also a folder, glob or URL), a folder with a folder of
-    images for each class, NumPy's .npz and .npy, IDX (as MNIST comes), CSV.
+    images for each class, NumPy's .npz and .npy, IDX (the format of MNIST), CSV.
 
     Raises:
-        ConfigError: if nothing is there that can be read, or `options` do not go with it.
+        ConfigError: if there is nothing readable, or `options` do not apply to it.
     """
-    # Imported here: one kind of file does not wait for the libraries of another.
+    # Imported here, so that one kind of file does not wait for the libraries of another.
     from scalejax.data.convert.arrays import ArrayRows, is_array
     from scalejax.data.convert.csv import CsvRows
     from scalejax.data.convert.image_folder import ImageFolderRows, is_image_folder

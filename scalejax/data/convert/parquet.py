@@ -1,4 +1,4 @@
-"""Rows of Parquet files, read a piece of a row group at a time."""
+"""Rows of Parquet files, read one piece of a row group at a time."""
 
 import hashlib
 from bisect import bisect_right

@@ -1,6 +1,6 @@
 """The interface of data sets for `scalejax data`: rows of columns, read sequentially.
 
-Knows no kind of file, and nothing of the use of the rows.
+Knows no file format, and nothing of the use of the rows.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from typing import Protocol
 import pyarrow as pa
 
 CHUNK_BYTES = 4 * 2**20
-"""About as many bytes of rows are read at a time."""
+"""Approximate bytes of rows that are read at a time."""
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-"""An encoded image as Hugging Face `datasets` keeps it."""
+"""An encoded image as Hugging Face `datasets` stores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class RowsOptions:
     images: str | None = None
     """Array of an .npz that holds the images, or rows of numbers."""
     labels: str | None = None
-    """Array of an .npz that holds the classes; of other arrays, the file that does."""
+    """Array of an .npz that holds the classes; for other arrays, the file that holds them."""
     shuffle_seed: int | None = None
-    """Mixes the files of a folder of images; None for the order of their names."""
+    """Seed that shuffles the files of a folder of images; None for the order of their names."""
 
 
 class Rows(Protocol):
@@ -54,12 +54,12 @@ class Rows(Protocol):
         """Rows `begin` to `end` - 1 in order, some at a time.
 
         Raises:
-            ConfigError: if they cannot be read, naming the file.
+            ConfigError: if a row cannot be read, naming the file.
         """
         ...
 
     def name(self, row: int) -> str:
-        """The file of a row, and which of its rows it is, as a person would look for it."""
+        """The file of a row and its number there, as a person would look it up."""
         ...
 
 
@@ -73,7 +73,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def hugging_face(schema: pa.Schema, names: Sequence[str] | None = None) -> pa.Schema:
-    """`schema` with what Hugging Face `datasets` wants to know of "image" and "label"."""
+    """`schema` with the metadata that Hugging Face `datasets` expects for "image" and "label"."""
     features: dict[str, object] = {}
     if "image" in schema.names:
         features["image"] = {"_type": "Image"}
@@ -85,7 +85,7 @@ def hugging_face(schema: pa.Schema, names: Sequence[str] | None = None) -> pa.Sc
 
 
 def encoded_images(column: pa.ChunkedArray) -> Iterator[bytes]:
-    """The encoded images of a column, empty where there is none."""
+    """The encoded images of a column, empty if missing."""
     for chunk in column.chunks:
         values = chunk.field("bytes") if pa.types.is_struct(chunk.type) else chunk
         for value in values:

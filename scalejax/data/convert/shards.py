@@ -1,7 +1,7 @@
 """The plan that splits rows into Parquet files, and the atomic writing of one file.
 
 A file is written under another name, flushed, and renamed, so that an existing file is complete.
-Its content depends on the plan alone.
+Its content depends only on the plan.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from scalejax.data.transforms.images import NO_IMAGE, UndecodableImage, why_unde
 
 
 def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> bytes:
-    """The encoded image unchanged, if it can be decoded; or, if it is larger, scaled down upright
-    to a shorter side of `shorter_side`.
+    """The encoded image unchanged, if it can be decoded; a larger one is turned upright and scaled
+    down to a shorter side of `shorter_side`.
 
-    A JPEG becomes a JPEG; others become PNG, which loses nothing. Scaled as training scales
-    images: bilinear, over all pixels that a new one covers.
+    A JPEG becomes a JPEG; others become PNG, which is lossless. Scaling is that of training:
+    bilinear, over all pixels that a new one covers.
 
     Raises:
-        UndecodableImage: saying why.
+        UndecodableImage: if it cannot be decoded, saying why.
     """
     try:
         with Image.open(io.BytesIO(encoded)) as image:
-            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would cut at 255
+            if image.mode == "F" or image.mode.startswith("I"):  # Pillow would clip it at 255
                 raise UndecodableImage(f"Pillow's mode {image.mode}: more than 8 bits a pixel")
             shortest, kind = min(image.size), image.format
             is_kept = shorter_side is None or shortest <= shorter_side
-            # Of a JPEG to be checked alone, an eighth: all of its bytes are read for that, too.
+            # A JPEG that is only checked is decoded at an eighth, which reads all its bytes, too.
             least = 1 if is_kept else 2 * (shorter_side or 1)
             image.draft(None, (least, least))
             image.load()
@@ -57,7 +57,7 @@ def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> 
     share = shorter_side / min(kept.size)
     width, height = (max(shorter_side, round(side * share)) for side in kept.size)
     kept = kept.resize((width, height), Image.Resampling.BILINEAR)
-    # A file, and not a BytesIO, for which Pillow would hold the lock that keeps threads apart.
+    # A file rather than a BytesIO, for which Pillow would not release the lock between threads.
     with os.fdopen(os.memfd_create("image"), "w+b") as file:
         if kind == "JPEG":
             kept.save(file, "JPEG", quality=jpeg_quality)
@@ -68,13 +68,13 @@ def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> 
 
 
 Compression = Literal["snappy", "zstd", "gzip", "none"]
-"""Compression of columns; encoded images hardly shrink by it."""
+"""Compression of columns; it hardly shrinks encoded images."""
 Unreadable = Literal["refuse", "skip"]
 """How rows whose image cannot be decoded are handled."""
 SKIPPED = "scalejax.skipped_rows"
-"""Name under which a file says how many unreadable rows were left out of it."""
+"""Metadata key of a file for the number of unreadable rows that were left out of it."""
 PIECES_AHEAD = 2
-"""Pieces of some rows that are prepared while one is written."""
+"""Pieces of a few rows that are prepared while one is written."""
 
 
 @document("conversion")
@@ -95,13 +95,13 @@ class Plan:
     rows: int
     """Number of rows."""
     files: int
-    """Files to cut them into."""
+    """Number of files to split them into."""
     row_group_rows: int
     """Rows of a row group."""
     image_column: str | None
-    """Column of images; None if there is none."""
+    """Column of images; None if there is no such column."""
     image_size: int | None
-    """Shorter side to which larger images are brought; None for as they are."""
+    """Shorter side to which larger images are scaled down; None to keep them as they are."""
     jpeg_quality: int
     """Quality of re-encoded JPEG."""
     compression: Compression
@@ -110,7 +110,7 @@ class Plan:
     """How rows whose image cannot be decoded are handled."""
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """First row of a file, and the row after its last: equally many, or one more in some."""
+        """First row of a file, and the row after its last; row counts differ by at most one."""
         return self.rows * index // self.files, self.rows * (index + 1) // self.files
 
     def name(self, index: int) -> str:
@@ -145,7 +145,7 @@ def write_shard(
     draft, skipped = path.with_name(f".{path.name}.draft"), 0
     with _naming(path), _locked(draft, path) as file:
         try:
-            file.truncate(0)  # what a killed process has left
+            file.truncate(0)  # drop what a killed process has left
             with pq.ParquetWriter(
                 file, rows.schema, compression=plan.compression, write_page_checksum=True
             ) as writer:
@@ -155,7 +155,7 @@ def write_shard(
                         writer.write_table(table, plan.row_group_rows)
                 writer.add_key_value_metadata({SKIPPED: str(skipped)})
             file.flush()
-            os.fsync(file.fileno())  # a name that outlives a power cut has its content
+            os.fsync(file.fileno())  # a name that survives a power cut then has its content
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def write_shard(
 
 
 def _locked(draft: Path, path: Path) -> IO[bytes]:
-    """The draft, open and locked, and still of this name: who had it may have finished it."""
+    """The draft, open and locked, and still of this name: another process may have finished it."""
     while True:
         flags = os.O_APPEND | os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
         file = os.fdopen(os.open(draft, flags, 0o666), "ab")
@@ -182,7 +182,7 @@ def _locked(draft: Path, path: Path) -> IO[bytes]:
 def _groups(
     plan: Plan, rows: Rows, index: int, threads: Executor, told: ConvertCallbacks
 ) -> Iterator[tuple[pa.Table, int]]:
-    """The rows of a file in whole row groups, the last one smaller; and how many were left out."""
+    """The rows of a file in whole row groups, the last one smaller; and how many are left out."""
     held, count = rows.schema.empty_table(), 0
     for piece, left_out in _pieces(plan, rows, index, threads, told):
         held, count = pa.concat_tables([held, piece]), count + left_out
@@ -197,7 +197,7 @@ def written(path: Path) -> tuple[int, int]:
     """Rows of a file, and rows that were left out of it.
 
     Raises:
-        ConfigError: if it is no such file.
+        ConfigError: if `convert` did not write the file.
     """
     try:
         about = pq.read_metadata(path)
@@ -212,8 +212,8 @@ def written(path: Path) -> tuple[int, int]:
 def _pieces(
     plan: Plan, rows: Rows, index: int, threads: Executor, told: ConvertCallbacks
 ) -> Iterator[tuple[pa.Table, int]]:
-    """The rows of a file as they are to be written, some at a time, and how many of them were left
-    out; images are prepared side by side, some pieces ahead."""
+    """The rows of a file as they are to be written, some at a time, and how many of them are left
+    out; images are prepared in parallel, some pieces ahead."""
     waiting: deque[tuple[pa.Table, int, list[Future[bytes]]]] = deque()
     begin, end = plan.bounds(index)
     prepare = partial(prepared, shorter_side=plan.image_size, jpeg_quality=plan.jpeg_quality)

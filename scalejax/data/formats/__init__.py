@@ -1,4 +1,4 @@
-"""Data sets in files, a module for each kind: what a `run.toml` says of one, and what it holds.
+"""Data sets in files, one module per kind: what a `run.toml` says of them, and what they hold.
 
-They read names, headers and, where these do not say it, numbers; no examples.
+The modules read names, headers and, if these do not suffice, numbers; no examples.
 """

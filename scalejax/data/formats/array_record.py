@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner wi
     from scalejax.core.filesystem import DataFile
 
 _FILE_NAME = re.compile(r".*\.array_?record(-\d+-of-\d+)?")
-"""name.array_record, or name-train.array_record-00000-of-00010 as TFDS has it."""
+"""name.array_record, or name-train.array_record-00000-of-00010 as TFDS names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,20 @@ class RecordFile:
     file: "DataFile"
     """The file, local or at a URL."""
     path: str
-    """Its path, or that of its copy, on this machine."""
+    """Path of the file, or of its copy, on this machine."""
     count: int
     """Records in it."""
 
 
 class NoExample(Exception):
-    """Bytes that are no `tf.train.Example`, or one without the required features."""
+    """Bytes that are not a `tf.train.Example`, or one without the required features."""
 
 
 def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
     """Counts of records.
 
     Raises:
-        ConfigError: as `record_files`; if the first record of a part has other features.
+        ConfigError: as for `record_files`; if the first record of a part has other features.
         Damaged: if that record cannot be read.
     """
     counts = {}
@@ -69,9 +69,9 @@ def record_files(config: ArrayRecordConfig, part: Split) -> tuple[RecordFile, ..
     """The files of one part, in order.
 
     Raises:
-        ConfigError: if there are none, one is not whole or no ArrayRecord, or there are no
-            records; if they are at a URL, and there is no folder for copies, or their store does
-            not say when they are written anew.
+        ConfigError: if there are no files, one is incomplete or not an ArrayRecord, or they hold
+            no records; if they are at a URL and there is no folder for copies, or their store does
+            not say when they are rewritten.
     """
     from scalejax.core.filesystem import is_url, listed, local_copy
 
@@ -126,10 +126,10 @@ def _count(field: str, file: "DataFile", path: str) -> int:
 
 @lru_cache(maxsize=256)  # each holds a file descriptor
 def _reader(path: str, file: "DataFile") -> Any:
-    """The file, open; another when it is written anew."""
+    """The file, open; a new reader once it is rewritten."""
     from array_record.python.array_record_module import ArrayRecordReader
 
-    # what lies beside a record is of no use to the next one, which lies anywhere
+    # the next record may be anywhere, so data next to this one is of no use
     return ArrayRecordReader(path, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
 
 
@@ -137,7 +137,7 @@ def image_and_class(record: bytes, image_column: str, label_column: str) -> tupl
     """The encoded image and the class of a record.
 
     Raises:
-        NoExample: if it is no `tf.train.Example`, or has no such features.
+        NoExample: if it is not a `tf.train.Example`, or has no such features.
     """
     from google.protobuf.message import DecodeError
 
@@ -164,8 +164,8 @@ def image_and_class(record: bytes, image_column: str, label_column: str) -> tupl
 def _example_type() -> Any:
     """The message `tf.train.Example`.
 
-    In a pool of its own, so that TensorFlow may define it too; field numbers are those of
-    tensorflow/core/example/{example,feature}.proto.
+    It has its own descriptor pool, so that TensorFlow may define it too; field numbers are those
+    of tensorflow/core/example/{example,feature}.proto.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 

@@ -1,4 +1,4 @@
-"""Images in a folder for each class, as torchvision's ImageFolder reads them; opens none."""
+"""Images in a folder for each class, as torchvision's ImageFolder reads them; opens no image."""
 
 import os
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp"),
     *(".pgm", ".tif", ".tiff", ".webp"),
 )
-"""Ends of the names of images, in small or capital letters (those of torchvision)."""
+"""Suffixes of image files, in lower or upper case (those of torchvision)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFiles:
-    """The images of a folder, class by class; in memory their names are as long as on the disk."""
+    """The images of a folder, class by class; names take as many bytes in memory as on disk."""
 
     location: str
     """The folder."""
     classes: tuple[str, ...]
     """Names of its folders that hold images, sorted."""
     counts: tuple[int, ...]
-    """Images of each."""
+    """Number of images of each class."""
     names: bytes
-    """Paths below the folder, a 0 between two."""
+    """Paths below the folder, separated by zero bytes."""
     ends: np.ndarray
     """End offset of each path in `names`, int64."""
 
@@ -45,7 +45,7 @@ def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
     """Counts of images and classes.
 
     Raises:
-        ConfigError: as of `image_files`.
+        ConfigError: as for `image_files`.
     """
     train = image_files(config, "train")
     return DatasetFacts(
@@ -61,11 +61,11 @@ def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
 
 
 def image_files(config: ImageFolderConfig, split: Split) -> ImageFiles:
-    """The images of one part. Folders are listed again once one of them changed; URLs once.
+    """The images of one part. Folders are listed again once one of them changed, URLs only once.
 
     Raises:
-        ConfigError: if there is no such folder, it has no class, a class has no image, or the
-            another part has one that the training part has not.
+        ConfigError: if there is no such folder, it has no class, a class has no image, or another
+            part has a class that the training part lacks.
     """
     files = _files(f"data.{split}", getattr(config, split))
     if split != "train":
@@ -85,7 +85,7 @@ _MOST_LISTINGS = 8
 
 
 def _files(field: str, location: str) -> ImageFiles:
-    # Imported here because other data sets need no Arrow, and commands start sooner without.
+    # Imported here because other data sets need no Arrow, and commands start sooner without it.
     from scalejax.core.filesystem import is_url, naming
 
     with naming(field, location):
@@ -141,7 +141,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _below_url(field: str, location: str) -> dict[str, list[str]]:
-    """Every folder below a URL with the names of its files, as `_folders`."""
+    """Every folder below a URL with the names of its files, like `_folders`."""
     from scalejax.core.remote import listing
 
     below: dict[str, list[str]] = {}
@@ -162,7 +162,7 @@ def _ordered(field: str, location: str, below: dict[str, list[str]]) -> ImageFil
     counts: dict[str, int] = {}
     paths: list[str] = []
     for folder in sorted(below, key=lambda folder: (folder.split("/")[0], folder)):
-        if not folder:  # beside the classes, not in one
+        if not folder:  # these files are outside the folders of the classes
             continue
         names = sorted(n for n in below[folder] if n.lower().endswith(IMAGE_SUFFIXES))
         paths += [f"{folder}/{name}" for name in names]

@@ -1,4 +1,4 @@
-"""Headers of the arrays in NumPy's files (.npy, .npz); nothing in them is ever unpickled.
+"""Headers of the arrays in NumPy's files (.npy, .npz); nothing in the files is ever unpickled.
 
 Knows types, shapes and offsets; nothing of the meaning of the arrays.
 """
@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner wi
     from scalejax.core.filesystem import DataFile
 
 BAD_ZIP = (zipfile.BadZipFile, zlib.error, RuntimeError)
-"""What `zipfile` raises of an archive that is damaged, encrypted or of another compression."""
+"""What `zipfile` raises for an archive that is damaged, encrypted or compressed in another way."""
 
 
 _MOST_DEFLATED = 1032
-"""Bytes that one of deflate's can stand for: 258 for 2 bits (RFC 1951, section 3.2.5)."""
+"""Bytes that one deflated byte can stand for: 258 for 2 bits (RFC 1951, section 3.2.5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class ArrayHeader:
     file: "DataFile"
     """The .npy or .npz."""
     member: str | None
-    """Its name in an .npz."""
+    """Name of the array in an .npz."""
     shape: tuple[int, ...]
     """Elements in each dimension."""
     dtype: np.dtype
     """Type of an element."""
     offset: int
-    """Bytes before the first element, of an .npy."""
+    """Bytes before the first element, in an .npy."""
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +53,7 @@ class ArrayHeader:
 
 
 def loaded_array(field: str, header: ArrayHeader) -> np.ndarray:
-    """The array, loaded into memory; one of an .npz is cached.
+    """The array, loaded into memory; one from an .npz is cached.
 
     Raises:
         ConfigError: if it cannot be read, is damaged, or has changed.
@@ -86,8 +86,8 @@ def headers_at(field: str, location: str) -> dict[str, ArrayHeader]:
     """The arrays at a location, an .npz or .npy files, by name.
 
     Raises:
-        ConfigError: if there are none, or a header cannot be read; if a file is not whole, or its
-            rows lie in pieces.
+        ConfigError: if there are no arrays, or a header cannot be read; if a file is incomplete,
+            or its rows are not contiguous.
     """
     from scalejax.core.filesystem import listed
 
@@ -104,7 +104,7 @@ def header_of_file(field: str, file: "DataFile") -> ArrayHeader:
     """The array of an .npy.
 
     Raises:
-        ConfigError: if it is none, is not whole, or its rows lie in pieces.
+        ConfigError: if it is not an .npy, is incomplete, or its rows are not contiguous.
     """
     from scalejax.core.filesystem import opened
 
@@ -180,7 +180,7 @@ def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     element.
 
     Raises:
-        ValueError: if it is none, or damaged.
+        ValueError: if it is not an .npy, or is damaged.
     """
     version = np.lib.format.read_magic(stream)
     read = {
@@ -191,5 +191,5 @@ def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise ValueError(f"version {version} of the format")
     try:
         return read[version](stream)
-    except (tokenize.TokenError, SyntaxError) as error:  # by which NumPy reads old headers
+    except (tokenize.TokenError, SyntaxError) as error:  # from NumPy's reading of old headers
         raise ValueError(f"its header is damaged: {error}") from error

@@ -1,4 +1,4 @@
-"""Data sets in NumPy's files: which arrays are the images or numbers, and which their classes."""
+"""Data sets in NumPy's files: which arrays are images or numbers, and which are their classes."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +45,7 @@ def numpy_facts(config: NumpyConfig) -> DatasetFacts:
     """Counts, shapes and classes.
 
     Raises:
-        ConfigError: as of `part_headers` and `targets_of`; if the parts differ in shape, or
+        ConfigError: as for `part_headers` and `targets_of`; if the parts differ in shape, or
             arrays of .npz files take more than `config.memory_bytes`.
     """
     headers = {part: part_headers(config, part) for part in config.parts}
@@ -70,8 +70,8 @@ def numpy_facts(config: NumpyConfig) -> DatasetFacts:
 
 
 def require_room(config: NumpyConfig, processes: int = 1) -> None:
-    """Refuse arrays of .npz files that `processes` of a host cannot hold: one holds all, and each
-    of the others the inputs to train on.
+    """Refuse arrays of .npz files that `processes` of a host cannot hold: one process holds all of
+    them, and each of the others the training inputs.
 
     Raises:
         ConfigError: if they take more than `config.memory_bytes`.
@@ -93,8 +93,8 @@ def part_headers(config: NumpyConfig, part: Split) -> PartHeaders:
     """The arrays of one part.
 
     Raises:
-        ConfigError: if files cannot be read or are not whole, arrays are not there, hold Python
-            objects, or are of types and shapes that are no examples and classes.
+        ConfigError: if files cannot be read or are incomplete, or arrays are missing, hold Python
+            objects, or have types or shapes that do not fit examples and classes.
     """
     field, location = f"data.{part}", getattr(config, part)
     found = headers_at(field, location)

@@ -1,4 +1,4 @@
-"""Parquet files and the row groups in them, from their footers.
+"""Parquet files and their row groups, read from the footers.
 
 Knows files, columns and rows; nothing of the meaning of columns.
 """
@@ -38,11 +38,11 @@ class RowGroup:
     """Lowest and highest value of each column of integers whose bounds the footer has."""
 
     def __hash__(self) -> int:
-        """Of its place alone: hashing each column of a wide file would take longer than reading."""
+        """Hash of its place only: hashing all columns of a wide file takes longer than reading."""
         return hash((self.file, self.index))
 
     def bytes_of(self, columns: Sequence[str]) -> int:
-        """Bytes that `columns` take in memory; at least, if they were written as a dictionary."""
+        """Bytes of `columns` in memory; a lower bound if they were written as a dictionary."""
         return sum(size for name, size in self.column_bytes if name in columns)
 
 
@@ -51,13 +51,13 @@ class ParquetFiles:
     """The row groups of some files of one schema, in order."""
 
     field: str
-    """Field of the config that names them."""
+    """Field of the config that names the files."""
     location: str
-    """Its value."""
+    """Value of the field."""
     schema: pa.Schema
-    """Columns of every file (those asked for are equal in all)."""
+    """Columns of every file (the requested ones are the same in all)."""
     groups: tuple[RowGroup, ...]
-    """Row groups, in order of file names and in file order."""
+    """Row groups, by file name and in file order."""
     kept: tuple[np.ndarray, ...] | None = None
     """For each row group the rows that filters keep, int32, in order; None for all."""
     filters: tuple[Filter, ...] = ()
@@ -83,12 +83,12 @@ def find_files(field: str, location: str, columns: Sequence[str]) -> ParquetFile
 
     Args:
         field: field of the config that names the location.
-        location: where.
+        location: the location.
         columns: columns that every file must have, of the same type.
 
     Raises:
-        ConfigError: if there are no files or rows, one cannot be read or is not whole, or lacks a
-            column.
+        ConfigError: if there are no files or rows, or a file cannot be read, is incomplete, or
+            lacks a column.
     """
     wanted = "Parquet file (*.parquet)"
     footers = [_footer(field, file) for file in listed(field, location, _is_parquet, wanted)]
@@ -140,16 +140,16 @@ class _Leaves:
     """Places of columns in a footer, found once for all of its row groups."""
 
     bits: dict[str, int]
-    """Bits of a value of each column; 0 of those whose bytes the footer says."""
+    """Bits of a value of each column; 0 for columns whose bytes the footer gives."""
     sized: tuple[tuple[int, str], ...]
-    """Place and column of each leaf of the latter."""
+    """Place and column of each leaf of those columns."""
     integers: tuple[tuple[int, str], ...]
     """Place and name of each column of integers."""
 
     @classmethod
     def of(cls, metadata: pq.FileMetaData, schema: pa.Schema) -> "_Leaves":
-        """Those of a file."""
-        # numbers that repeat are written shorter than they are
+        """The leaves of a file."""
+        # repeated numbers are stored in fewer bytes than they take in memory
         is_number = {field.name: pa.types.is_primitive(field.type) for field in schema}
         paths = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
         columns = leaf_columns(schema)
@@ -163,7 +163,7 @@ class _Leaves:
         )
 
     def column_bytes_of(self, rows: int) -> tuple[tuple[str, int], ...]:
-        """Bytes of each column of numbers, 0 of others."""
+        """Bytes of each column of numbers, 0 for others."""
         return tuple((name, rows * bits // 8) for name, bits in self.bits.items())
 
     def column_bytes(self, about: pq.RowGroupMetaData) -> tuple[tuple[str, int], ...]:
@@ -184,8 +184,8 @@ class _Leaves:
 
 
 def leaf_columns(schema: pa.Schema) -> list[str]:
-    """The column to which each leaf of a file belongs, in order. Its path does not tell: a name may
-    have dots."""
+    """The column to which each leaf of a file belongs, in order. The path of a leaf does not tell,
+    as names may contain dots."""
     return [field.name for field in schema for _ in range(_leaf_count(field.type))]
 
 
@@ -198,7 +198,7 @@ def _leaf_count(type_: pa.DataType) -> int:
 
 
 def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-    """Columns of a row group, each in one piece; of a struct, its field "bytes" in its place.
+    """Columns of a row group, each in one piece; a struct is replaced by its field "bytes".
 
     Raises:
         ConfigError: if the file cannot be read, or has changed.
@@ -210,7 +210,7 @@ def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Tabl
 
 
 def read_together(field: str, groups: Sequence[RowGroup], columns: Sequence[str]) -> list[pa.Table]:
-    """`read_columns` of each of some row groups of one file, which are read at once."""
+    """`read_columns` of several row groups of one file, which are read at once."""
     file = groups[0].file
     schema = footer_of(field, file).schema
     types = {name: schema.field(name).type for name in columns}  # each once
@@ -224,7 +224,7 @@ def read_together(field: str, groups: Sequence[RowGroup], columns: Sequence[str]
     for group, end in zip(groups, ends, strict=True):
         rows = read if len(groups) == 1 else read.slice(end - group.rows, group.rows)
         pieces = {name: _in_one_piece(rows[name], name in structs) for name in types}
-        if len(groups) > 1:  # of its own memory: it stays cached when the others have left
+        if len(groups) > 1:  # copied: a cached table must not keep the memory of the others
             pieces = {
                 name: pa.concat_arrays([piece, piece.slice(0, 0)]) for name, piece in pieces.items()
             }
@@ -237,14 +237,14 @@ def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         chunks = [chunk.dictionary_decode() for chunk in chunks]
     type_ = chunks[0].type
-    if pa.types.is_binary(type_):  # of which one piece would end at 2 GiB
+    if pa.types.is_binary(type_):  # one piece of it would be limited to 2 GiB
         chunks, type_ = [chunk.cast(pa.large_binary()) for chunk in chunks], pa.large_binary()
     if pa.types.is_string(type_):
         chunks, type_ = [chunk.cast(pa.large_string()) for chunk in chunks], pa.large_string()
     return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
 
 
-# Filters on rows of Parquet files; only the columns that they compare are read.
+# Filters on rows of Parquet files; only the compared columns are read.
 
 
 def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
@@ -293,7 +293,7 @@ _COMPARISONS = {
 
 
 def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
-    """For which `values` the comparison holds; a missing one fits none."""
+    """Which `values` satisfy the comparison; missing ones never do."""
     _, comparison, wanted = each
     try:
         if isinstance(wanted, tuple):

@@ -1,6 +1,6 @@
-"""Which bytes of a Parquet file are read: its footer once, then column chunks, of one version.
+"""Reads the bytes of a Parquet file: its footer once, then column chunks of the same version.
 
-Pages are held against their checksums, where they were written with any. Knows no rows.
+Pages are checked against their checksums, if they were written with any. Knows no rows.
 """
 
 import hashlib
@@ -30,29 +30,29 @@ from scalejax.core.filesystem import opened as opened_file
 from scalejax.core.remote import read_ranges
 
 _TAIL_BYTES = 2**15
-"""Bytes at the end of a file at a URL that are read for its footer, and then the rest of it."""
+"""Bytes at the end of a file at a URL that are read for its footer, before the rest of it."""
 _FOOTER_BYTES = 2**28
 """Bytes that footers may take in memory."""
 _PARSED = 11
-"""Bytes that a footer takes in memory for each of the file (30 to 34 MB for 3.25 of 1,000 row
-groups of 40 columns, by the process's resident pages: `experiments/input_peers/wide.py --footer`).
+"""Bytes in memory per byte of a footer in its file (30 to 34 MB for 3.25 MB of 1,000 row groups of
+40 columns, by the process's resident pages: `experiments/input_peers/wide.py --footer`).
 """
 _SENT_BYTES = 2**24
 """Bytes of footers that are sent to a worker process; it reads the others itself."""
 _GAP_BYTES = 2**20
-"""Largest gap between wanted bytes of a URL that is fetched rather than asked around."""
+"""Largest gap between wanted bytes of a URL that is fetched rather than skipped."""
 _WASTE = 4
-"""Gaps fetched are at most the wanted bytes by this."""
+"""Fetched gaps are at most the wanted bytes divided by this."""
 _READS = 3
-"""Reads of the same bytes of a URL before they count as damaged where they are stored."""
+"""Reads of the same bytes of a URL before they count as damaged in storage."""
 _MAGIC = b"PAR1"
 _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What pyarrow raises at bytes that are no Parquet: the last, for names of columns."""
+"""What pyarrow raises for bytes that are not Parquet; the last for names of columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Footer:
-    """What a file says of its row groups."""
+    """What a file says about its row groups."""
 
     metadata: pq.FileMetaData
     """The footer, parsed."""
@@ -61,7 +61,7 @@ class Footer:
     digest: str
     """SHA-256 of its bytes."""
     place: tuple[int, int] | None
-    """Inode and time of change of a file on this machine, which no copy with its times has."""
+    """Inode and change time of a file on this machine; a copy that keeps its times has others."""
 
 
 _footers: BoundedMemory[Footer] = BoundedMemory(_FOOTER_BYTES)
@@ -71,7 +71,7 @@ def footer_of(field: str, file: DataFile) -> Footer:
     """The footer of a file, read once in a process.
 
     Raises:
-        ConfigError: if it cannot be read, is not whole, or the file has changed.
+        ConfigError: if it cannot be read, is incomplete, or the file has changed.
         Unavailable: if its store does not answer.
     """
 
@@ -87,7 +87,7 @@ def _key(file: DataFile) -> tuple[str, int, str | None]:
 
 
 def footers_of(files: Iterable[DataFile]) -> dict[DataFile, Footer]:
-    """The footers that this process has of `files`, as many as another is to be sent."""
+    """The footers of `files` that this process has, up to the bytes to send to another one."""
     found, left = {}, _SENT_BYTES
     for file in files:
         footer = _footers.get(_key(file))
@@ -99,7 +99,7 @@ def footers_of(files: Iterable[DataFile]) -> dict[DataFile, Footer]:
 
 
 def keep_footers(footers: Mapping[DataFile, Footer]) -> None:
-    """Have the footers that another process has read."""
+    """Keep the footers that another process has read."""
     for file, footer in footers.items():
         _footers.of(_key(file), lambda f=footer: (f, f.metadata.serialized_size * _PARSED))
 
@@ -138,7 +138,7 @@ def _read_at_url(field: str, file: DataFile) -> Footer:
 
 
 def _length(tail: bytes) -> int:
-    """Bytes of the footer before the last 8 of a file, which say it; 0 if they do not."""
+    """Bytes of a footer, as said by the 8 bytes that follow it; 0 if they do not say."""
     return int.from_bytes(tail[:4], "little") if tail[4:] == _MAGIC else 0
 
 
@@ -162,17 +162,17 @@ def _reason(error: Exception) -> str:
 
 
 def _require_same(field: str, file: DataFile, footer: Footer) -> None:
-    """Refuse a file on this machine that is not the one whose footer was read, also where its size
+    """Refuse a file on this machine that is not the one whose footer was read, even if its size
     and time are the same.
 
     Raises:
-        ConfigError: if it is gone, or was written anew.
+        ConfigError: if it is gone, or was rewritten.
     """
     require_unchanged(field, file)
     about = os.stat(file.path)
     if (about.st_ino, about.st_ctime_ns) == footer.place:
         return
-    now = _read_here(field, file)  # as a copy with its times, or after a change of its mode
+    now = _read_here(field, file)  # it may be a copy that keeps the times, or have a new mode
     if now.digest != footer.digest:
         raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
     _footers.put(_key(file), now, now.metadata.serialized_size * _PARSED)
@@ -180,10 +180,10 @@ def _require_same(field: str, file: DataFile, footer: Footer) -> None:
 
 @contextmanager
 def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator[pq.ParquetFile]:
-    """The file, open; if streamed, a row group is read as its rows are asked for, and not whole.
+    """The file, open; if streamed, a row group is read as its rows are requested, not as a whole.
 
     Raises:
-        ConfigError: if it cannot be opened, is not whole, or has changed.
+        ConfigError: if it cannot be opened, is incomplete, or has changed.
         Damaged: if what is read is not what was written.
         Unavailable: if its store does not answer.
     """
@@ -200,8 +200,7 @@ def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator
 
 @contextmanager
 def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
-    """Tell a file that has changed while it was read, or a disk that fails, from one that is
-    damaged."""
+    """Distinguish a file that changed while it was read, or a failing disk, from a damaged file."""
     try:
         yield
     except _UNREADABLE as error:
@@ -219,8 +218,8 @@ def _judged(field: str, file: DataFile, footer: Footer) -> Iterator[None]:
 def read_row_groups(
     field: str, file: DataFile, indices: Sequence[int], leaves: Sequence[str]
 ) -> pa.Table:
-    """Columns of row groups, by their paths in the schema, one group after the other; of a URL,
-    their bytes alone are fetched, with gaps of a quarter of them at most.
+    """Columns of row groups, by their paths in the schema, one group after the other; from a URL,
+    only their bytes are fetched, with gaps of at most a quarter of them.
 
     Raises:
         ConfigError: if the file is gone, or has changed.
@@ -240,7 +239,7 @@ def read_row_groups(
         try:
             with pq.ParquetFile(pa.PythonFile(pieces, "r"), pre_buffer=False, **checked) as found:
                 return found.read_row_groups(**wanted)
-        except _UNREADABLE as error:  # once more: damaged on the way, maybe
+        except _UNREADABLE as error:  # read again, as they may be damaged in transit
             require_content(field, file.path, error)
             if not left:
                 raise Damaged(
@@ -253,8 +252,8 @@ def read_row_groups(
 def _chunks(
     metadata: pq.FileMetaData, indices: Sequence[int], leaves: Sequence[str]
 ) -> Iterator[tuple[int, int]]:
-    """First byte of each column chunk of some row groups below one of `leaves`, and that after its
-    last."""
+    """First byte of each column chunk of some row groups below one of `leaves`, and the byte after
+    its last."""
     numbers = list(_columns_below(metadata, set(leaves)))
     for index in indices:
         group = metadata.row_group(index)
@@ -275,8 +274,8 @@ def _columns_below(metadata: pq.FileMetaData, names: set[str]) -> Iterator[int]:
 
 
 def coalesced(chunks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that hold all of `chunks`: gaps between them are in them, smallest first, until they
-    come to a quarter of the chunks."""
+    """Ranges that cover all of `chunks`, and gaps between them, smallest first, until the gaps come
+    to a quarter of the chunks."""
     ordered = sorted(chunks)
     left = sum(end - begin for begin, end in ordered) // _WASTE
     gaps = sorted(
@@ -298,8 +297,8 @@ def coalesced(chunks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Pieces(io.RawIOBase):
-    """A file at a URL of which some ranges are here; others are fetched, for Arrow reads beyond
-    the chunks of files that old writers have left."""
+    """A file at a URL with some ranges in memory; others are fetched, as Arrow reads beyond the
+    chunks of files from old writers."""
 
     def __init__(
         self,

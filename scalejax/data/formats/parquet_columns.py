@@ -1,6 +1,6 @@
 """Roles of the columns of a Parquet data set: images or numbers, and classes.
 
-Reads only footers and, where these do not suffice, columns of classes and filters.
+Reads only footers and, if these do not suffice, columns of classes and filters.
 """
 
 import json
@@ -29,7 +29,7 @@ def parquet_facts(config: ParquetConfig) -> DatasetFacts:
     """Counts of rows and classes.
 
     Raises:
-        ConfigError: as of `parquet_part` and `class_values`.
+        ConfigError: as for `parquet_part` and `class_values`.
     """
     values = class_values(config)
     return DatasetFacts(
@@ -51,7 +51,7 @@ def parquet_part(config: ParquetConfig, split: Split) -> ParquetFiles:
     """The files of one part of the data set, with the rows that the filters keep.
 
     Raises:
-        ConfigError: if they cannot be read, or hold something else than the config says.
+        ConfigError: if they cannot be read, or do not hold what the config says.
     """
     columns = [*config.columns, *(name for name, _, _ in config.filters)]
     files = find_files(f"data.{split}", getattr(config, split), columns)
@@ -75,8 +75,8 @@ def parquet_part(config: ParquetConfig, split: Split) -> ParquetFiles:
 
 
 def rows_together(config: ParquetConfig, files: ParquetFiles) -> int:
-    """Rows of a shuffled order to read at once, so that a row group is decoded once for them; 0
-    where row groups stay cached in memory or on a local disk, and it makes no difference."""
+    """Rows of a shuffled order to read at once, so that a row group is decoded once for them; 0 if
+    row groups stay cached in memory or on a local disk, and it makes no difference."""
     in_memory = _bytes_of(config, files) <= config.reading.memory_bytes // 2
     return 0 if in_memory or stays_on_disk(config, files) else rows_within(config, files)
 
@@ -92,9 +92,9 @@ def _bytes_of(config: ParquetConfig, files: ParquetFiles) -> int:
 
 
 def rows_within(config: ParquetConfig, files: ParquetFiles) -> int:
-    """Rows to read at once where row groups are not cached: as many as an eighth of the memory
-    holds, images encoded and decoded, as up to three batches of them exist (in progress, ready, in
-    use); 0 where only few row groups are mixed."""
+    """Rows to read at once if row groups are not cached: as many as an eighth of the memory holds,
+    images both encoded and decoded, as up to three batches of them exist (in progress, ready, in
+    use); 0 if only a few row groups are mixed."""
     if config.reading.shuffle == "row_groups" or config.reading.petastorm is not None:
         return 0
     if config.feature_columns:
@@ -120,7 +120,7 @@ def _require_type(
 
 
 def require_room(files: ParquetFiles, config: ParquetConfig, processes: int = 1) -> None:
-    """Refuse row groups that take more than half of the memory, which is reserved for them.
+    """Refuse row groups that take more than the half of the memory that is reserved for them.
 
     Args:
         files: the files that are read.
@@ -164,14 +164,14 @@ def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:
 
 
 def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
-    """Number of classes; where they are texts, their names.
+    """Number of classes; their names if they are texts.
 
     Texts are those of the training part, sorted. Integers count up to what Hugging Face's metadata
     names, else to the largest of all parts.
 
     Raises:
-        ConfigError: if the column holds an integer below 0 or no int32, other than
-            `config.classes` texts, or in another part a text that the training part has not.
+        ConfigError: if the column holds an integer below 0 or beyond int32, a number of texts other
+            than `config.classes`, or in another part a text that the training part lacks.
     """
     parts = [parquet_part(config, part) for part in config.parts]
     train, column = parts[0], config.label_column
@@ -209,7 +209,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
 
 
 def is_text(type_: pa.DataType) -> bool:
-    """Whether a column holds texts, or numbers of texts in a dictionary."""
+    """Whether a column holds texts, or indices of texts in a dictionary."""
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
     return pa.types.is_string(type_) or pa.types.is_large_string(type_)
@@ -235,7 +235,7 @@ def is_class(type_: pa.DataType) -> bool:
 
 
 def hugging_face_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
-    """The names that Hugging Face's metadata gives to the classes of `column`, if it does."""
+    """The names that Hugging Face's metadata gives to the classes of `column`, if any."""
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])
         return tuple(map(str, about["info"]["features"][column]["names"]))
@@ -271,10 +271,10 @@ def _kept_values(
 def _bounds_of(files: ParquetFiles, column: str) -> tuple[int, int]:
     """Lowest and highest value of an integer column in the kept rows.
 
-    They are those of the footers, if these have them and no row is left out.
+    They are read from the footers, if these have them and no row is left out.
 
     Raises:
-        ConfigError: if it holds nothing but nulls.
+        ConfigError: if the column holds only nulls.
     """
     return _extremes(files.field, files.groups, files.filters, column)
 

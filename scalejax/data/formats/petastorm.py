@@ -13,14 +13,14 @@ from scalejax.data.formats.parquet import ParquetFiles
 
 
 def shard_groups(groups: int, order: PetastormConfig) -> list[list[int]]:
-    """For each process the row groups that it reads, in its order, which every epoch repeats.
+    """The row groups that each process reads, in its order, which every epoch repeats.
 
     Source: petastorm 0.13.1, reader.py `_partition_row_groups` (Python's generator shuffles all
-    groups, of which a process keeps those of its number) and workers_pool/ventilator.py
-    `_ventilate` (NumPy's permutes those, once). Threads hand them on in this order.
+    groups, and a process keeps those of its number) and workers_pool/ventilator.py `_ventilate`
+    (NumPy's permutes those, once). Threads pass them on in this order.
 
     Raises:
-        ConfigError: if there are fewer row groups than shards, as Petastorm's
+        ConfigError: if there are fewer row groups than shards, like Petastorm's
             NoDataAvailableError.
     """
     numbers = list(range(groups))
@@ -49,9 +49,9 @@ def epoch_rows(
 
     Args:
         counts: rows of each row group.
-        order: what is known of the readers.
-        epoch: from 0; all epochs before it had as many steps.
-        steps: in an epoch.
+        order: what is known about the readers.
+        epoch: counted from 0; all epochs before it had as many steps.
+        steps: number of steps in an epoch.
         global_batch: rows of a step, a multiple of the processes.
     """
     begins = np.cumsum(counts) - counts
@@ -69,7 +69,7 @@ def require_full_shards(files: ParquetFiles, order: PetastormConfig) -> None:
     """Refuse processes that would have nothing to read.
 
     Raises:
-        ConfigError: as of `shard_groups`, or if filters keep no row of a process.
+        ConfigError: as for `shard_groups`, or if filters keep no row of a process.
     """
     counts = files.kept_counts
     for shard, groups in enumerate(shard_groups(len(counts), order)):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner wi
 SUFFIXES = (".bin", ".npy", ".txt")
 """Suffixes of token files."""
 LLM_C_TYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
-"""First number of a file of llm.c, and the type of the tokens after its header: the 256 int32
-number, version, count of tokens and nothing (its dev/data/data_common.py)."""
+"""First number of a file of llm.c, and the type of the tokens after its header of 256 int32: this
+number, version, count of tokens, the others unused (its dev/data/data_common.py)."""
 LLM_C_HEADER_BYTES = 1024
 
 
@@ -31,7 +31,7 @@ class TokenFile:
     dtype: np.dtype
     """Type of a token."""
     offset: int
-    """Bytes before the first."""
+    """Bytes before the first token."""
     count: int
     """Tokens in it."""
 
@@ -40,12 +40,12 @@ def tokens_facts(config: TokensConfig) -> DatasetFacts:
     """Counts of examples.
 
     Raises:
-        ConfigError: as of `token_files`; if a part has too few tokens for an example.
+        ConfigError: as for `token_files`; if a part has too few tokens for an example.
     """
     examples = {}
     for part in config.parts:
         begin, end = token_span(config, part)
-        # An example needs one token more than it has: the target of its last place.
+        # An example needs one token beyond its own: the target of its last place.
         examples[part] = (end - begin - 1) // config.tokens
         if examples[part] < 1:
             of = getattr(config, own_part(config, part))
@@ -77,10 +77,10 @@ def token_span(config: TokensConfig, part: Split) -> tuple[int, int]:
 
 
 def token_files(config: TokensConfig, part: Split) -> tuple[TokenFile, ...]:
-    """The files of one part, in order; of both, where `config.test` is absent.
+    """The files of one part, in order; of both parts if `config.test` is absent.
 
     Raises:
-        ConfigError: if there are none, one is not whole, or its type is another than said.
+        ConfigError: if there are no files, one is incomplete, or its type is not the declared one.
     """
     from scalejax.core.filesystem import listed
 

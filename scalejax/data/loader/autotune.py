@@ -1,7 +1,7 @@
 """Chooses the number of input workers of this host by measuring throughput before the run.
 
 Grain's `pick_performance_config` (0.2.18) is not used: it divides a memory budget by the size of an
-element and takes that many, up to one per core; it measures no time, and never returns 0.
+element and returns that many, up to one per core; it measures no time, and never returns 0.
 """
 
 import time
@@ -13,11 +13,12 @@ from scalejax.data.loader.batching import LocalBatch
 from scalejax.data.loader.prefetch import Prefetcher
 
 _SECONDS = 0.7
-"""Time for which each number of workers is measured, if enough batches come in it."""
+"""Time for which each number of workers is measured, if enough batches arrive in it."""
 _MOST_SECONDS = 10.0
 """Longest time for which a number of workers is measured."""
 _MARGIN = 1.25
-"""Sufficient throughput over that of the devices, as training shares the cores with its input."""
+"""Sufficient throughput relative to that of the devices, as training shares the cores with its
+input."""
 _ALIKE = 0.9
 """Fraction of the best throughput that is accepted from fewer workers."""
 

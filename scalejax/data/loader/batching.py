@@ -23,7 +23,7 @@ def unchanged(source: Source) -> Source:
 
 
 def take_batches(source: Source, batches: Sequence[Rows]) -> list[LocalBatch]:
-    """The examples of `batches`, those of one epoch read at once.
+    """The examples of `batches`; those of the same epoch are read at once.
 
     Raises:
         UnreadableExample: if an example cannot be read or decoded.

@@ -36,15 +36,15 @@ AS_USUAL = InputConfig()
 
 
 class InputSeconds:
-    """Time of the batches used since the last `taken`, by stage of the input."""
+    """Time of the batches used since it was last taken, by stage of the input."""
 
     def __init__(self) -> None:
         self.batches = 0
-        """Number of them."""
+        """Number of batches."""
         self.stages = np.zeros(len(STAGES) + 1)
-        """Seconds in each of `STAGES`, where these ran, and processor seconds of reading."""
+        """Seconds in each of `STAGES`, measured where it ran, and processor seconds of reading."""
         self.copy = 0.0
-        """Seconds in which the training process copied them to its devices, or began to."""
+        """Seconds in which the training process copied them to its devices, or began copying."""
         self.waited = 0.0
         """Seconds that the devices waited for them."""
 
@@ -120,11 +120,11 @@ def training_batches(
 
     Args:
         source: the examples.
-        shapes: shapes and shardings of "inputs" and "targets", and of "weights" where rows may
+        shapes: shapes and shardings of "inputs" and "targets", and of "weights" if some rows may
             not count; the first dimension is the global batch.
         seed: seed of the shuffles.
         start_step: 0, or the step to resume from.
-        stop_step: the step before which to end.
+        stop_step: the step before which to stop.
         first_epoch: the first epoch with this global batch.
         first_step: the first step of that epoch.
         how: input settings.
@@ -147,7 +147,7 @@ def chosen_workers(
 ) -> WorkerChoice:
     """The number of input workers for `training_batches`, chosen by measurement.
 
-    No more are tried than this host has cores and the two memory budgets allow.
+    Tries no more workers than this host has cores and the two memory budgets allow.
 
     Args:
         source: the examples.
@@ -182,7 +182,7 @@ def evaluation_batches(
     how: InputConfig = AS_USUAL,
     skipped: Skipped | None = None,
 ) -> Batches:
-    """Batches of every example once, in order, the last one padded.
+    """Batches of every example once, in order, with the last batch padded.
 
     The "mask" of a batch is 1 for an example and 0 for a padding or unreadable row.
     """
@@ -210,7 +210,7 @@ def training_batches_of_seeds(
         start_step: 0, or the step to resume from.
         stop_step: steps of the whole run.
         how: input settings.
-        skipped: count unreadable rows, one for each seed.
+        skipped: counters of unreadable rows, one for each seed.
     """
     orders = [
         _training_order(source, shapes, seed, stop_step, how)
@@ -326,7 +326,7 @@ def _prefetcher(
 def _wrap(
     shapes: Mapping[str, jax.ShapeDtypeStruct], how: InputConfig
 ) -> Callable[[Source], Source]:
-    """The wrapper of a source that skips unreadable examples; can be pickled."""
+    """The wrapper that makes a source skip unreadable examples; can be pickled."""
     if how.unreadable == "refuse":
         return unchanged
     rows = {name: shape for name, shape in shapes.items() if name not in ("weights", "mask")}
@@ -356,7 +356,7 @@ def rows_held(shape: jax.ShapeDtypeStruct, devices: Collection[Any]) -> np.ndarr
 
 
 def _are_counted_here(shape: jax.ShapeDtypeStruct, rows: np.ndarray) -> np.ndarray:
-    """Which of `rows` no process of lower index holds too, bool: each row counts once."""
+    """Which of `rows` no process of lower index also holds, bool: each row counts once."""
     of_others = [
         np.arange(*index[0].indices(shape.shape[0]))
         for device, index in shape.sharding.devices_indices_map(shape.shape).items()

@@ -80,7 +80,7 @@ class Prefetcher(Generic[Made]):
 
         Raises:
             StopIteration: after the last element.
-            Exception: an exception raised while it was produced.
+            Exception: an exception raised while the element was produced.
         """
         for element in self._group:
             return element, 0.0
@@ -112,7 +112,7 @@ class Prefetcher(Generic[Made]):
         """Stop prefetching."""
         self._has_ended = True
         self._finalizer()
-        self._thread.join(timeout=1.0)  # it takes longer only if remote storage does not answer
+        self._thread.join(timeout=1.0)  # takes longer only if remote storage does not answer
 
 
 def _fill(
@@ -145,10 +145,10 @@ def _end(
     interrupt()
 
 
-# Prefetched batches of a sampler, by a thread or worker processes, within the memory budget.
+# Batches of a sampler, prefetched by a thread or worker processes within the memory budget.
 
 _COPIES = 2
-"""Batches of workers copied into this process: one ready, one in progress."""
+"""Batches from workers copied into this process: one ready, one in progress."""
 
 
 def prefetched_batches(
@@ -175,7 +175,7 @@ def prefetched_batches(
         wrap: wraps the source; can be pickled.
 
     Raises:
-        ConfigError: if the memory is too small for that many workers.
+        ConfigError: if the memory is too small for so many workers.
     """
     ahead = prefetch_depth(len(rows) * row_bytes, how, workers)
     share = for_process(source, workers + 1) if workers else source  # one share is for evaluations

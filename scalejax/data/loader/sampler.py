@@ -1,4 +1,4 @@
-"""Samplers: the examples of each step, in an order that depends on (seed, epoch, position) alone.
+"""Samplers: the examples of each step, in an order that depends only on (seed, epoch, position).
 
 Knows indices and epochs; nothing of processes, devices, files or the contents of examples.
 """
@@ -24,7 +24,7 @@ class Rows:
     """Arrays of the batch other than the example, such as weights, [rows]."""
 
     def of(self, places: np.ndarray) -> "Rows":
-        """The rows at `places` of these."""
+        """The rows at `places` among these."""
         return Rows(
             indices=self.indices[places],
             epoch=self.epoch,
@@ -36,11 +36,11 @@ class TrainingSampler:
     """Training sampler: element k holds the rows of step k.
 
     Every epoch is a new shuffle of all examples, cut into batches. An incomplete last batch is
-    dropped; or it is padded with the first examples of the epoch, of weight 0. A source may
-    prescribe its own order.
+    dropped, or padded with the first examples of the epoch at weight 0. A source may prescribe its
+    own order.
 
-    Whole epochs are shuffled by NumPy, 5 ns per example; Grain's own shuffle is called for each
-    example and takes 8 us, at a batch of 8192 longer than a step of a small network.
+    NumPy shuffles whole epochs at 5 ns per example; Grain's own shuffle is called for each example
+    and takes 8 us, which at a batch of 8192 is longer than a step of a small network.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainingSampler:
         self._permutation = permutation
 
     def __len__(self) -> int:
-        """Steps."""
+        """Number of steps."""
         return self._steps
 
     def __getitem__(self, index: int) -> Rows:
@@ -102,14 +102,14 @@ class TrainingSampler:
 
 
 class EvaluationSampler:
-    """Evaluation sampler: element k holds the k-th batch in order, with a "mask" of padding."""
+    """Evaluation sampler: element k holds the k-th batch in order, with a "mask" for padding."""
 
     def __init__(self, examples: int, global_batch: int) -> None:
         self._examples = examples
         self._global_batch = global_batch
 
     def __len__(self) -> int:
-        """Batches."""
+        """Number of batches."""
         return -(-self._examples // self._global_batch)
 
     def __getitem__(self, index: int) -> Rows:

@@ -1,6 +1,6 @@
 """Skips unreadable examples, and counts them.
 
-Knows sources and the rows of batches; nothing of steps and of the kind of damage.
+Knows sources and the rows of batches; nothing of steps or the kind of damage.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from scalejax.data.loader.sampler import Rows
 from scalejax.data.source import Source, UnreadableExample
 
 READABLE, LOST = "readable", "lost"
-"""Auxiliary columns of a batch until it is used: whether an example was readable; and its index if
+"""Auxiliary columns of a batch until it is used: whether an example was readable, and its index if
 it should have counted but was unreadable, else -1."""
 MOST_NAMED = 5
-"""Most unreadable examples whose errors a line of the record holds."""
+"""Largest number of unreadable examples whose errors a line of the record holds."""
 
 
 class ReadableExamples:
@@ -53,7 +53,7 @@ class ReadableExamples:
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """The readable ones of `places`, with their examples.
 
-        By bisection: a source reports only the first example that it cannot read.
+        Found by bisection, as a source reports only the first example that it cannot read.
         """
         if not len(places):
             return []
@@ -72,8 +72,8 @@ def without_unreadable(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np
     """`batch` of `rows` with weight 0 for unreadable rows, and "lost" in place of "readable".
 
     An unreadable row is replaced by its neighbour (rows 0 and 1, 2 and 3, ... are neighbours), as
-    mixup mixes neighbours; by zeros if that is unreadable too. Neighbours are in one process where
-    each has an even number of rows: then no row depends on the number of processes.
+    mixup mixes neighbours, or by zeros if that is unreadable too. If each process has an even
+    number of rows, neighbours are in one process, and no row depends on the number of processes.
     """
     (counted,) = rows.beside
     held = dict(batch)
@@ -88,8 +88,8 @@ def without_unreadable(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np
 
 
 def why_unreadable(source: Source, index: int) -> str:
-    """File, row and error of an unreadable example, by reading it again, as it may have been read
-    in a worker process."""
+    """File, row and error of an unreadable example, found by reading it again, as a worker process
+    may have read it."""
     try:
         source.take(np.array([index]))
     except UnreadableExample as error:
@@ -98,13 +98,13 @@ def why_unreadable(source: Source, index: int) -> str:
 
 
 class Skipped:
-    """Unreadable examples of the batches used since the last `taken`: number and first errors."""
+    """Number and first errors of the unreadable examples in batches used since the last `taken`."""
 
     def __init__(self) -> None:
         self.count = 0
         """Unreadable rows; an example read twice counts twice."""
         self.reasons: list[str] = []
-        """File, row and error of the first few."""
+        """File, row and error of the first few examples."""
 
     def add(self, source: Source, lost: np.ndarray) -> None:
         """Count the unreadable rows of a batch: indices of `source`, or -1."""
@@ -114,7 +114,7 @@ class Skipped:
         self.reasons += [why_unreadable(source, int(index)) for index in named]
 
     def taken(self) -> tuple[int, list[str]]:
-        """Number and errors so far; resets them."""
+        """Return number and errors so far, and reset them."""
         found = self.count, self.reasons
         self.count, self.reasons = 0, []
         return found

@@ -1,6 +1,6 @@
-"""What an input worker does: `BatchReader`, rows in, arrays out.
+"""The work of an input worker: `BatchReader`, rows in, arrays out.
 
-Arrays go through memory shared with the caller. Imports no JAX.
+Arrays are passed through memory shared with the caller. Imports no JAX.
 """
 
 import math
@@ -38,7 +38,7 @@ class Place:
 
 
 PlacedBatches = tuple[dict[str, Place | np.ndarray], ...]
-"""Location of each array of each batch; the array itself where it did not fit."""
+"""Location of each array of each batch; the array itself if it did not fit."""
 
 
 class BatchReader:
@@ -66,7 +66,7 @@ class BatchReader:
         self._memory = _Memory(memory, slots)
 
     def __call__(self, request: tuple[int, Sequence[Rows]]) -> PlacedBatches:
-        """The batches of `request`, in the slot that it names, whose contents are overwritten."""
+        """Read the batches of `request` into the slot that it names, overwriting its contents."""
         slot, batches = request
         if self._opened is None:
             self._opened = self._open()
@@ -74,7 +74,7 @@ class BatchReader:
         begin = time.perf_counter()
         placed = self._memory.put(slot, taken)
         seconds = (time.perf_counter() - begin) / len(taken)
-        for batch in taken:  # whose array of seconds is in what is sent, not in the memory
+        for batch in taken:  # its array of seconds is in the answer, not in the shared memory
             batch[STAGE_SECONDS][STAGES.index("hand over")] += seconds
         return placed
 
@@ -100,7 +100,7 @@ class _Memory:
         self._map: mmap.mmap | None = None
 
     def put(self, slot: int, batches: Sequence[LocalBatch]) -> PlacedBatches:
-        """Copy `batches` into `slot`; arrays that do not fit are returned themselves."""
+        """Copy `batches` into `slot`; arrays that do not fit are returned as they are."""
         if self._map is None:
             arrays = [values for batch in batches for values in batch.values()]
             self._slot_bytes = sum(_aligned(values.nbytes) for values in arrays)

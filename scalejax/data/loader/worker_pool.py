@@ -1,7 +1,7 @@
 """The pool of input worker processes, as used by the training process.
 
-Grain's workers (0.2.18) are not used: they import JAX and the parent's main program, every array
-goes through a new block of shared memory, and they do not end if the parent is killed.
+Grain's workers (0.2.18) are not used: they import JAX and the parent's main program, pass every
+array through a new block of shared memory, and do not end if the parent is killed.
 
 A batch does not depend on the worker that reads it. Knows no devices, and needs no JAX.
 """
@@ -54,7 +54,7 @@ class Workers:
             if not free:
                 yield from self._take(asked, free)
             worker, slot = free.popleft()
-            worker.send((slot, batches))  # to be written to the slot
+            worker.send((slot, batches))  # the worker writes them to the slot
             asked.append((worker, slot))
         while asked:
             yield from self._take(asked, free)
@@ -68,12 +68,12 @@ class Workers:
         free.append((worker, slot))
 
     def interrupt(self) -> None:
-        """End the workers; may be called from any thread, also while `groups` waits for them."""
+        """End the workers; may be called from any thread, even while `groups` waits for them."""
         for worker in self._workers:
             worker.kill()
 
     def release(self) -> None:
-        """End the workers and release their resources, when `groups` is no longer consumed."""
+        """End the workers and release their resources once `groups` is no longer consumed."""
         for worker in self._workers:
             worker.close()
 
@@ -98,14 +98,14 @@ class _InputWorker(Worker):
     def batches(self) -> Iterator[LocalBatch]:
         """The batches of the oldest request, each copied when it is consumed.
 
-        Copied, as a JAX array on a CPU may alias this memory, which is reused.
+        They are copied because a JAX array on a CPU may alias this memory, which is reused.
         """
         try:
             answer: PlacedBatches = self.answer()
         except WorkerFailed as failed:
             raise _explained(failed) from failed
         if self._map is None:
-            self._map = mmap.mmap(self._file.fileno(), 0)  # all that the worker made room for
+            self._map = mmap.mmap(self._file.fileno(), 0)  # all that the worker has allocated
         for batch in answer:
             begin = time.perf_counter()
             copied = {
@@ -125,7 +125,7 @@ class _InputWorker(Worker):
 
 
 def _explained(failed: WorkerFailed) -> Exception:
-    """What to raise for a worker that failed."""
+    """The exception to raise for a worker that failed."""
     if failed.return_code is None:  # a bug, with its traceback
         return RuntimeError(f"in a process of input.workers:\n{failed}")
     if not failed.was_killed:
@@ -140,7 +140,7 @@ def _explained(failed: WorkerFailed) -> Exception:
 
 
 def _memory_file() -> IO[bytes]:
-    """An anonymous file in memory, which disappears however its users end.
+    """An anonymous file in memory, which disappears with its users, however they end.
 
     Not in /dev/shm, which containers often limit to 64 MB.
     """

@@ -43,7 +43,7 @@ class ArrayRecords(Reader, names=("array_record",)):
         """The images and classes at `indices`.
 
         Raises:
-            UnreadableExample: if a record is damaged or no example, naming file and record.
+            UnreadableExample: if a record is damaged or not an example, naming file and record.
         """
         config = self._config
         classes = np.empty(len(indices), np.int32)
@@ -71,7 +71,7 @@ class ArrayRecords(Reader, names=("array_record",)):
         return {"inputs": pixels, "targets": classes, **changes.beside()}
 
     def _records(self, indices: np.ndarray) -> list[tuple[int, bytes]]:
-        """Row and content of each of some records, a file at a time."""
+        """Row and content of each record, a file at a time."""
         which = np.searchsorted(self._ends, indices, side="right")
         records = []
         for number in np.unique(which).tolist():
@@ -80,7 +80,7 @@ class ArrayRecords(Reader, names=("array_record",)):
             positions = (indices[rows] - (self._ends[number] - file.count)).tolist()
             try:
                 found = read_records(file, positions)
-            except RuntimeError:  # of all that were asked for together: find the one
+            except RuntimeError:  # one of the requested records is damaged: find it
                 found = [self._one(file_row) for file_row in indices[rows]]
             records += zip(rows.tolist(), found, strict=True)
         return records
@@ -97,6 +97,6 @@ class ArrayRecords(Reader, names=("array_record",)):
         return number, int(index - (self._ends[number] - self._files[number].count))
 
     def _named(self, index: int) -> str:
-        """File and record of an example, as a user would look for it."""
+        """File and record of an example, as a user would look it up."""
         number, position = self._place(index)
         return f"{self._files[number].file.path}, record {position}"

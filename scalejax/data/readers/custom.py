@@ -1,6 +1,6 @@
-"""Examples of a function of the user's own, by import path, and their facts.
+"""Examples from a user's own function, by import path, and their facts.
 
-Knows what the function gives, not how: samples by index, and the number of their classes.
+Knows what the function returns, not how: samples by index, and the number of their classes.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _ARRAYS = ("inputs", "targets")
 
 
 class Custom(Reader, names=("custom",)):
-    """Samples of the function that `data.path` names."""
+    """Samples from the function that `data.path` names."""
 
     def __init__(self, config: CustomDataConfig, split: Split, augmentation: Augmentation) -> None:
         self._samples, self._path = _opened(config, split), config.path
@@ -36,7 +36,7 @@ class Custom(Reader, names=("custom",)):
         return len(self._samples)
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The samples at `indices`: of its own `take`, if it has one, else one by one."""
+        """The samples at `indices`: from their own `take`, if they have one, else one by one."""
         if callable(getattr(self._samples, "take", None)):
             try:
                 given = self._samples.take(indices, epoch)
@@ -45,7 +45,7 @@ class Custom(Reader, names=("custom",)):
                 raise self._unreadable("take", error) from error
         else:
             found = [self._sample(int(index)) for index in indices]
-            # An empty batch has a shape too.
+            # An empty batch needs a shape too.
             taken = {
                 name: np.stack([each[name] for each in found])
                 if found
@@ -84,7 +84,7 @@ class Custom(Reader, names=("custom",)):
         """Counts of the parts, and shapes of the first sample of the training part.
 
         Raises:
-            ConfigError: if the function or what it gives is not what it must be.
+            ConfigError: if the function, or what it returns, is not as required.
         """
         parts = {part: _opened(config, part) for part in config.parts}
         train = parts["train"]
@@ -106,11 +106,11 @@ class Custom(Reader, names=("custom",)):
 
 
 def _opened(config: CustomDataConfig, split: Split) -> Any:
-    """What the function gives for a part.
+    """What the function returns for a part.
 
     Raises:
         ConfigError: if there is no such function, it does not take the options, its code fails, or
-            it gives no samples by index.
+            it returns no samples by index.
     """
     module_name, function_name = config.path.split(":")
     module = own_module("data.path", config.path)
@@ -128,7 +128,7 @@ def _opened(config: CustomDataConfig, split: Split) -> Any:
     except TypeError as error:
         raise ConfigError(refusal("data.options", config.options, f"{called}: {error}")) from error
     except ValueError:
-        pass  # a built-in one has no signature: the call will say
+        pass  # a built-in function has no signature: the call will tell
     try:
         samples: Any = function(split, **config.options)
     except Exception as error:
@@ -158,7 +158,7 @@ def _first(samples: Any, config: CustomDataConfig) -> dict[str, np.ndarray]:
     """The first sample, in the types that networks read.
 
     Raises:
-        ConfigError: if it is none of an image, a text and a row of numbers.
+        ConfigError: if it is not an image, a text or a row of numbers.
     """
     try:
         first = _arrays(samples[0])
@@ -193,7 +193,7 @@ def _arrays(sample: Any) -> dict[str, np.ndarray]:
 
 
 def _in_type(name: str, values: np.ndarray) -> np.ndarray:
-    """Whole numbers as int32 and others as float32; bytes that are pixels as they are."""
+    """Whole numbers as int32 and others as float32; pixels stay uint8."""
     if np.issubdtype(values.dtype, np.floating):
         return values.astype(np.float32, copy=False)
     is_pixels = name == "inputs" and values.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""Examples cut from a stream of tokens, with the documents that they hold of it.
+"""Examples cut from a stream of tokens, with the documents that they hold.
 
 Knows where documents end; nothing of files, orders and vocabularies.
 """
@@ -11,14 +11,14 @@ from scalejax.config.dataset_facts import IGNORED_TARGET, POSITIONS, SEGMENT_IDS
 def token_rows(
     tokens: np.ndarray, begins: np.ndarray, document_ends: np.ndarray | None
 ) -> dict[str, np.ndarray]:
-    """Inputs, and targets one place on; with documents, which of its example each token is of, from
-    1 on, and its place in what the example holds of it.
+    """Inputs, and targets one place on; with documents, also the document of each token, counted
+    from 1 within its example, and the token's place in what the example holds of that document.
 
     The last token of a document has no target. An example may begin or end within a document, whose
-    parts are then documents of their own, as of Grain's ConcatThenSplit.
+    parts are then separate documents, as in Grain's ConcatThenSplit.
 
     Args:
-        tokens: of each row one more than it has, int32 [rows, S + 1].
+        tokens: tokens of each row and the one after them, int32 [rows, S + 1].
         begins: place in the stream of the first token of each row, int64 [rows].
         document_ends: places in the stream where documents end, ascending, the last at its end; if
             None, documents do not matter.

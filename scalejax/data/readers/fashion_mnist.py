@@ -18,7 +18,7 @@ from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package `dataset-fashion-mnist` puts the full set."""
 EMBEDDED = Path(__file__).parents[1] / "fashion_10000_2000.npz"
-"""A class-balanced subset, 10,000 to train on and 2,000 to test on; MIT, see the notice beside."""
+"""A class-balanced subset, 10,000 to train on and 2,000 to test on; MIT, see the notice there."""
 
 
 class FashionMnist(Reader, names=("fashion_mnist",)):
@@ -37,7 +37,7 @@ class FashionMnist(Reader, names=("fashion_mnist",)):
         """Counts and shapes.
 
         Raises:
-            ConfigError: if the full edition is asked for, and not installed.
+            ConfigError: if the full edition is requested but not installed.
         """
         if config.edition == "full" and not FOLDER.is_dir():
             accepted = (
@@ -58,7 +58,7 @@ class FashionMnist(Reader, names=("fashion_mnist",)):
 
 
 def _edition(config: FashionMnistConfig) -> Literal["embedded", "full"]:
-    """The edition that is read: with "auto", the full one where it is installed."""
+    """The edition that is read: with "auto", the full one if it is installed."""
     if config.edition == "auto":
         return "full" if FOLDER.is_dir() else "embedded"
     return config.edition

@@ -1,4 +1,4 @@
-"""Images in a folder for each class: a file is opened when its example is taken."""
+"""Images in a folder for each class; a file is opened when its example is taken."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ from scalejax.data.transforms.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.transforms.images import decoded_all
 
 _READS_AT_URL = 3
-"""Reads of images of a store, whose sizes nobody knows, before one counts as unreadable."""
+"""Reads of images from a store, whose sizes are unknown, before one counts as unreadable."""
 
 
 class ImageFolder(Reader, names=("image_folder",)):
@@ -44,7 +44,7 @@ class ImageFolder(Reader, names=("image_folder",)):
 
     @staticmethod
     def files(config: ImageFolderConfig, part: Split) -> Iterable[UsedPart]:
-        """The folder of each class, as it is now, in place of its files."""
+        """The current folder of each class, in place of its files."""
         files = image_files(config, part)
         location = absolute_location(files.location)
         paths = map(files.path, range(len(files)))
@@ -83,8 +83,8 @@ class ImageFolder(Reader, names=("image_folder",)):
         return {"inputs": images, "targets": self._classes[indices], **changes.beside()}
 
     def _images(self, paths: list[str], changes: Changes, reads: int) -> np.ndarray:
-        """The images at `paths`, read again if one is none: a page of a proxy, or half an image,
-        may have come from a store."""
+        """The images at `paths`, read again if one is not an image: a store may have sent the page
+        of a proxy, or half an image."""
         try:
             return decoded_all(
                 _contents(self._field, self._files.location, paths),
@@ -101,7 +101,7 @@ class ImageFolder(Reader, names=("image_folder",)):
 
 
 def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], bytes]:
-    """A function that returns the content of one of `paths`; of a URL, all are read at once."""
+    """A function that returns the content of one of `paths`; from a URL, all are read at once."""
     if not is_url(location):
         return lambda number: Path(paths[number]).read_bytes()
     found = read_whole(field, paths)

@@ -16,7 +16,7 @@ from scalejax.core.remote import read_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatFile:
-    """A file of numbers of one type: memory-mapped, or at a URL read in ranges."""
+    """A file of numbers of one type: memory-mapped, or read in ranges from a URL."""
 
     field: str
     """Field of the config that names the file."""
@@ -25,12 +25,12 @@ class FlatFile:
     dtype: np.dtype
     """Data type of the numbers."""
     offset: int
-    """Bytes of the file before the first."""
+    """Bytes of the file before the first number."""
     count: int
-    """Number of numbers."""
+    """Count of the numbers."""
 
     def windows(self, begins: np.ndarray, width: int) -> np.ndarray:
-        """`width` numbers from each of `begins` on, [begins, width].
+        """`width` numbers from each of `begins`, [begins, width].
 
         Raises:
             ConfigError: if the file is missing or has changed.
@@ -53,7 +53,7 @@ def gathered(
     """Concatenated ranges of numbers of `files`.
 
     Args:
-        files: all on this machine, or all of one remote storage.
+        files: all on this machine, or all in one remote storage.
         which: file of each range.
         begins: its first number.
         ends: the number after its last.

@@ -1,4 +1,4 @@
-"""Mixtures: texts of several sources, in turns that depend on the place in the run alone."""
+"""Mixtures: texts from several sources, in turns that depend only on the place in the run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ class Turns:
     """
 
     def __init__(self, config: MixtureConfig, epoch_examples: int) -> None:
-        """Turns of the mixture `config` in epochs of so many examples."""
+        """Turns of the mixture `config` in epochs of `epoch_examples`."""
         ends = [round(each.until_epoch * epoch_examples) for each in config.stages]
         self._starts = np.array([0, *ends], float)
         self._ends = np.array([*ends, np.inf])
@@ -32,8 +32,8 @@ class Turns:
         self._before = np.concatenate([np.zeros((1, weights.shape[1])), np.cumsum(lasting, 0)])
 
     def between(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of the examples `begin` to `end` - 1 of a run, and how many of it came
-        before; int64 [end - begin]."""
+        """The source of each of the examples `begin` to `end` - 1 of a run, and how many examples
+        of that source came before; int64 [end - begin]."""
         passed, which, numbers = self._around(begin, end)
         there = slice(begin - passed.sum(), end - passed.sum())
         return which[there], numbers[there]
@@ -44,10 +44,10 @@ class Turns:
         return passed + np.bincount(which[: place - passed.sum()], minlength=len(passed))
 
     def _around(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many examples of each source are due well before `begin`, and source and number of
-        those that follow until well after `end`."""
+        """How many examples of each source are due well before `begin`; source and number of those
+        that follow until well after `end`."""
         sources = self._shares.shape[1]
-        # Examples are due by less than the number of sources before or after their places.
+        # Due times differ from places by less than the number of sources.
         first, last = max(begin - sources, 0), end + sources
         found = [self._due(source, first, last) for source in range(sources)]
         which = np.repeat(np.arange(sources), [len(due) for _, due in found])
@@ -56,8 +56,8 @@ class Turns:
         return np.array([before for before, _ in found]), which[order], numbers[order]
 
     def _due(self, source: int, first: float, last: float) -> tuple[int, np.ndarray]:
-        """How many examples of a source are due by `first`, and when each is that is due after it
-        and by `last`."""
+        """How many examples of a source are due by `first`, and when each of those after it and up
+        to `last` is due."""
         due, counts = [np.zeros(0)], []
         for start, end, share, before in zip(
             self._starts, self._ends, self._shares[:, source], self._before[:, source], strict=True
@@ -70,12 +70,12 @@ class Turns:
             if share:
                 numbers = np.arange(passed[0], passed[1])
                 due.append(start + (numbers + 0.5 - before) / share)
-        return counts[0], np.concatenate(due).round(6)  # those due at once: by order of sources
+        return counts[0], np.concatenate(due).round(6)  # ties go by the order of sources
 
 
 class Mixture(Reader, names=("mixture",)):
-    """Examples of several sources. Those of an epoch of training are numbered by what they are:
-    their place among all of all sources, and the pass over their source."""
+    """Examples from several sources. In training, an index identifies the example: its place among
+    the examples of all sources, and the pass over its source."""
 
     def __init__(self, config: MixtureConfig, split: Split, augmentation: Augmentation) -> None:
         self._config, self._augmentation = config, augmentation
@@ -98,13 +98,13 @@ class Mixture(Reader, names=("mixture",)):
         """Counts and shapes.
 
         Raises:
-            ConfigError: as of each source; if they differ in tokens or vocabulary.
+            ConfigError: as for each source; if they differ in tokens or vocabulary.
         """
         return config.mixed([read_facts(each) for each in config.divided_sources])
 
     @staticmethod
     def files(config: MixtureConfig, part: Split) -> Iterable[UsedPart]:
-        """The files of all sources, as they are now."""
+        """The current files of all sources."""
         in_files = (each for each in config.sources if each.is_of_files)
         return chain.from_iterable(reader_of(each).files(each, part) for each in in_files)
 
@@ -115,11 +115,11 @@ class Mixture(Reader, names=("mixture",)):
         return partial(_opened, self._config, self._split, self._augmentation, sources)
 
     def __len__(self) -> int:
-        """Examples of an epoch in training, else of all sources."""
+        """Number of examples of an epoch in training, else of all sources."""
         return self._length
 
     def order_of_epoch(self, epoch: int, steps: int, global_batch: int) -> np.ndarray:
-        """The examples of an epoch: whatever the batch, those of the same places of the run."""
+        """The examples of an epoch: those at its places of the run, whatever the batch."""
         del steps, global_batch
         which, numbers = self._turns.between(epoch * self._length, (epoch + 1) * self._length)
         passes, places = np.divmod(numbers, self._counts[which])
@@ -134,8 +134,8 @@ class Mixture(Reader, names=("mixture",)):
         return passes * self._ends[-1] + (self._ends - self._counts)[which] + rows
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The rows of `Source.take`; of validation and test also "source", the number of that of
-        each.
+        """The rows of `Source.take`; for validation and test also "source", the number of each
+        row's source.
 
         Raises:
             UnreadableExample: if one of them cannot be read.

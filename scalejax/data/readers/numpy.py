@@ -20,7 +20,7 @@ from scalejax.data.stage_clock import timed
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
 MOST_SAMPLED_ROWS = 2**16
-"""Rows from which mean and deviation of features are taken."""
+"""Number of rows from which mean and deviation of features are estimated."""
 
 
 class NumpyArrays(Reader, names=("numpy",)):
@@ -41,9 +41,9 @@ class NumpyArrays(Reader, names=("numpy",)):
 
     @staticmethod
     def files(config: NumpyConfig, part: Split) -> Iterable[UsedPart]:
-        """The files of `part`, as they are now."""
+        """The current files of `part`."""
         headers = part_headers(config, part)
-        files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # one, of an .npz
+        files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # an .npz is one file
         return ((file, headers.inputs.shape[0], None) for file in files)
 
     @staticmethod
@@ -75,7 +75,7 @@ class NumpyArrays(Reader, names=("numpy",)):
         """The inputs and classes at `indices`.
 
         Raises:
-            UnreadableExample: if a row of numbers has one that is not finite, naming it.
+            UnreadableExample: if a row has a number that is not finite, naming it.
             ConfigError: if a file cannot be read.
         """
         with timed("storage"):
@@ -101,8 +101,8 @@ class NumpyArrays(Reader, names=("numpy",)):
 
 
 def _rows(field: str, header: ArrayHeader) -> Callable[[np.ndarray, int], np.ndarray]:
-    """A function (first rows, count) -> elements of `count` rows from each first row on, [first
-    rows, elements]."""
+    """A function (first rows, count) -> elements of `count` rows from each first row, [first rows,
+    elements]."""
     width = int(np.prod(header.shape[1:]))
     if header.member is not None:
         flat = loaded_array(field, header).reshape(-1)
@@ -123,7 +123,7 @@ def _moments(field: str, header: ArrayHeader) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation of each feature over rows evenly spread over the training part."""
     count, features = header.shape
     begins, together = np.array([0]), count
-    if count > MOST_SAMPLED_ROWS:  # in a few runs, of which a URL is asked for each at once
+    if count > MOST_SAMPLED_ROWS:  # in a few stretches, each one request to a URL
         together = 1024
         begins = np.linspace(0, count - together, MOST_SAMPLED_ROWS // together).astype(np.int64)
     rows = _rows(field, header)(begins, together).reshape(-1, features).astype(np.float64)

@@ -38,7 +38,7 @@ from scalejax.data.transforms.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.transforms.images import decoded_all
 
 MOST_SAMPLED_GROUPS = 16
-"""Row groups from which mean and deviation of features are taken."""
+"""Number of row groups from which mean and deviation of features are estimated."""
 
 
 class ParquetExamples(Reader, names=("parquet",)):
@@ -61,7 +61,7 @@ class ParquetExamples(Reader, names=("parquet",)):
 
     @staticmethod
     def files(config: ParquetConfig, part: Split) -> Iterable[UsedPart]:
-        """The files of `part`, as they are now."""
+        """The current files of `part`."""
         rows: dict[DataFile, int] = {}
         field = f"data.{part}"
         for group in find_files(field, getattr(config, part), ()).groups:
@@ -70,7 +70,7 @@ class ParquetExamples(Reader, names=("parquet",)):
 
     @staticmethod
     def inspected(config: ParquetConfig, part: Split) -> Inspected:
-        """The files, and how the run reads them: none but training data are shuffled."""
+        """The files, and how the run reads them: only training data are shuffled."""
         if part != "train":
             reading = replace(config.reading, shuffle="rows", petastorm=None)
             config = replace(config, reading=reading)
@@ -95,7 +95,7 @@ class ParquetExamples(Reader, names=("parquet",)):
         return share
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without cached contents of files; facts about the files are kept, and footers."""
+        """State without cached contents of files; facts about the files and footers are kept."""
         state = {name: value for name, value in vars(self).items() if name != "_groups"}
         files = dict.fromkeys(group.file for group in self._files.groups)
         return state | {"footers": footers_of(files)}
@@ -108,8 +108,8 @@ class ParquetExamples(Reader, names=("parquet",)):
 
     @property
     def rows_together(self) -> int:
-        """As many as an eighth of the memory holds, where row groups are decoded more than once an
-        epoch: those that are made, those that wait and those that are used come to three."""
+        """As many as an eighth of the memory holds, if row groups are decoded more than once an
+        epoch: up to three such sets exist, in progress, ready and in use."""
         return rows_together(self._config, self._files)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
@@ -130,7 +130,7 @@ class ParquetExamples(Reader, names=("parquet",)):
         return np.concatenate(mixed)
 
     def order_of_epoch(self, epoch: int, steps: int, global_batch: int) -> np.ndarray | None:
-        """The order of Petastorm, if configured; None else."""
+        """The order of Petastorm, if configured; otherwise None."""
         order = self._config.reading.petastorm
         if order is None:
             return None
@@ -144,7 +144,7 @@ class ParquetExamples(Reader, names=("parquet",)):
             ConfigError: if a file cannot be read.
         """
         config = self._config
-        # Sorted, so that a row group is asked for once, and its rows lie one after the other.
+        # Sorted, so that a row group is requested once, and its rows are consecutive.
         order = np.argsort(indices, kind="stable")
         ascending = np.asarray(indices)[order]
         classes = np.empty(len(indices), np.int32)
@@ -157,7 +157,7 @@ class ParquetExamples(Reader, names=("parquet",)):
             else:
                 encoded += table[config.image_column].chunks
         changes = self._augmentation.of(indices, epoch)
-        if encoded:  # of all row groups at once: then no thread waits for another
+        if encoded:  # images of all row groups at once, so that no thread waits for another
             inputs = self._images(pa.chunked_array(encoded), order, ascending, changes)
         return {"inputs": inputs, "targets": classes, **changes.beside()}
 
@@ -181,7 +181,7 @@ class ParquetExamples(Reader, names=("parquet",)):
         ascending: np.ndarray,
         changes: Changes,
     ) -> np.ndarray:
-        config, places = self._config, np.argsort(order)  # of each row, in the column
+        config, places = self._config, np.argsort(order)  # place of each row in the column
 
         def named(row: int) -> str:
             return f"{self._named(int(ascending[places[row]]))}, column {config.image_column!r}"
@@ -220,7 +220,7 @@ class ParquetExamples(Reader, names=("parquet",)):
             )
             classes, count = found.fill_null(-1).to_numpy(), len(self._classes)
         else:
-            # not safely: an unsigned one beyond 2^63 gets below 0, and is none of the classes
+            # safe=False: an unsigned number beyond 2^63 becomes negative, and is no class
             numbers = column.cast(pa.int64(), safe=False)
             classes, count = numbers.fill_null(-1).to_numpy(), self._classes
         wrong = np.flatnonzero((classes < 0) | (classes >= count))
@@ -233,7 +233,7 @@ class ParquetExamples(Reader, names=("parquet",)):
         return classes.astype(np.int32)
 
     def _named(self, index: int) -> str:
-        """File and row of an example, as a user would look for it."""
+        """File and row of an example, as a user would look it up."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         row = index - (self._ends[number] - self._counts[number])
         if self._files.kept is not None:
@@ -243,11 +243,11 @@ class ParquetExamples(Reader, names=("parquet",)):
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """A column of numbers as float64; times in the unit of their type, NaN for what is missing."""
+    """A column of numbers as float64; times in the unit of their type, NaN for missing values."""
     if pa.types.is_temporal(column.type):
         is_short = column.type.bit_width == 32
         column = column.cast(pa.int32() if is_short else pa.int64())
-    # not safely: an integer beyond 2^53 loses its last digits, and may
+    # safe=False: an integer beyond 2^53 may lose its last digits
     return column.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy()
 
 
@@ -272,7 +272,7 @@ def _moments(config: ParquetConfig, groups: tuple[RowGroup, ...]) -> tuple[np.nd
 
 
 def _with(moments: tuple[int, float, float], values: np.ndarray) -> tuple[int, float, float]:
-    """Count, mean and sum of squared deviations with more values among them.
+    """Count, mean and sum of squared deviations after more values are included.
 
     Source: Chan, Golub & LeVeque 1983, The American Statistician 37(3), equation 2.1.
     """

@@ -12,7 +12,7 @@ from scalejax.data.source import Reader, Split
 from scalejax.data.transforms.augmentation import Augmentation
 
 BYTE_VALUES = 256
-"""Vocabulary of a text read by bytes."""
+"""Vocabulary of a byte-level text."""
 TEST_FRACTION = 0.05
 """Share of the text, at its end, that is held out for evaluation."""
 
@@ -33,11 +33,11 @@ def python_docs_facts(config: PythonDocsConfig) -> DatasetFacts:
     """Counts of examples.
 
     Raises:
-        ConfigError: if the text is too short for one example of the length asked for.
+        ConfigError: if the text is too short for one example of the requested length.
     """
     text = python_docs()
     test_bytes = int(len(text) * TEST_FRACTION)
-    # An example needs one byte more than it has tokens: the target of its last position.
+    # An example needs one byte more than its tokens: the target of its last position.
     train_examples = (len(text) - test_bytes - 1) // config.tokens
     test_examples = (test_bytes - 1) // config.tokens
     if test_examples < 1:

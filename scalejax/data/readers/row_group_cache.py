@@ -26,10 +26,10 @@ from scalejax.core.filesystem import absolute_location, is_url
 from scalejax.data.formats.parquet import RowGroup, read_columns, read_together
 
 _FETCHED_AHEAD = 8
-"""Parts of row groups of a store that are fetched at once."""
+"""Parts of row groups that are fetched from a store concurrently."""
 _TOGETHER_BYTES, _MOST_TOGETHER = 2**22, 1024
-"""Bytes, decompressed, of row groups that are read together, and their most: opening a file for
-each of a thousand takes longer than reading them."""
+"""Decompressed bytes of row groups that are read together, and their largest number: opening a file
+for each of a thousand takes longer than reading them."""
 _KEY = b"scalejax key"
 """Name under which a file holds its key."""
 
@@ -82,17 +82,17 @@ class DiskCache:
         return table
 
     def _keep(self, path: Path, table: pa.Table) -> None:
-        if table.nbytes > self._limit_bytes:  # its file would take more still
+        if table.nbytes > self._limit_bytes:  # its file would be even larger
             return
         draft = path.with_name(
             f".{path.stem}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}.draft"
         )
         try:
-            with draft.open("xb") as file:  # new, and no link that another has put there
+            with draft.open("xb") as file:  # a new file, not a link that someone has put there
                 with pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
                 file.flush()
-                os.fsync(file.fileno())  # a name that outlives a power cut has its content
+                os.fsync(file.fileno())  # a name that survives a power cut then has its content
             size_bytes = draft.stat().st_size
             if size_bytes <= self._limit_bytes:
                 with self._locked():
@@ -102,7 +102,7 @@ class DiskCache:
             draft.unlink(missing_ok=True)
 
     def _make_room(self, wanted_bytes: int) -> None:
-        """Remove the files used longest ago, until `wanted_bytes` more are within the limit."""
+        """Remove the least recently used files, until `wanted_bytes` more are within the limit."""
         files = []
         for path in self._folder.glob("*.arrow"):
             with contextlib.suppress(FileNotFoundError):
@@ -116,14 +116,14 @@ class DiskCache:
             held_bytes -= size_bytes
 
     def _remove_drafts(self) -> None:
-        """Remove unfinished files of killed processes of this machine."""
+        """Remove unfinished files of killed processes on this machine."""
         for draft in self._folder.glob(f".*.{self._host}.*.draft"):
             process = int(draft.name.split(".")[-3])
             try:
                 os.kill(process, 0)
             except ProcessLookupError:
                 draft.unlink(missing_ok=True)
-            except PermissionError:  # it lives, and is another user's
+            except PermissionError:  # the process is alive, and belongs to another user
                 continue
 
     @contextlib.contextmanager
@@ -144,12 +144,12 @@ class DiskCache:
 
 
 def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
-    """The memory-mapped table of a file; None if it is missing or of another key."""
+    """The memory-mapped table of a file; None if it is missing or has another key."""
     try:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        with contextlib.suppress(PermissionError):  # another user's: it leaves sooner, no more
-            os.utime(path)  # used now; the access time of a file is not to be relied on
+        with contextlib.suppress(PermissionError):  # another user's file: only evicted sooner
+            os.utime(path)  # used now; the access time of a file is not reliable
     except (FileNotFoundError, pa.ArrowException):
         return None
     except OSError as error:
@@ -183,13 +183,13 @@ class RowGroups:
     def tables(
         self, field: str, groups: Sequence[RowGroup], columns: Sequence[str]
     ) -> Iterator[pa.Table]:
-        """`table` of each of `groups`: small ones are read together, and those at a URL ahead, in a
-        quarter of the memory that is for them.
+        """`table` of each of `groups`: small ones are read together, and those at a URL are read
+        ahead, within a quarter of the memory for row groups.
 
         Raises:
-            ConfigError: as `table`.
-            Damaged: as `table`.
-            Unavailable: as `table`.
+            ConfigError: as for `table`.
+            Damaged: as for `table`.
+            Unavailable: as for `table`.
         """
         parts = self._parts(groups, columns)
         if len(groups) < 2 or not is_url(groups[0].file.path):
@@ -218,8 +218,8 @@ class RowGroups:
     def _parts(
         self, groups: Sequence[RowGroup], columns: Sequence[str]
     ) -> Iterator[list[RowGroup]]:
-        """`groups` in their order, in parts of one file that are small enough to be read at once;
-        one by one where they are cached on the disk."""
+        """`groups` in order, in parts of one file that are small enough to be read at once; one by
+        one if they are cached on the disk."""
         most_bytes = 0 if self._disk else min(_TOGETHER_BYTES, self._memory.limit_bytes // 8)
         part: list[RowGroup] = []
         part_bytes = 0
@@ -254,7 +254,7 @@ class RowGroups:
             table = read()
         else:
             file = group.file
-            path = absolute_location(file.path)  # others share the cache, from other folders
+            path = absolute_location(file.path)  # processes in other folders share the cache
             parts = (path, file.size_bytes, file.version, group.index, *columns)
             table = self._disk.of(repr(parts), read)
         return table, table.nbytes
@@ -269,4 +269,4 @@ def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
 
 
 _memories: WeakValueDictionary[int, BoundedMemory[pa.Table]] = WeakValueDictionary()
-"""Memory caches of this process by limit, while they are in use."""
+"""Memory caches of this process, by limit, while they are in use."""

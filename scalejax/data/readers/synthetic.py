@@ -1,8 +1,8 @@
 """Synthetic examples of any size and number, generated on demand and never stored.
 
 An example is a window into one block of random values; the offset of the window, and the class, are
-a hash of (seed, part, index). So an example costs a copy, not its own random stream: an image of
-224 x 224 x 3 takes 10 us instead of 150.
+a hash of (seed, part, index). So an example costs a copy, not a random stream of its own: an image
+of 224 x 224 x 3 takes 10 us instead of 150.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.random import hashed
 
 OFFSETS = 2**20
-"""Number of window offsets, and so of different examples."""
+"""Number of window offsets, and thus of different examples."""
 MASKS = 2**12
 """Number of different patterns of masked tokens."""
 
 
 class _Synthetic(Reader):
-    """Examples of a random stream for each seed and part."""
+    """Examples from one random stream per seed and part."""
 
     def __init__(self, config: Any, split: Split, augmentation: Augmentation) -> None:
         seed = augmentation.seed
@@ -93,7 +93,7 @@ class SyntheticTokens(_Synthetic, names=("synthetic_tokens",)):
 class MaskedTokens(_Synthetic, names=("masked_tokens",)):
     """Random int32 tokens in two segments of equal length, some of them masked.
 
-    Of these 80 % are replaced by the mask token, 10 % by another token, and 10 % stay, as in
+    80 % of these are replaced by the mask token, 10 % by another token, and 10 % stay, as in
     Devlin et al. 2018, arXiv 1810.04805, section 3.1.
     """
 
@@ -117,7 +117,7 @@ class MaskedTokens(_Synthetic, names=("masked_tokens",)):
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The sequences at `indices`, their masked tokens, and the positions of these."""
         bits = self._hash(indices)
-        inputs = self._windows[bits % OFFSETS]  # a copy, for the index is an array
+        inputs = self._windows[bits % OFFSETS]  # a copy, because the index is an array
         inputs[:, 0] = FIRST_TOKEN
         inputs[:, self._separators] = SEPARATOR_TOKEN
         mask = (bits >> np.uint64(32)) % MASKS

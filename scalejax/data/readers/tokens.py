@@ -47,7 +47,7 @@ class TokenExamples(Reader, names=("tokens",)):
 
     @staticmethod
     def files(config: TokensConfig, part: Split) -> Iterable[UsedPart]:
-        """The files of `part`, as they are now."""
+        """The current files of `part`."""
         return ((each.file, each.count, None) for each in token_files(config, part))
 
     def __len__(self) -> int:
@@ -56,8 +56,8 @@ class TokenExamples(Reader, names=("tokens",)):
         return (self._end - self._begin - (end - begin) - 1) // self._config.tokens
 
     def without(self, held_out: np.ndarray) -> "TokenExamples | None":
-        """The source without the tokens that are targets of the pieces `held_out`, at whose ends
-        documents are cut; None if pieces are cut as the stream lies, the same in every epoch."""
+        """The source without the tokens that are targets of the pieces `held_out`, whose bounds cut
+        documents; None if pieces follow the stream, the same in every epoch."""
         if self._documents is None or self._config.packing == "concatenate":
             return None
         first = self._begin + int(held_out[0]) * self._config.tokens + 1
@@ -105,8 +105,8 @@ class TokenExamples(Reader, names=("tokens",)):
         return token_rows(tokens, firsts, document_ends if self._config.document_mask else None)
 
     def _order(self, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Where each document of the epoch begins in the files, and, with where the last ends, in
-        the order of the epoch; that of the files in evaluation."""
+        """Where each document begins in the files and in the order of the epoch, the latter with
+        the end of the last; evaluation has the order of the files."""
         found = self._orders.get(epoch)
         if found is None:
             assert self._documents is not None  # noqa: S101  the caller has seen it
@@ -135,7 +135,7 @@ def cut(
             piece begins at 0.
 
     Returns:
-        Piece, begin and end of each range that comes of it.
+        Piece, begin and end of each resulting range.
     """
     first = np.searchsorted(piece_ends, begins, side="right")
     counts = np.searchsorted(piece_ends, ends, side="left") - first + 1

@@ -37,18 +37,19 @@ _ERASE_ASPECTS = slice(_ERASE_AREAS.stop, _ERASE_AREAS.stop + TRIES)
 _ERASE_PLACE = slice(_ERASE_ASPECTS.stop, _ERASE_ASPECTS.stop + 2)
 _CUT = slice(_ERASE_PLACE.stop, _ERASE_PLACE.stop + 3)
 _ALL_DRAWS = _CUT.stop
-"""Columns of the per-example random numbers, one set for each transform, so that enabling one
-transform does not change another. Those of operations come after them."""
+"""Number of columns of per-example random numbers, one set for each transform, so that enabling one
+transform does not change another. The columns of operations come after them."""
 _OPERATION_DRAWS = 3
-"""Which operation, whether it goes to the other side, and how strong it is."""
+"""Random numbers of an operation: which it is, its sign, and its magnitude."""
 _VALUES_AT_ONCE = 2**15
-"""Channels of pixels that are changed together: as float32 less than 128 KiB, for memory of larger
-arrays is asked of the system each time, which can take five times as long as what is done."""
+"""Channels of pixels that are changed together: at most 128 KiB as float32, because memory of
+larger arrays is requested from the system each time, which can take five times as long as the work.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """Augmentation that depends on (seed, epoch, index) alone."""
+    """Augmentation that depends only on (seed, epoch, index)."""
 
     config: AugmentationConfig
     """Which augmentations, and their ranges."""
@@ -76,7 +77,7 @@ AS_IS = Augmentation(config=AugmentationConfig(), seed=0)
 class Changes:
     """Random changes of a batch of examples, one per row.
 
-    A source of encoded images crops while it decodes (`crop`), then calls `finished`; one of
+    A source of encoded images crops while it decodes (`crop`), then calls `finished`; a source of
     pixels calls `applied`.
     """
 
@@ -93,11 +94,11 @@ class Changes:
 
     def crop(self, row: int, width: int, height: int) -> Box | None:
         """The random crop box of an image of this size; without random crops that of evaluation,
-        which is None where it is the largest square.
+        which is None if it is the largest square.
 
-        The first of ten random sizes that fits into the image, at a random position; else the
-        largest centre crop of an accepted aspect. Inception's crop (Szegedy et al. 2014, arXiv
-        1409.4842, section 6), with which Goyal et al. 2017 trained.
+        It has the first of ten random sizes that fits into the image, at a random position; else it
+        is the largest centre crop of an accepted aspect. This is Inception's crop (Szegedy et al.
+        2014, arXiv 1409.4842, section 6), with which Goyal et al. 2017 trained.
         """
         if self._config.crop_area is None:
             return self._centre(width, height)
@@ -115,7 +116,7 @@ class Changes:
         return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
 
     def _centre(self, width: int, height: int) -> Box | None:
-        """The square in the middle with the share of the shorter side that evaluation keeps."""
+        """The centre square, whose side is the share of the shorter side that evaluation keeps."""
         share = self._config.evaluation_crop
         if share == 1:
             return None
@@ -123,7 +124,7 @@ class Changes:
         return Box((width - side) / 2, (height - side) / 2, side, side)
 
     def applied(self, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The examples of a source of decoded images, augmented; with "mix" added for mixup."""
+        """The examples of a source of decoded images, augmented; with the arrays of `beside`."""
         images, beside = examples["inputs"], self.beside()
         if not self._config.changes_pixels:
             return examples | beside
@@ -141,7 +142,7 @@ class Changes:
         with timed("augment"):
             if len(parts) == len(images):
                 in_threads(change, len(parts))
-            else:  # of small ones Python takes much of the time, and threads would wait for others
+            else:  # for small images, Python takes most of the time, and threads would wait
                 change(slice(None))
         return examples | beside | {"inputs": changed}
 
@@ -192,11 +193,11 @@ class Changes:
         return augmented(images, operations, magnitudes, signs < 0.5, ranges)
 
     def _erase(self, image: np.ndarray, numbers: np.ndarray) -> None:
-        """Fill a rectangle of `image` with random pixels, with the probability asked for: the first
-        of ten that is smaller than the image along both sides, else none.
+        """Fill a rectangle of `image` with random pixels, with the configured probability: the
+        first of ten that is smaller than the image along both sides, else none.
 
         Source: Zhong et al. 2017, arXiv 1708.04896, algorithm 1; tries and rounding, and aspects
-        that are uniform in the logarithm, as `RandomErasing.get_params` of torchvision 0.26.
+        that are uniform in the logarithm, as in `RandomErasing.get_params` of torchvision 0.26.
         """
         config = self._config
         if numbers[_ERASE] >= config.erase_probability:
@@ -217,14 +218,14 @@ class Changes:
                 return
 
     def beside(self) -> dict[str, np.ndarray]:
-        """Mixup's "mix", the share of its own that each row keeps, drawn from Beta(alpha, alpha),
+        """Mixup's "mix", the share of itself that each row keeps, drawn from Beta(alpha, alpha),
         float32 [rows]; CutMix's "cut", float32 [rows, 3]: the share of each side that the rectangle
-        has, the root of 1 - a share from Beta(alpha, alpha), and its centre from the left and the
-        top, 0..1 (Yun et al. 2019, arXiv 1905.04899, equation 2); empty without both."""
+        covers, the root of 1 - a share from Beta(alpha, alpha), and its centre from the left and
+        the top, 0..1 (Yun et al. 2019, arXiv 1905.04899, equation 2); empty without either."""
         alpha, of_cut = self._config.mixup_alpha, self._config.cutmix_alpha
         if not (alpha or of_cut):
             return {}
-        # Imported here: these alone need it.
+        # Imported here, as only these need it.
         from scipy.special import betaincinv
 
         if of_cut:
@@ -232,13 +233,13 @@ class Changes:
             own = betaincinv(of_cut, of_cut, self._numbers[:, _MIX])
             is_cut = cut[:, 0] < self._config.cutmix_probability
             cut[:, 0] = np.where(is_cut, np.sqrt(1 - own), 0)
-            # Below 1 in float32 too.
+            # The centre stays below 1 in float32, too.
             return {"cut": np.minimum(cut, [1, 1 - 2**-24, 1 - 2**-24]).astype(np.float32)}
         return {"mix": betaincinv(alpha, alpha, self._numbers[:, _MIX]).astype(np.float32)}
 
 
 _NOTHING = Changes(AugmentationConfig(), np.empty((0, _DRAWS)))
-"""Draws nothing, and asks for none."""
+"""Changes nothing, and draws no numbers."""
 
 
 def _parts(images: np.ndarray) -> list[np.ndarray]:

@@ -26,17 +26,17 @@ _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.e
 """Pillow's exceptions for damaged EXIF data."""
 
 NO_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""Pillow's exceptions for bytes that are no complete image."""
+"""Pillow's exceptions for bytes that are not a complete image."""
 
-if "PILLOW_BLOCKS_MAX" not in os.environ:  # which is how a user says it
-    # Pillow gives the memory of each image back, and a process that does little else gets new pages
-    # for the next.
+if "PILLOW_BLOCKS_MAX" not in os.environ:  # with which a user sets it
+    # By default Pillow frees the memory of each image, and a process that does little else gets new
+    # pages for the next.
     Image.core.set_block_size(2**20)
     Image.core.set_blocks_max(16)
 
 
 class UndecodableImage(Exception):
-    """Bytes that hold no whole image of 8 bits a channel in a format that Pillow knows."""
+    """Bytes that hold no complete image of 8 bits a channel in a format that Pillow knows."""
 
 
 class Box(NamedTuple):
@@ -82,29 +82,29 @@ def decoded(
 
     Args:
         encoded: a file's content.
-        size: height and width to give.
+        size: height and width of the result.
         channels: 1 for grey, 3 for red, green and blue.
         crop: maps the size of the upright image to its crop box; by default the centre square.
 
     Raises:
-        UndecodableImage: saying why.
+        UndecodableImage: if it cannot be decoded, saying why.
     """
     mode = "L" if channels == 1 else "RGB"
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             upright_size = _upright_size(image)
             box = crop(*upright_size)
-            # A JPEG is decoded at a half, a quarter or an eighth, if that is still twice the size,
-            # or, of a random part, no less than the size: none of its pixels is made up.
+            # A JPEG is decoded at a half, a quarter or an eighth, if the result is still twice the
+            # size, or for a crop box no less than the size, so that no pixel is made up.
             if box is None:
                 image.draft(mode, (2 * size, 2 * size))
             else:
                 image.draft(mode, _least_size(image.size, box, size))
-            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would cut at 255
+            if image.mode == "F" or image.mode.startswith("I"):  # Pillow would clip it at 255
                 raise UndecodableImage(f"Pillow's mode {image.mode}: more than 8 bits a pixel")
             image.load()
             _turn_upright(image)
-            if image.mode != mode:  # else it would be copied
+            if image.mode != mode:  # convert would copy it even if the mode is the same
                 image = image.convert(mode)
     except NO_IMAGE as error:
         raise UndecodableImage(why_undecodable(error)) from error
@@ -120,13 +120,13 @@ def decoded(
 
 def why_undecodable(error: Exception) -> str:
     """Pillow's message about an image in an error of `NO_IMAGE`."""
-    if isinstance(error, UnidentifiedImageError):  # whose own words name an object in memory
+    if isinstance(error, UnidentifiedImageError):  # its message names an object in memory
         return "its format is none that Pillow knows"
     return str(error) or type(error).__name__
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height as its EXIF, if it can be read, would turn it."""
+    """Width and height of the image as turned by its EXIF, if that can be read."""
     width, height = image.size
     orientation = None
     with contextlib.suppress(*_DAMAGED_EXIF):
@@ -142,7 +142,7 @@ def _least_size(image: tuple[int, int], box: Box, size: int) -> tuple[int, int]:
 
 
 def _turn_upright(image: Image.Image) -> None:
-    """Turn and mirror `image` as its EXIF says; one whose EXIF is damaged stays as it is."""
+    """Turn and mirror `image` as its EXIF says; an image with damaged EXIF stays as it is."""
     with contextlib.suppress(*_DAMAGED_EXIF):
         ImageOps.exif_transpose(image, in_place=True)
 
@@ -156,23 +156,23 @@ def decoded_all(
     named: Callable[[int], str],
     changes: ImageChanges,
 ) -> np.ndarray:
-    """Images, uint8 [count, size, size, channels], as `decoded` makes each, in threads.
+    """Images, uint8 [count, size, size, channels], each as from `decoded`, in threads.
 
     Args:
         contents: returns the file content of image 0 ... `count` - 1.
         count: number of images.
-        size: height and width to give.
+        size: height and width of the result.
         channels: 1 for grey, 3 for red, green and blue.
         named: name of an image for error messages.
         changes: augmentation of each image.
 
     Raises:
         UnreadableExample: if one is gone or cannot be decoded, saying which and why.
-        ConfigError: if its file cannot be read, as when a disk fails or too many files are open:
-            that says nothing of the example.
+        ConfigError: if a file cannot be read, as when a disk fails or too many files are open,
+            which says nothing about the example.
     """
     images = np.empty((count, size, size, channels), np.uint8)
-    busy: list[tuple[float, float]] = []  # seconds of decoding and of changing, of each part
+    busy: list[tuple[float, float]] = []  # seconds of decoding and of changing each part
 
     def decode(part: slice) -> None:
         begin = time.perf_counter()
@@ -199,9 +199,9 @@ def decoded_all(
 
 
 def in_threads(function: Callable[[slice], None], count: int) -> None:
-    """Call `function` with parts of 0 ... `count` - 1; Pillow lets threads decode side by side."""
+    """Call `function` with parts of 0 ... `count` - 1; Pillow lets threads decode in parallel."""
     threads = usable_cores()
-    # Several at once, as a small one takes but 50 us; few, as all wait for the last of the threads.
+    # Several at once, as a small image takes only 50 us; few, as all wait for the last thread.
     width = max(1, min(16, count // (16 * threads)))
     parts = iter([slice(begin, begin + width) for begin in range(0, count, width)])
 

@@ -6,10 +6,10 @@ Arrays in, arrays out: knows no random numbers, no files and no config.
 import numpy as np
 
 LUMA = np.array([0.2989, 0.587, 0.114], np.float32)
-"""Shares of red, green and blue in a grey (ITU-R BT.601, as torchvision rounds it)."""
+"""Shares of red, green and blue in grey (ITU-R BT.601, as torchvision rounds them)."""
 _AT_ONCE = 2**15
-"""Pixels of which many arrays are made, one after the other: the memory of small ones is used
-again, that of larger ones asked of the system each time, which takes five times as long."""
+"""Pixels for which many arrays are made, one after the other: the memory of small arrays is reused,
+that of larger ones requested from the system each time, which takes five times as long."""
 COLOUR_CHANGES = ("brightness", "contrast", "saturation", "hue")
 """Colour changes of `recoloured`, in the numbering of its `order`."""
 
@@ -50,7 +50,7 @@ def _between(images: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def shifted(images: np.ndarray, right: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Each image shifted by whole pixels, to the left and up if negative, filled with black.
+    """Each image shifted by whole pixels, to the left or up if negative, filled with black.
 
     Args:
         images: uint8 [images, height, width, channels].
@@ -66,9 +66,9 @@ def shifted(images: np.ndarray, right: np.ndarray, down: np.ndarray) -> np.ndarr
 
 
 def flipped(images: np.ndarray, is_flipped: np.ndarray) -> np.ndarray:
-    """The images, those for which `is_flipped` [images] holds mirrored left to right."""
+    """The images; those with `is_flipped` [images] are mirrored left to right."""
     result, rows = images.copy(), np.flatnonzero(is_flipped)
-    # Taken by index: through a view with a negative step it takes twice as long.
+    # By index: through a view with a negative step, it takes twice as long.
     result[rows] = images[rows].take(np.arange(images.shape[2])[::-1], axis=2)
     return result
 
@@ -77,7 +77,7 @@ def recoloured(images: np.ndarray, factors: np.ndarray, order: np.ndarray) -> np
     """The images with their colours changed, rounded once at the end.
 
     Args:
-        images: uint8 [images, height, width, channels]; grey ones have no saturation and no hue.
+        images: uint8 [images, height, width, channels]; grey ones have no saturation or hue.
         factors: factors of `COLOUR_CHANGES`, [images, 4]: 1 leaves brightness, contrast and
             saturation unchanged, 0 the hue, which is rotated by this fraction of its circle.
         order: indices of the changes to apply, in the order of each image, [images, changes].
@@ -85,7 +85,7 @@ def recoloured(images: np.ndarray, factors: np.ndarray, order: np.ndarray) -> np
     Returns:
         uint8, of the shape of `images`.
     """
-    # A plane for each channel: what combines channels then goes through whole planes.
+    # One plane per channel, so that operations across channels go through whole planes.
     pixels = np.moveaxis(images, -1, 1).astype(np.float32, order="C")
     factors = factors.astype(np.float32)
     for changes in order.T:
@@ -127,8 +127,8 @@ def _turned_part(pixels: np.ndarray, turn: np.ndarray) -> np.ndarray:
     red, green, blue = np.moveaxis(pixels, 1, 0)
     value = np.maximum(np.maximum(red, green), blue)
     chroma = value - np.minimum(np.minimum(red, green), blue)
-    # In sixths of the circle from red, by which channel is the largest. Sums of what holds, as a
-    # choice by `where` takes as long as all the rest.
+    # Hue in sixths of the circle from red, by which channel is the largest. Sums over the cases, as
+    # a choice by `where` takes as long as all the rest.
     is_red = value == red
     is_green = (value == green) & ~is_red
     is_blue = ~(is_red | is_green)

@@ -4,9 +4,9 @@ Arrays in, arrays out: knows no random numbers and no files.
 
 Source: Cubuk et al. 2019, arXiv 1909.13719, section 3 and its operations, whose ranges are those of
 AutoAugment (arXiv 1805.09501, table 6); Müller & Hutter 2021, arXiv 2103.10158. Ranges in 31 steps,
-order and rounding as `RandAugment` and `TrivialAugmentWide` of torchvision 0.26; what comes in is
-black, and pixels are the nearest, as there. Shears of a sign go to the other side than there: both
-signs are as likely.
+order, rounding, black filling and nearest-pixel interpolation are those of `RandAugment` and
+`TrivialAugmentWide` of torchvision 0.26. Shears of one sign go to the other side than there: both
+signs are equally likely.
 """
 
 import math
@@ -23,35 +23,35 @@ OPERATIONS = (
     *("brightness", "color", "contrast", "sharpness"),
     *("posterize", "solarize", "autocontrast", "equalize"),
 )
-"""In the numbering of `augmented`; of these those up to "sharpness" have a sign."""
+"""Operations, in the numbering of `augmented`; those up to "sharpness" have a sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges:
-    """What the operations do at the largest magnitude. At 0 those that have one do nothing, but
-    that solarizing, as in torchvision, makes white black."""
+    """What the operations do at the largest magnitude. At 0, operations with a magnitude do
+    nothing, except that solarizing turns white to black, as in torchvision."""
 
     shear: float
     """Pixels to the side for each pixel down."""
     translation: Callable[[int, int], int]
-    """Whole pixels, of the pixels of a side and the magnitude."""
+    """Whole pixels, from the pixels of a side and the magnitude."""
     degrees: float
-    """Of a rotation."""
+    """Angle of a rotation."""
     enhancement: float
-    """x: brightness, colour, contrast and sharpness by a factor of 1 - x or 1 + x."""
+    """x: brightness, colour, contrast and sharpness change by a factor of 1 - x or 1 + x."""
     lost_bits: int
-    """Bits of 8 that posterizing takes."""
+    """Bits of 8 that posterizing removes."""
 
 
 RAND_AUGMENT = Ranges(
     shear=0.3,
-    # 150 of the 331 pixels that images have in AutoAugment.
+    # 150 of the 331 pixels of an image side in AutoAugment.
     translation=lambda side, magnitude: 150 * side * magnitude // (331 * MOST_MAGNITUDE),
     degrees=30.0,
     enhancement=0.9,
     lost_bits=4,
 )
-"""Those of RandAugment."""
+"""Ranges of RandAugment."""
 TRIVIAL_AUGMENT = Ranges(
     shear=0.99,
     translation=lambda side, magnitude: 32 * magnitude // MOST_MAGNITUDE,
@@ -59,7 +59,7 @@ TRIVIAL_AUGMENT = Ranges(
     enhancement=0.99,
     lost_bits=6,
 )
-"""The wide ones of TrivialAugment."""
+"""Wide ranges of TrivialAugment."""
 
 
 def augmented(
@@ -72,10 +72,10 @@ def augmented(
     """Each image after its operations, one after the other.
 
     Args:
-        images: uint8 [images, height, width, channels], grey or of red, green and blue.
+        images: uint8 [images, height, width, channels], grey or red, green and blue.
         operations: indices into `OPERATIONS`, int [images, operations].
         magnitudes: 0 to 30, int [images, operations].
-        is_negative: whether to the other side, or less in place of more; bool [images, operations].
+        is_negative: whether to the other side, or less instead of more; bool [images, operations].
         ranges: what the operations do at the largest magnitude.
 
     Returns:
@@ -130,8 +130,8 @@ def _changed(
 
 
 def _moved(picture: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
-    """The picture whose pixel (x, y) is the one at `matrix` (a, b, c, d, e, f): (a x + b y + c,
-    d x + e y + f)."""
+    """The picture whose pixel (x, y) is the old one at (a x + b y + c, d x + e y + f), where
+    `matrix` is (a, b, c, d, e, f)."""
     return picture.transform(picture.size, Image.Transform.AFFINE, matrix)
 
 

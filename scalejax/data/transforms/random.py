@@ -20,8 +20,8 @@ def hashed(bits: np.ndarray) -> np.ndarray:
 def uniforms(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarray:
     """Independent numbers in [0, 1), float64 [len(indices), count].
 
-    They depend on (seed, epoch, index) and the column alone, and are uncorrelated between examples,
-    epochs, seeds and columns; no generator object is created for any of them.
+    They depend only on (seed, epoch, index) and the column, and are uncorrelated between examples,
+    epochs, seeds and columns; no generator object is created for them.
     """
     key = hashed(hashed(np.array([seed], np.uint64)) ^ np.uint64(epoch))
     examples = hashed(key ^ np.asarray(indices).astype(np.uint64))
@@ -31,7 +31,7 @@ def uniforms(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarr
 
 
 def noise_bytes(key: float, count: int) -> np.ndarray:
-    """Independent bytes, uint8 [count], that depend on one number of `uniforms` alone."""
+    """Independent bytes, uint8 [count], that depend only on one number of `uniforms`."""
     own = hashed(np.array([key]).view(np.uint64))
     counters = hashed(np.arange(-(-count // 8), dtype=np.uint64))
     return hashed(own ^ counters).view(np.uint8)[:count]

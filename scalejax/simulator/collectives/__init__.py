@@ -1,8 +1,8 @@
 """Seconds that a collective takes in a group of devices, by algorithm (alpha-beta model).
 
-Every time is latency plus bytes over bandwidth plus the filling of the pipeline: hops of small
-messages, then the payload through the narrowest link of its route. Where a table of measured
-times exists it is used instead (`measured`). Knows hardware and the `Route` of a group on it;
+Every time is latency plus bytes over bandwidth plus the time to fill the pipeline: hops of small
+messages, then the payload through the narrowest link of its route. A table of measured times, if
+there is one, is used instead (`measured`). Uses hardware and the `Route` of a group on it;
 `placement` finds the route of a program's collective.
 
 Left out: time lost to waiting for the slowest member, and congestion beyond the

@@ -1,6 +1,6 @@
 """Seconds of an all-reduce: by each algorithm, and by the fastest that a library has.
 
-Knows the route of a group and the methods of a library; nothing of programs or placement.
+Depends on the route of a group and the methods of a library, not on programs or placement.
 """
 
 import math
@@ -31,12 +31,12 @@ def all_reduce_seconds(
         methods = tuple(each for each in methods if each.algorithm == "parameter_server")
         if not methods:
             return 0.0
-    # A switch has nothing to add up for a group with one member in the node.
+    # A switch has nothing to add up for a group with only one member in the node.
     is_possible = {
         "nvls": route.in_switch_fraction is not None and route.members_per_node > 1,
         "sharp": route.sums_in_network,
     }
-    # Before protocols are left out, or the last that reduces might be.
+    # Filter before protocols are left out, or the last method that reduces might be dropped.
     reducing = [
         method
         for method in methods
@@ -64,8 +64,8 @@ def tree_all_reduce_seconds(payload_bytes: int, route: Route, method: Collective
     """Time of a double binary tree over the nodes, a chain within each: up, then down.
 
     seconds = base + 2 ((g - 1) link hops + ceil(log2 nodes) network hops) + 2 payload / bandwidth.
-    Between two nodes each sends the other one payload, half of it as a part and half as a sum:
-    there a tree moves more than a ring could.
+    Of two nodes, each sends the other one payload, half of it as a part and half as a sum: a tree
+    then moves more than a ring could.
 
     Source: Sanders, Speck & Traeff 2009, "Two-tree algorithms for full bandwidth broadcast,
     reduction and scan", Parallel Computing 35(12); hops counted as NCCL's tuner does.
@@ -102,9 +102,9 @@ def halving_doubling_all_reduce_seconds(
 ) -> float:
     """Time of a hierarchical all-reduce: a ring in each node, halving-doubling between nodes.
 
-    As `hierarchical_all_reduce_seconds`, with 2 log2 k network hops for k a power of two. Else
-    the nodes form binary blocks: k = 44 is 32 + 8 + 4. Each block halves on its own, then hands
-    its part to the next larger one, which waits for it; doubling runs in reverse.
+    As `hierarchical_all_reduce_seconds`, with 2 log2 k network hops if k is a power of two.
+    Otherwise the nodes form binary blocks: k = 44 is 32 + 8 + 4. Each block halves on its own, then
+    hands its part to the next larger one, which waits for it; doubling runs in reverse.
 
     Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
     operations in MPICH", IJHPCA 19(1); binary blocks as in Goyal et al. 2017, section 4.2.
@@ -144,7 +144,7 @@ def in_network_all_reduce_seconds(
 
     Each node sends the sum of its members once, and receives the total once:
     seconds = base + link hops + 2 network hops + max(inside, payload / network),
-    where inside is (1 + 1/g) payload at the in-switch rate where the node's switch sums too, else a
+    where inside is (1 + 1/g) payload at the in-switch rate if the node's switch sums too, else a
     reduce-scatter and an all-gather. Left out: more levels of switches, under a microsecond each.
 
     Source: Graham et al. 2016, "Scalable hierarchical aggregation protocol (SHArP)", COMHPC; sizes

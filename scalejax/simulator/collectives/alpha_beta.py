@@ -11,8 +11,8 @@ _LOW_LATENCY = ("ll", "ll128")
 
 
 def usable(methods: Sequence[CollectiveMethod], route: Route) -> tuple[CollectiveMethod, ...]:
-    """The methods that the route allows: protocols of low latency need messages in order. Where
-    `methods`, of which the collective can take each, have no other, all."""
+    """The methods that the route allows: low-latency protocols need messages in order. If no other
+    methods are left, all of `methods`, each of which the collective can use."""
     found = tuple(each for each in methods if each.protocol not in _LOW_LATENCY)
     return tuple(methods) if route.keeps_order or not found else found
 
@@ -32,7 +32,7 @@ def latency_seconds(
 
 
 def pipelined_seconds(transfer_seconds: float, ramp_seconds: float) -> float:
-    """Time to send a payload of `transfer_seconds` in chunks, filling of the pipeline included.
+    """Time to send a payload of `transfer_seconds` in chunks, including filling the pipeline.
 
     With chunks of c seconds, the link is busy for W and the last chunk is late by its own time;
     each chunk costs r: seconds = W + c + W r / c, least for c = sqrt(W r): W + 2 sqrt(W r).
@@ -44,16 +44,16 @@ def pipelined_seconds(transfer_seconds: float, ramp_seconds: float) -> float:
 def protocol_seconds(
     transfer_seconds: float, payload_bytes: float, route: Route, method: CollectiveMethod
 ) -> float:
-    """Time to send what takes `transfer_seconds` at the links' rate by the method's protocol.
+    """Time to send what takes `transfer_seconds` at the links' rate, with the method's protocol.
 
-    Over nodes messages with flags may pass each hop whole: up and down a node's g - 1 links, and
-    one hop between nodes each way, which more nodes do not lengthen as counted here.
+    Over nodes, messages with flags may pass each hop whole: up and down a node's g - 1 links, and
+    one hop between nodes each way, whose count here does not grow with the nodes.
 
     Args:
-        transfer_seconds: of the slowest link, without a protocol.
+        transfer_seconds: time of the slowest link, without a protocol.
         payload_bytes: what is summed over the nodes; half of what is gathered counts as much.
         route: links between the members.
-        method: whose protocol sends.
+        method: the method whose protocol is used.
     """
     seconds = transfer_seconds / method.bandwidth_fraction
     posted = method.network_payload_bytes_per_second

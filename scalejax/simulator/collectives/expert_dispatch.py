@@ -1,7 +1,7 @@
 """Seconds of sending tokens to their experts, or back, by a library that sends no token twice.
 
-Knows the route of a group, the routing of tokens and the rates of a library; nothing of programs or
-placement. A plain all-to-all of the same tokens is in `point_to_point`.
+Depends on the route of a group, the routing of tokens and the rates of a library, not on programs
+or placement. A plain all-to-all of the same tokens is in `point_to_point`.
 """
 
 from math import comb
@@ -20,24 +20,24 @@ def dispatch_seconds(
     *,
     chip: str,
 ) -> float:
-    """Time until every device has the tokens of its experts, or each token what they return.
+    """Time until every device has the tokens of its experts, or every token its results.
 
     A token of b bytes crosses the network once for each node with one of its experts, to the device
-    of its sender's number there, and from there the links once for each device with one:
+    with its sender's position there, and from there the links once for each device with one:
     seconds = base + tokens x token time
             + max(tokens b devices / link, g tokens b (nodes reached elsewhere) / network,
                   tokens (nodes reached elsewhere) message time),
     for g devices of the group in a node, which share the network. A combine is the same backwards.
-    The own device counts as one of the devices, as the kernels copy there too. Left out:
-    congestion, which took 2.7 times as long over 8 nodes of one measured machine, and that a
-    dispatch differs from a combine of equal bytes: each alone is off by 8 to 19 % in the mean, the
-    sum of both by 6 to 8 % (`experiments/expert_dispatch`).
+    A token's own device counts as one of the devices, as the kernels copy there too. Left out:
+    congestion, which took 2.7 times as long over 8 nodes of one measured machine, and the
+    difference between a dispatch and a combine of equal bytes: each alone is off by 8 to 19 % in
+    the mean, the sum of both by 6 to 8 % (`experiments/expert_dispatch`).
 
     Args:
         payload_bytes: bytes of a copy of each token of one device for each of its experts.
         tokens: the tokens, and how they are routed.
         route: links between the members of the group.
-        library: its rates.
+        library: the library's rates.
         chip: name of the chip of every device.
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.2.2.
     """
@@ -59,11 +59,11 @@ def dispatch_seconds(
 
 
 def expected_reach(tokens: RoutedTokens, devices: int, nodes: int) -> tuple[float, float]:
-    """(devices, nodes) of the group that hold an expert of a token, expected if all are equally
+    """Expected (devices, nodes) of the group that hold an expert of a token, if all are equally
     likely.
 
-    Of E experts on D devices, C(E - E/D, k) of the C(E, k) choices of k experts avoid a device. A
-    token that is limited to some nodes chooses among their experts.
+    With E experts on D devices, C(E - E/D, k) of the C(E, k) choices of k experts avoid a device.
+    A token that is limited to some nodes chooses among their experts.
 
     Raises:
         ConfigError: if the devices do not divide the experts.

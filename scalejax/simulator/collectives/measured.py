@@ -1,14 +1,14 @@
 """Seconds of collectives within a node and over nodes, from tables of measured times.
 
 Between measured payloads, log time is linear in log payload; below the smallest and above the
-largest, time is the model's, scaled to the table at its end. For a group size that was not
+largest, time is the model's, scaled to meet the table at its ends. For a group size that was not
 measured, the ratio of measured to modelled time is linear in the log of the size, and constant
 beyond the largest and the smallest. Links faster or slower than those measured scale only the
 time in excess of the smallest message's.
 
-Where collectives of a cluster were measured over several nodes, what they took beyond the model is
-added or multiplied (`seconds_over_nodes`); between counts of nodes its logarithm is linear in that
-of the count.
+If collectives of a cluster were measured over several nodes, their time beyond the model is added
+or multiplied (`seconds_over_nodes`); between counts of nodes its logarithm is linear in that of the
+count.
 """
 
 import math
@@ -29,14 +29,14 @@ from scalejax.simulator.collectives.point_to_point import (
 from scalejax.simulator.collectives.route import Route, find_route
 
 LOW_LATENCY_BYTES = 1 << 20
-"""Payloads from which on what a cluster's network adds to a collective is whole; assumed: below it
-NCCL's protocols of low latency send."""
+"""Payload from which a network's additional time for a collective counts in full; assumed: below it
+NCCL uses its low-latency protocols."""
 _LEAST_SECONDS = 1e-7
-"""Of what is beyond the model, whose logarithm is taken."""
+"""Lower bound of the time beyond the model, as its logarithm is taken."""
 _LARGEST_BIT = 38
-"""Payloads to 256 GiB are modelled beyond a table; those above are proportional."""
+"""Payloads up to 256 GiB are modelled beyond a table; time is proportional above."""
 _SAME = 1e-9
-"""Difference of logarithms of equal payloads."""
+"""Difference of logarithms below which payloads are equal."""
 _Z_OF_P95 = 1.6448536269514722
 """Standard deviations from the median of a normal distribution to its 95th percentile."""
 Model = Callable[[str, int, float], float]
@@ -88,7 +88,7 @@ def measured_seconds(
 ) -> float | None:
     """Seconds of a collective within one node, from the table of the cluster's link.
 
-    None for operations that were not measured, and for a library other than the measured one.
+    None for operations that were not measured, and for libraries other than the measured one.
 
     Raises:
         UnknownHardware: if the cluster names a table that does not exist.
@@ -152,7 +152,7 @@ def model_on(cluster: Cluster) -> Model:
 
 @cache
 def _measured_curve(name: str, operation: str, devices: int) -> tuple[Curve, float, str] | None:
-    """(curve, rate of the measured members' links, library that ran) of a vendored table."""
+    """(curve, rate of the measured members' links, library that was used) of a vendored table."""
     times = load_measured_times(name)
     reference = load_cluster(times.cluster)
     curve = curve_of(times, model_on(reference), operation, devices)
@@ -167,13 +167,13 @@ def seconds_over_nodes(
 ) -> float | None:
     """Seconds of a collective over several nodes, from the table of the cluster's network.
 
-    Where the table has many payloads, what the model takes is scaled by measured over modelled time
-    of all devices of so many nodes: its logarithm is linear in that of the payload, and constant
-    beyond the table. Where it has one, latency and rate cannot be told apart: what it takes longer
-    than the model is latency for smaller ones, and added, in proportion to payloads below
-    `LOW_LATENCY_BYTES`; for larger ones it is a rate, as beyond a table of many. Which of both was
-    tried on nanotron's published steps (`experiments/collectives_against_tables`).
-    All-to-alls and reduce-scatters that were not measured are as all-gathers.
+    If the table has several payloads, the modelled time is scaled by the ratio of measured to
+    modelled time of all devices of that many nodes: its logarithm is linear in that of the payload,
+    and constant beyond the table. If it has one payload, latency and rate cannot be distinguished:
+    for smaller payloads the excess over the model counts as latency and is added, in proportion to
+    payloads below `LOW_LATENCY_BYTES`; for larger ones it is a rate, as beyond a table of several.
+    Both were tried on nanotron's published steps (`experiments/collectives_against_tables`).
+    All-to-alls and reduce-scatters that were not measured count as all-gathers.
 
     None for an operation, or a library, that was not measured.
 
@@ -193,7 +193,7 @@ def seconds_over_nodes(
         return modelled_seconds * factor_over_nodes(factors, payload_bytes, nodes)
     if not excesses:
         return None
-    # Beyond the most nodes that were measured in proportion: a ring has as many more messages.
+    # Beyond the most measured nodes, in proportion: a ring has that many more messages.
     excess = _interpolated(excesses, nodes) * max(1.0, nodes / max(excesses))
     [(measured_bytes, _)] = next(iter(times.curves[operation].values()))
     excess *= max(min(1.0, payload_bytes / LOW_LATENCY_BYTES), payload_bytes / measured_bytes)
@@ -207,14 +207,14 @@ def _library_of(name: str) -> str:
 
 
 def factor_over_nodes(factors: Factors, payload_bytes: int, nodes: int) -> float:
-    """Measured over modelled time of a payload over so many nodes."""
+    """Measured over modelled time of a payload over that many nodes."""
     x = math.log(max(payload_bytes, 1))
     return _interpolated({each: _between(row, x) for each, row in factors.items()}, nodes)
 
 
 def measured_deviation(nodes: int, cluster: Cluster) -> float:
-    """Standard deviation of the logarithm of times over so many nodes from one choice of them to
-    another; 0 where it was not measured, and for one node."""
+    """Standard deviation of the log time over that many nodes, from one choice of nodes to another;
+    0 for one node, and if it was not measured."""
     if cluster.network is None or cluster.network.measured is None or nodes == 1:
         return 0.0
     times = load_measured_times(cluster.network.measured)
@@ -239,8 +239,8 @@ def _over_nodes(name: str, operation: str) -> tuple[dict[int, float], Factors]:
 def over_nodes(
     times: MeasuredTimes, reference: Cluster, operation: str
 ) -> tuple[dict[int, float], Factors]:
-    """By nodes: log of the seconds beyond the model of an only payload; or (log payload, log of
-    measured over modelled time) of several.
+    """By nodes: log of the seconds beyond the model if there is one payload; (log payload, log of
+    measured over modelled time) if there are several.
 
     Args:
         times: measured on all devices of the nodes.
@@ -268,7 +268,7 @@ def over_nodes(
 
 
 def _interpolated(logs: Mapping[int, float], count: int) -> float:
-    """Value at `count` of logarithms by counts, linear in its logarithm, constant beyond them."""
+    """Value at `count` from logarithms by count: linear in the log count, constant beyond them."""
     below = max((each for each in logs if each <= count), default=min(logs))
     above = min((each for each in logs if each >= count), default=max(logs))
     share = 0.0 if below >= above else math.log(count / below) / math.log(above / below)
@@ -276,7 +276,7 @@ def _interpolated(logs: Mapping[int, float], count: int) -> float:
 
 
 def _between(points: tuple[tuple[float, float], ...], x: float) -> float:
-    """Value at `x` of points of ascending x, on straight lines between them, constant beyond."""
+    """Value at `x` on straight lines between points of ascending x, constant beyond them."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -305,7 +305,7 @@ def _extended(curve: Curve, model: Model, operation: str, devices: int) -> Curve
 def _never_falling(points: tuple[tuple[int, float], ...]) -> Curve:
     """Non-decreasing curve nearest to the points in log seconds (isotonic regression).
 
-    Decreasing neighbours are replaced by their mean: small messages take equal time but for noise.
+    Decreasing neighbours are replaced by their mean: small messages take equal time up to noise.
     """
     pools: list[tuple[float, int]] = []
     for _, seconds in points:

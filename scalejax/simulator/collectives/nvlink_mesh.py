@@ -1,22 +1,22 @@
 """Rings that fit on a mesh of direct links (NVLink) between the devices of a node.
 
-Knows links and positions in the node, nothing of their speed.
+Depends on links and positions in the node, not on link speed.
 """
 
 from functools import cache
 from itertools import pairwise
 
 LinkMatrix = tuple[tuple[int, ...], ...]
-"""Number of links between each two devices of a node, a symmetric matrix."""
+"""Number of links between every two devices of a node, a symmetric matrix."""
 
 
 @cache
 def mesh_rings(links: LinkMatrix, positions: tuple[int, ...]) -> tuple[int, int]:
     """(rings, chains) over the devices at `positions` that can run at once at a link's full rate.
 
-    A link is full duplex, so each closed path without a common link makes two rings, one in each
+    A link is full duplex, so each closed path that shares no link makes two rings, one in each
     direction. A chain (a path up and down, for a tree) takes both directions of its links. As in
-    NCCL, where no ring closes one chain is run, if there is one.
+    NCCL, if no ring closes, one chain is used, if there is one.
 
     The hybrid cube mesh of a DGX-1 with V100 has 1, 2, 4, 0, 2, 4, 6 rings over its first
     2 to 8 devices.
@@ -33,7 +33,7 @@ def mesh_rings(links: LinkMatrix, positions: tuple[int, ...]) -> tuple[int, int]
 
 
 def fewest_links_by_number(links: LinkMatrix, positions: tuple[int, ...]) -> int:
-    """Fewest links between neighbours of the ring over `positions` in device order; 0 where two
+    """Fewest links between neighbours of the ring over `positions` in device order; 0 if two
     neighbours have none."""
     ring = sorted(positions)
     return min(links[a][b] for a, b in pairwise([*ring, ring[0]]))
@@ -53,7 +53,7 @@ def _cycles(remaining: dict[Edge, int], positions: tuple[int, ...]) -> list[tupl
 
     def extend(path: list[int]) -> None:
         if len(path) == len(positions):
-            # Of the two directions, the one whose second device has the lower number.
+            # Of the two directions, keep the one whose second device has the lower number.
             if _edge(path[-1], first) in remaining and path[1] < path[-1]:
                 closed = [*path, first]
                 found.append(tuple(_edge(a, b) for a, b in pairwise(closed)))

@@ -1,6 +1,6 @@
 """Seconds of a program's collective on a cluster: places its group on nodes, then costs it.
 
-Knows how mesh positions map to nodes; the formulas are those of the algorithms beside it.
+Maps mesh positions to nodes; the formulas are in the modules of the algorithms.
 """
 
 from functools import cache
@@ -14,8 +14,8 @@ from scalejax.simulator.collectives.torus import Extents, TorusGroup, torus_grou
 from scalejax.simulator.program import HOST_MEMORY, Collective
 
 _COPIES = ("copy_to_host", "copy_from_host")
-"""Copies between a device and its host, which share no link: PCIe and NVLink-C2C are full
-duplex."""
+"""Copies between a device and its host. The two directions share no link: PCIe and NVLink-C2C are
+full duplex."""
 LINK_COUNT = 2 + len(_COPIES)
 """Sets of links that do not slow each other down; see `links`."""
 
@@ -23,12 +23,12 @@ LINK_COUNT = 2 + len(_COPIES)
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     """Time of one collective per step, averaged over all steps, while all groups like it are busy.
 
-    The cluster is otherwise idle. Where the library runs buffers one by one, each pays the latency.
+    The cluster is otherwise idle. If the library runs buffers one by one, each pays the latency.
 
     Raises:
         DoesNotFit: if the group spans nodes that no network joins.
         UnknownHardware: if the cluster names a table of measured times that does not exist, or
-            says nothing of its hosts' memory, to which the collective copies.
+            does not describe host memory to which the collective copies.
     """
     seconds = _seconds(collective, collective.payload_bytes, cluster)
     if collective.buffer_count > 1 and cluster.library.runs_buffers_one_by_one:
@@ -41,8 +41,8 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 
 def links(collective: Collective, cluster: Cluster) -> int:
-    """Index of the links that a collective uses: 0 within nodes, 1 across the network, 2 to the
-    memory of the host and 3 from there."""
+    """Index of the links that a collective uses: 0 within nodes, 1 across the network, 2 to host
+    memory and 3 from host memory."""
     if collective.group == HOST_MEMORY:
         return 2 + _COPIES.index(collective.name)
     _, _, nodes = _seats(collective.group.extents, cluster.devices_per_node)
@@ -52,13 +52,13 @@ def links(collective: Collective, cluster: Cluster) -> int:
 def contention(collective: Collective, cluster: Cluster) -> float:
     """Fraction of its speed that compute loses while a collective runs.
 
-    All of the chip's fraction beside a group within a node, and beside one over nodes the share of
-    a node's positions that the group has: an eighth for one device of eight. An empirical rule, not
-    derived: a library takes processors to copy and memory to read and write, but this asks neither
-    how fast the group sends nor over what. A group that has whole nodes counts as one on NVLink
-    does, also of an all-to-all, most of which goes over the network. Held against steps of NeMo
-    and torchtitan, families of theirs left out of the fit in turn, one with Megatron-FSDP
-    (experiments/left_out).
+    While a group within a node communicates, compute loses the chip's whole fraction; for a group
+    over nodes, times the share of a node's positions that the group has: an eighth for one device
+    of eight. This rule is empirical, not derived: a library takes processors to copy and memory to
+    read and write, but the rule considers neither how fast the group sends nor over what. A group
+    of whole nodes counts like one on NVLink, even for an all-to-all, most of which goes over the
+    network. Checked against steps of NeMo and torchtitan, with families of theirs left out of the
+    fit in turn, one of them with Megatron-FSDP (experiments/left_out).
     """
     fraction = cluster.chip.attainable.contention_fraction
     if not fraction or collective.group == HOST_MEMORY:
@@ -70,10 +70,10 @@ def contention(collective: Collective, cluster: Cluster) -> float:
 def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     """Time of a collective of one buffer of `payload` bytes.
 
-    Within a node measured times are used where the cluster's link has a table of them, modelled
-    ones elsewhere. Across nodes the modelled time is used, but at least the time of that
-    collective within one node; except for an all-to-all, which sends less within the node. Tokens
-    of experts go by the cluster's library for them, if it has one. TPUs are on a torus.
+    Within a node, measured times are used if the cluster's link has a table of them, modelled ones
+    otherwise. Across nodes the modelled time is used, but at least the time of that collective
+    within one node, except for an all-to-all, which sends less within the node. Expert tokens use
+    the cluster's library for them, if it has one. TPUs are on a torus.
     """
     if collective.group == HOST_MEMORY:
         return payload / _host_rate(cluster)
@@ -93,7 +93,7 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
         return inside
     seconds = MODELS[name](payload, route, cluster.library.methods)
     measured = collectives.seconds_over_nodes(name, payload, seconds, route.nodes, cluster)
-    if measured is not None:  # with all that happens within nodes
+    if measured is not None:  # includes all that happens within nodes
         return measured
     return max(inside or 0.0, seconds)
 
@@ -101,8 +101,8 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
 def _torus_seconds(
     name: str, payload: int, group: TorusGroup, route: Route, cluster: Cluster
 ) -> float:
-    """Time on a torus of chips; over several slices that of the members of one, besides what their
-    network sends: of sums a device's share alone, which all of a slice send at once."""
+    """Time on a torus of chips; over several slices, the time within one slice plus what the
+    network sends: for sums only a device's share, which all devices of a slice send at once."""
     methods = cluster.library.methods
     inside = min(torus_seconds(name, payload, group, cluster.link, method) for method in methods)
     if route.nodes == 1 or route.network_bytes_per_second is None:
@@ -116,12 +116,12 @@ def _torus_seconds(
 
 
 def _within(extents: Extents, devices: int) -> Extents:
-    """The part of a group of such extents that is on the first `devices`."""
+    """The part of a group with these extents that is on the first `devices`."""
     return tuple((min(size, max(1, devices // stride)), stride) for size, stride in extents)
 
 
 def _host_rate(cluster: Cluster) -> float:
-    """Bytes per second of one device to the memory of its host, or from there, while all devices of
+    """Bytes per second between one device and its host's memory, either way, while all devices of
     its node copy too. Left out: the start of a copy, microseconds."""
     if cluster.host is not None:
         return cluster.host.bytes_per_second
@@ -136,8 +136,8 @@ def _host_rate(cluster: Cluster) -> float:
 def group_route(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Route:
     """Route of a group of (size, stride) extents on the cluster; devices fill node by node.
 
-    All groups are assumed to be placed like that of device 0; where strides and nodes do not
-    divide each other, some would span one more node.
+    All groups are assumed to be placed like that of device 0; if strides and nodes do not divide
+    each other, some would span one more node.
     """
     members, positions, nodes = _seats(extents, cluster.devices_per_node)
     return collectives.find_route(
@@ -153,7 +153,7 @@ def group_route(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Route
 def _seats(
     extents: tuple[tuple[int, int], ...], devices_per_node: int
 ) -> tuple[int, tuple[int, ...], int]:
-    """(members, positions in the node with most of them, nodes) of the group of device 0."""
+    """(members, positions in the node with the most members, nodes) of the group of device 0."""
     devices = [0]
     for size, stride in extents:
         devices = [device + stride * i for device in devices for i in range(size)]

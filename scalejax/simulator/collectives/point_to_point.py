@@ -1,6 +1,6 @@
 """Seconds of all-gather, reduce-scatter, all-to-all and collective-permute.
 
-Knows the route of a group and the methods of a library; nothing of programs or placement.
+Depends on the route of a group and the methods of a library, not on programs or placement.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def gather_seconds(
 def all_to_all_seconds(
     payload_bytes: int, route: Route, methods: tuple[CollectiveMethod, ...]
 ) -> float:
-    """Time until every member has sent every other its 1/n of `payload_bytes`.
+    """Time until every member has sent every other 1/n of its `payload_bytes`.
 
     Messages within the node and between nodes use different links at the same time:
     seconds = (n - 1) hops + payload max((g - 1)/n / link, g (n - g)/n / network).
@@ -40,8 +40,8 @@ def all_to_all_seconds(
     Args:
         payload_bytes: bytes of one member's input.
         route: links between the members, g of them in a node.
-        methods: algorithms of the cluster's library; without a pairwise one, messages cost what a
-            ring's do.
+        methods: algorithms of the cluster's library; without a pairwise one, messages cost as much
+            as a ring's.
     """
     n, g = route.members, route.members_per_node
     if n == 1:
@@ -67,7 +67,7 @@ def permute_seconds(
 ) -> float:
     """Time until every member has sent its payload to the next, one message each.
 
-    Where the group spans nodes, one member of each node sends through the network.
+    If the group spans nodes, one member of each node sends through the network.
     """
     if route.members == 1:
         return 0.0
@@ -84,7 +84,7 @@ def permute_seconds(
 
 
 def _of(methods: tuple[CollectiveMethod, ...], algorithm: str) -> Sequence[CollectiveMethod]:
-    """The methods of that algorithm; else the rings; else all methods."""
+    """The methods of that algorithm; if there are none, the rings; otherwise all methods."""
     for name in (algorithm, "ring"):
         found = [method for method in methods if method.algorithm == name]
         if found:

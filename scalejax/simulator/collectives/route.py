@@ -1,6 +1,6 @@
 """The route of a group on a cluster: how its members spread over nodes, and their link rates.
 
-Knows hardware and counts of members; nothing of programs or algorithms.
+Depends on hardware and counts of members, not on programs or algorithms.
 """
 
 import math
@@ -27,18 +27,18 @@ class Route:
     """Rate of each member to the others of its node in a tree, which sends in both directions
     over each of its links."""
     network_bytes_per_second: float | None
-    """Rate of the group's members of one node together to other nodes, per direction; None if all
+    """Combined rate of the group's members of one node to other nodes, per direction; None if all
     are in one node."""
     host_bytes_per_second: float
-    """Rate of the members of one node together to their host's memory, per direction."""
+    """Combined rate of the members of one node to their host's memory, per direction."""
     in_switch_fraction: float | None = None
-    """Fraction of the link's rate that is reached when the switch sums; None if it cannot."""
+    """Fraction of the link's rate that is reached when the switch sums; None if it cannot sum."""
     in_switch_ramp_seconds: float = 0.0
     """Time constant of the pipeline when the switch sums."""
     sums_in_network: bool = False
-    """Whether the switches between the nodes add up what they send."""
+    """Whether the switches between the nodes add up what the nodes send."""
     keeps_order: bool = True
-    """Whether messages arrive in the order in which they were sent, all the way."""
+    """Whether messages arrive in the order in which they were sent, along the whole route."""
     own_share: float = 0.0
     """Time to copy a member's own part in memory, over the time to send it on a link."""
     latency_fraction: float = 1.0
@@ -123,9 +123,9 @@ def find_route(
 def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, float]:
     """Rates of one member to the others of its node: in a ring, and in a tree.
 
-    On a mesh whose links are known both follow from the paths that fit on them; members that no
-    path of links joins go through the host, as do, in a ring in device order, two neighbours
-    without a link, for which all others wait. On a mesh of unknown links each doubling of the
+    On a mesh whose links are known, both follow from the paths that fit on them. Members that no
+    path of links joins go through the host; so do two neighbours without a link in a ring in
+    device order, and all others wait for them. On a mesh of unknown links each doubling of the
     members adds a dimension: g of N have floor(log2 g) / log2 N of the links.
     """
     link, devices_per_node = cluster.link, cluster.devices_per_node
@@ -146,7 +146,7 @@ def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, fl
 
 
 def _network_rate(cluster: Cluster, members_per_node: int, nodes: int) -> float:
-    """Rate of a group's members of one node together to other nodes."""
+    """Combined rate of a group's members of one node to other nodes."""
     network = cluster.network
     if network is None:
         raise DoesNotFit(

@@ -1,6 +1,6 @@
 """Seconds of collectives on a torus of chips (TPUs): axes, rings where they close, both directions.
 
-Knows the sides of a slice and the places of a group on it; nothing of programs. Devices are
+Depends on the sides of a slice and the places of a group on it, not on programs. Devices are
 numbered with the last axis fastest, as their mesh is laid out.
 """
 
@@ -16,7 +16,7 @@ from scalejax.hardware.chip import TpuArchitecture
 Extents = tuple[tuple[int, int], ...]
 """(size, stride) of each dimension of a group, major to minor."""
 _LINE_SHARE = 0.5
-"""Of the rate of a ring: without the wire that closes it, a device at an end sends one way only."""
+"""Share of a ring's rate: without the closing wire, a device at an end sends only one way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,11 @@ class TorusAxis:
     """The places of a group along one axis of the torus."""
 
     members: int
-    """Chips of the group along it."""
+    """Chips of the group along the axis."""
     stride: int
-    """Chips from one member to the next; so many groups share its wires."""
+    """Chips from one member to the next; that many groups share the axis's wires."""
     is_ring: bool
-    """Whether the members close to a ring: they span an axis that does."""
+    """Whether the members form a ring: they span an axis that does."""
 
     @property
     def hops(self) -> int:
@@ -49,9 +49,9 @@ class TorusGroup:
     members: int
     """Devices in the group."""
     devices_on_chip: int
-    """Of them, those on each of its chips."""
+    """Devices of the group on each of its chips."""
     axes: tuple[TorusAxis, ...]
-    """Axes along which it has more than one chip."""
+    """Axes along which the group has more than one chip."""
 
 
 def torus_seconds(
@@ -59,17 +59,17 @@ def torus_seconds(
 ) -> float:
     """Time of a collective in one slice while all groups like it are busy.
 
-    With W bytes per second of both wires of an axis, half of that on a line, all axes at once:
-    gather, scatter: seconds = base + hops + (n - 1)/n payload / (sum of W); an all-reduce twice the
+    With W bytes per second over both wires of an axis, half of that on a line, all axes at once:
+    gather, scatter: seconds = base + hops + (n - 1)/n payload / (sum of W); all-reduce: twice the
     hops and transfer; all-to-all: payload members / (4 W) of the slowest axis; permutation: payload
-    over one wire, for each that it passes.
+    over one wire, for each wire that it passes.
 
-    Published as maxima of hops and transfer, of which the larger is nearly their sum. Profiled
-    there, an all-gather of 34 MB over a line of 4 v5e takes 680 us; here it takes 625.
+    The source gives maxima of hops and transfer, of which the larger is close to their sum. An
+    all-gather of 34 MB over a line of 4 v5e is profiled there at 680 us; here it takes 625.
 
     Args:
         operation: "all_reduce".
-        payload_bytes: bytes as of the other models of that operation.
+        payload_bytes: bytes as in the other models of that operation.
         group: the group on the torus.
         link: the wires; its rate is that of a device over both wires of an axis.
         method: latencies.
@@ -81,8 +81,8 @@ def torus_seconds(
     hops = sum(axis.hops for axis in group.axes) or 1
     start = method.base_seconds + hops * method.link_hop_seconds
     if operation == "all_to_all":
-        # Bytes of every device pass a quarter of a ring, and half as much again as many wires of a
-        # line in its middle.
+        # A quarter of every device's bytes pass a wire of a ring, and twice as many the middle of
+        # a line.
         slowest = max(
             (axis.members * axis.stride / (1.0 if axis.is_ring else _LINE_SHARE)
              for axis in group.axes), default=1.0,
@@ -102,15 +102,15 @@ def torus_seconds(
 def torus_group(extents: Extents, tpu: TpuArchitecture, ring_multiple: int) -> TorusGroup:
     """Places of a group on the smallest slice that holds it.
 
-    That is the slice of the run for the outermost axis of a mesh. Inner axes are placed on a block
-    of their own size, as a mesh is laid out along whole sides where it can be; a block of a larger
-    slice may lack wires that this one has.
+    For the outermost axis of a mesh that is the slice of the run. Inner axes are placed on a block
+    of their own size, as a mesh is laid out along whole sides where possible; a block of a larger
+    slice may lack wires that this slice has.
 
     Args:
         extents: the group of device 0.
         tpu: the torus.
-        ring_multiple: an axis closes to a ring where its length is a multiple; of a torus of three
-            dimensions, which is wired by cubes, where all are.
+        ring_multiple: an axis closes to a ring if its length is a multiple of this; on a torus of
+            three dimensions, which is wired by cubes, if all lengths are.
     """
     devices = [0]
     for size, stride in extents:
@@ -139,14 +139,14 @@ def torus_group(extents: Extents, tpu: TpuArchitecture, ring_multiple: int) -> T
 
 @cache
 def slice_sides(chips: int, dimensions: int) -> tuple[int, ...]:
-    """Chips along each side of the smallest slice of at least so many, shortest first; as cubic as
-    possible."""
+    """Chips along each side of the smallest slice with at least `chips`, shortest first; as cubic
+    as possible."""
     whole = chips if chips in (1, 2) else -(-chips // 4) * 4
     return min(slices(whole, dimensions), key=lambda sides: (max(sides), sum(sides)))
 
 
 def slices(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sides of every slice of so many chips that hosts of 2 x 2 fill."""
+    """Yield the sides of every slice of that many chips that hosts of 2 x 2 fill."""
     if chips in (1, 2):
         yield (1,) * (dimensions - 1) + (chips,)
         return

@@ -1,4 +1,4 @@
-"""Frameworks, and how the step of each differs from the one that XLA compiles."""
+"""Frameworks, and how the step of each differs from the step that XLA compiles."""
 
 from scalejax.simulator.frameworks.framework import (
     FRAMEWORKS,

@@ -2,16 +2,16 @@
 
 The loss of torchtitan of 2024 was not compiled, whether or not the blocks were (its train.py:
 "compiling loss function causes CUDA errors, turning off for now"; pull request 1033 of April 2025
-compiled it). Arrays of tokens x vocabulary are then the logits in the compute type, which are
-freed before the backward pass but stay reserved, and in float32 the log-probabilities, the
-gradient of the selected token's log-probability, and the gradient of the logits. Where tensor
+compiled it). Uncompiled, it holds arrays of tokens x vocabulary: the logits in the compute type,
+which are freed before the backward pass but stay reserved, and in float32 the log-probabilities,
+the gradient of the selected token's log-probability, and the gradient of the logits. Where tensor
 divides the vocabulary (torch/distributed/tensor/parallel/loss.py,
 _nll_loss_and_log_softmax_backward) the exponential of the log-probabilities is held as well. Our
 compiled step holds the logits in the compute type, and one array in float32.
 
-Blocks that are not compiled keep the result of every operation that selective recompute by
-operation names (torch/utils/checkpoint.py, _CachingTorchDispatchMode), and so that of the last
-product of a block, which no gradient needs. Knows nothing of hardware.
+With selective recompute by operation names (torch/utils/checkpoint.py,
+_CachingTorchDispatchMode), uncompiled blocks keep the result of every selected operation, including
+the last product of a block, which no gradient needs. Independent of hardware.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from scalejax.simulator.program import Program
 
 _F32_BYTES = 4
 _ARRAYS, DIVIDED_ARRAYS, _OWN_ARRAYS = 3, 4, 1
-"""Float32 arrays of tokens x vocabulary: in PyTorch, with the vocabulary divided over tensor, and
-in our compiled step."""
+"""Float32 arrays of tokens x vocabulary: in PyTorch; in PyTorch with the vocabulary divided over
+tensor; in our compiled step."""
 VOCABULARY_FACTORS = (2, 4)
 """Multiples of the vocabulary with which steps are compiled to find their memory at the loss."""
 
@@ -44,7 +44,7 @@ def with_eager_loss(program: Program, logits: int, at_loss: int, *, is_divided: 
     Args:
         program: the compiled step.
         logits: logits of a microbatch on one device.
-        at_loss: bytes besides its arguments that it holds at its loss, from
+        at_loss: bytes that the step holds at its loss in addition to its arguments, from
             `temporary_bytes_at_loss`.
         is_divided: whether the logits are sharded over tensor.
     """

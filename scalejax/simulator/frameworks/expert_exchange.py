@@ -1,11 +1,12 @@
 """Where Megatron-Core's experts are, and what computes while tokens travel to them.
 
-Experts over the tensor axis (--expert-tensor-parallel-size 1): a device has whole experts in place
-of a part of each, and sends the tokens that it has by sequence parallelism, so that each token
-goes out once and not once for each device of the axis; they are neither gathered before the layer
-nor summed after it, but for shared experts. Exchange beside compute
+Experts over the tensor axis (--expert-tensor-parallel-size 1): a device holds whole experts instead
+of a part of each, and sends the tokens that it holds under sequence parallelism, so that each token
+is sent once rather than once per device of the axis; tokens are neither gathered before the layer
+nor summed after it, except for shared experts. Exchange overlapped with compute
 (--overlap-moe-expert-parallel-comm): the blocks of one microbatch run while tokens of another
-travel. Operations are told by the names of `scalejax.simulator.transformer`. Knows no hardware.
+travel. Operations are recognised by the names of `scalejax.simulator.transformer`. Independent of
+hardware.
 """
 
 import re
@@ -34,12 +35,12 @@ _OF_TOKENS = re.compile(
     r"|block\.(up|down\.input_gradient|up\.input_gradient\.again)\.(cast|amax)"
     r"|(sums|tokens\.gradient)\.cast)"
 )
-"""Names of what a layer of experts does with each token, or each of its copies, whole."""
+"""Names of what a layer of experts does with each whole token, or each of its copies."""
 _OVER_TENSOR = re.compile(
     r"(forward\.(feed_forward\.gather_tokens|experts\.sum)"
     r"|backward\.(results\.gradient\.own\.gather_tokens|experts\.input_gradient\.sum))"
 )
-"""Names of the gathers and sums over tensor around it."""
+"""Names of the gathers and sums over tensor around a layer of experts."""
 _SHARED = re.compile(r"forward\.shared\.")
 
 
@@ -66,9 +67,9 @@ def with_experts_over_tensor(
 
 
 def with_exchange_of_shards(program: Program, tensor: int) -> Program:
-    """`program` whose tokens are sent to experts by the device that has them by sequence
-    parallelism, once and not once for each of the `tensor` devices that shard an expert; these
-    gather the rows that have come, and sum what goes back, in place of all tokens before."""
+    """`program` whose tokens are sent to experts by the device that holds them under sequence
+    parallelism, once instead of once for each of the `tensor` devices that shard an expert; these
+    devices gather the rows that arrive and sum the results, rather than gather all tokens first."""
     return replace(program, operations=_of_shards(program.operations, tensor))
 
 
@@ -79,7 +80,7 @@ def _of_shards(items: _Items, tensor: int) -> _Items:
         for item in of_layer
         if item.collective is not None and item.collective.tokens is not None
     ]
-    # Shared experts need all tokens too.
+    # Shared experts need all tokens as well.
     is_shared = any(_SHARED.match(item.name) for item in of_layer)
     times = copies[0] + is_shared if copies else 1
     made: list[Operation | Loop] = []
@@ -105,8 +106,8 @@ def _of_shards(items: _Items, tensor: int) -> _Items:
 
 
 def with_exchange_in_turn(program: Program) -> Program:
-    """`program` in which tokens are sent when they have been routed, and nothing computes until
-    they have come: all-to-alls of tokens run where they were waited for."""
+    """`program` in which tokens are sent once they have been routed, and nothing computes until
+    they have arrived: all-to-alls of tokens run at the place of their waits."""
     return replace(program, operations=_in_turn(program.operations))
 
 
@@ -134,8 +135,8 @@ def _in_turn(items: _Items) -> _Items:
 
 
 def with_exchange_beside_compute(program: Program) -> Program:
-    """`program` whose blocks start to send all tokens of another microbatch, and wait for them at
-    their end; those that fill and drain a pipeline have no other and are unchanged."""
+    """`program` whose blocks send all tokens of another microbatch while they compute, and wait for
+    them at their end; blocks that fill and drain a pipeline have no other, and are unchanged."""
     return replace(program, operations=tuple(map(_beside, program.operations)))
 
 
@@ -144,7 +145,7 @@ def _plain(name: str) -> str:
 
 
 def _spread(items: _Items, tensor: int, alone: Collective) -> _Items:
-    """`items` with experts spread; `alone` is the all-to-all where no expert axis has one."""
+    """`items` with experts spread; `alone` is the all-to-all to use if the expert axis has none."""
     made: list[Operation | Loop] = []
     of_layer = [item for item in items if isinstance(item, Operation)]
     keeps_whole = any(_SHARED.match(item.name) for item in of_layer) or not any(
@@ -169,7 +170,7 @@ def _spread(items: _Items, tensor: int, alone: Collective) -> _Items:
 
 
 def _of_fewer_tokens(item: Operation, tensor: int) -> Operation:
-    """`item` of a layer of experts as it is with the tokens of one device of the tensor axis."""
+    """`item` of a layer of experts, with only the tokens of one device of the tensor axis."""
     if item.collective is not None:
         return replace(item, collective=_of_own_tokens(item.collective, tensor))
     if item.grouped_pass is not None:
@@ -205,8 +206,8 @@ def _of_own_tokens(collective: Collective, tensor: int) -> Collective:
 
 
 def _of_whole_experts(item: Operation, tensor: int) -> tuple[int, ...]:
-    """(groups, rows of each, outer, inner) of experts that are whole: as many rows, of `tensor`
-    times the width."""
+    """(groups, rows of each, outer, inner) of whole experts: the same rows, `tensor` times the
+    width."""
     groups, rows, outer, inner = item.shape
     is_outer = item.grouped_pass != "weight_gradient" and ".up" in item.name
     width = (outer * tensor, inner) if is_outer else (outer, inner * tensor)

@@ -1,7 +1,7 @@
-"""Frameworks: what sets the step of each apart from the one that XLA compiles for scalejax.
+"""Frameworks: how the step of each differs from the one that XLA compiles for scalejax.
 
 A framework is a value: a name, a year, and properties, each with its source and a function from a
-program to a program. `scalejax.xla` applies them to the compiled step. Knows nothing of hardware.
+program to a program. `scalejax.xla` applies them to the compiled step. Independent of hardware.
 """
 
 import math
@@ -67,7 +67,7 @@ _CHANNELS_FIRST = "arrays of images have channels first (NCHW), unless channels_
 _FUSED = "attention is one kernel on every chip"
 
 Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
-"""Program of a framework, from the compiled one, its run, and the programs of the same run with
+"""Makes a framework's program from the compiled one, its run, and the programs of the same run with
 `Property.vocabulary_factors` times its vocabulary."""
 
 
@@ -87,7 +87,7 @@ class Property:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Software that trains, as far as its step differs from the one that XLA compiles.
+    """Software that trains, described by how its step differs from the one that XLA compiles.
 
     Example:
         >>> from scalejax import Framework
@@ -104,29 +104,29 @@ class Framework:
     title: str
     """Full name."""
     year: int
-    """Year of the version that is meant."""
+    """Year of the version."""
     properties: tuple[Property, ...] = ()
     """Differences from the compiled step, in the order in which they are applied."""
     schedule: TrainedSchedule = "gpipe"
-    """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe. A schedule
-    that nobody trains is asked for in a run, whose blocks and microbatches are checked for it."""
+    """Order of the microbatches of a pipeline; scalejax itself trains with GPipe. A schedule that
+    no framework trains is requested in a run, whose blocks and microbatches are checked for it."""
     kernels: Kernels | None = None
-    """What its kernels do, if not those of XLA's program: the step of a decoder is then its closed
-    form with these, where that knows it."""
+    """What its kernels do, if they differ from those of XLA's program: the step of a decoder is
+    then its closed form with these kernels, if it has a closed form."""
     closed_form: tuple[Literal["stages_apart", "sums_gradients_once", "flat_state"], ...] = ()
-    """What the closed form of its step does otherwise than XLA's, by fields of `TransformerShape`;
-    of compiled steps, of which it is not known, these are left out."""
+    """How the closed form of its step differs from XLA's, by fields of `TransformerShape`; compiled
+    steps, for which the differences are unknown, leave them out."""
     layers_of_stages: Literal["equal", "by_weight"] = "equal"
-    """How its pipelines share the layers, unless the run says that they count the ends."""
+    """How its pipelines share the layers, unless the run counts the ends of the network."""
     channels_first: bool = False
-    """Whether it keeps arrays of images with channels first (NCHW), as PyTorch does unless it is
-    told `memory_format=torch.channels_last`; `dataclasses.replace` makes a framework that is."""
+    """Whether it keeps arrays of images with channels first (NCHW), as PyTorch does without
+    `memory_format=torch.channels_last`; use `dataclasses.replace` to make a channels-last one."""
     memory: EagerMemory | None = None
-    """What it holds in memory, and its allocator reserves; None where that is what the compiled
-    step holds, or not known."""
+    """What it holds in memory, and what its allocator reserves; None if that is what the compiled
+    step holds, or unknown."""
     software_of: str | None = None
-    """Framework that it is a part of, and whose rates it has where no row of its own was fitted;
-    its band is that of frameworks that nobody measured."""
+    """Framework that this one is part of, and whose rates it has if no row of its own was fitted;
+    its band is then that of frameworks that nobody measured."""
 
     def __post_init__(self) -> None:
         accepted = get_args(TrainedSchedule)
@@ -145,8 +145,8 @@ class Framework:
 
     @property
     def software(self) -> Software:
-        """What it makes of a chip; if it was not fitted, what is typical of others, with the band
-        of frameworks that were left out as a whole."""
+        """The framework's effects on a chip; if it was not fitted, the effects typical of others,
+        with the band of frameworks that were left out as a whole."""
         known = software_by_name()
         unknown = known["unknown"]
         if self.name in known or self.software_of is None:
@@ -160,7 +160,7 @@ class Framework:
         )
 
     def title_of(self, step: str) -> str:
-        """Title of `step` as this framework trains it: it names all frameworks but XLA."""
+        """Title of `step` as trained by this framework; names every framework but XLA."""
         return step if self == XLA else f"{step}, by {self.title}"
 
     def applied(
@@ -169,7 +169,7 @@ class Framework:
         """`program` of `run` as this framework would run it.
 
         Args:
-            program: the compiled step; of a pipeline under 1F1B, of one stage.
+            program: the compiled step; for a pipeline under 1F1B, the step of one stage.
             run: its run.
             larger_vocabularies: the programs for `vocabulary_factors`, in order.
         """
@@ -195,10 +195,10 @@ class Framework:
         return replace(program, framework=self.name, notes=(*program.notes, note))
 
     def _require_exchange(self, program: Program, run: ResolvedRun) -> None:
-        """Refuse words on where experts are, and on their exchange, of a step that has neither.
+        """Refuse settings of where experts are, and of their exchange, if the step has neither.
 
         Raises:
-            ConfigError: naming the word.
+            ConfigError: naming the setting.
         """
         layout, knows = run.config.layout, _EXPERT_EXCHANGE in self.properties
         words = (
@@ -216,13 +216,13 @@ class Framework:
                 raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
-        """The network of `shape`, whose step is in closed form as this framework's."""
+        """`shape` with the options of this framework's closed form."""
         dealt = {} if self.layers_of_stages == "equal" else {"layers_of_stages": "by_weight"}
         return replace(shape, **dealt, **dict.fromkeys(self.closed_form, True))
 
     def with_memory(self, program: Program, run: ResolvedRun) -> Program:
-        """`program` of `run` with the memory that this framework holds, where it is known; after
-        all else, as it is that of a whole step."""
+        """`program` of `run` with the memory that this framework holds, if it is known; applied
+        last, as it is the memory of a whole step."""
         held = None if self.memory is None else memory_use(self.memory, run)
         if held is None:
             return program
@@ -234,7 +234,7 @@ def _for_gpt(
     change: Callable[[Program, ResolvedRun, GptConfig], Program],
     applies: Callable[[GptConfig], bool] = lambda model: True,
 ) -> Transform:
-    """Transform of the networks `gpt` that it applies to; leaves others unchanged."""
+    """Transform that changes networks `gpt` if `applies` holds, and leaves others unchanged."""
 
     def transform(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
         del larger
@@ -260,8 +260,8 @@ def _recomputed_products(remat: DecoderRemat, *, has_matrices_once: bool) -> int
 
     With "selective_op", which keeps every second product of a block and none of experts: all but
     the last, whose result nothing needs (pytorch/torchtitan, distributed/activation_checkpoint.py:
-    the list of operations kept). MaxText weighs results of experts (layers/moe.py: unpermute), so
-    that the gradient of their weights needs the last one too, whatever else is kept by name.
+    the list of operations kept). MaxText weights results of experts (layers/moe.py: unpermute), so
+    the gradient of the weights also needs the last product, whatever else is kept by name.
     """
     if has_matrices_once and remat not in ("none", "selective"):
         return 2
@@ -367,7 +367,7 @@ def _through_one_device(program: Program, run: ResolvedRun, *, is_relayed: bool)
     return through_one_device(program, is_relayed=is_relayed, input_bytes=part)
 
 
-_INPUT_BYTES = 4  # of a float32 of an image, or a number of a token
+_INPUT_BYTES = 4  # of a float32 in an image, or a token number
 _REENTRANT = Property(
     title="full recompute runs the whole block again, its last product too",
     source="Narayanan et al. 2021, arXiv 2104.04473, eq. 3; torch.utils.checkpoint, re-entrant",
@@ -518,9 +518,9 @@ XLA = Framework(name="xla-2026", title="JAX and XLA, as scalejax trains", year=2
 """The framework of the compiled step itself."""
 
 _of_pytorch = partial(Framework, schedule="1f1b")
-"""Makes a framework upon PyTorch, all of which run pipelines in this order."""
+"""Makes a framework based on PyTorch; all of these run pipelines in this order."""
 _EAGER = Kernels()
-"""Of PyTorch without a compiler: gradients are added to float32 sums by a kernel."""
+"""Kernels of PyTorch without a compiler: a kernel adds gradients to float32 sums."""
 _MEGATRON_CORE = Kernels(
     window_block=128,
     routes_on_matrix_units=True,
@@ -529,19 +529,19 @@ _MEGATRON_CORE = Kernels(
     overlaps_sends=True,
     casts_once=True,
 )
-"""Of Megatron-Core on Transformer Engine, whose softmax_type "learnable" and window_size are of
-cuDNN's attention, in tiles of 128 (as in Dao 2023, arXiv 2307.08691)."""
+"""Kernels of Megatron-Core on Transformer Engine, whose softmax_type "learnable" and window_size
+use cuDNN's attention, in tiles of 128 (as in Dao 2023, arXiv 2307.08691)."""
 _SPLASH_BLOCK = 1024
-"""Queries and keys of a block of splash attention on TPUs (sa_block_q, sa_block_kv of
+"""Queries and keys per block of splash attention on TPUs (sa_block_q, sa_block_kv of
 AI-Hypercomputer/tpu-recipes: 1024 or 2048)."""
 
 
 _NEMO_MEMORY = replace(MEGATRON_CORE, gradient_bytes=2, frozen_bytes=1, band=NANOTRON.band)
-"""Of NeMo's performance recipes, which sum gradients in bfloat16 (NVIDIA-NeMo/NeMo,
+"""Memory of NeMo's performance recipes, which sum gradients in bfloat16 (NVIDIA-NeMo/NeMo,
 scripts/performance: grad_reduce_in_fp32 = False), and of its fine-tuning in fp8, where frozen
 weights and inputs of activations are kept in 8 bits (mlcommons/training_results_v5.1, Dell,
-llama2_70b_lora: FP8_PARAMS, FP8_ACT). No row of it states its memory: the band is
-that of nanotron's."""
+llama2_70b_lora: FP8_PARAMS, FP8_ACT). No published row states its memory, so the band is
+nanotron's."""
 
 
 def _of_megatron_core(
@@ -723,12 +723,12 @@ SHORT_NAMES = {
     "torchtitan-async-tp": "torchtitan-2025-async-tp",
     "torchtitan-eager": "torchtitan-2025-eager",
 }
-"""Names without a year, which are taken too: those of scalejax 0.2, each of the version that was
-meant there, and "nemo", of the newest."""
+"""Names without a year, which are accepted too: those of scalejax 0.2, for the version that was
+meant there, and "nemo", for the newest."""
 
 
 def known_framework(name: str) -> Framework | None:
-    """The framework of that name, or of that short name; None if there is none."""
+    """The framework of that name, or of that short name; None if there is no such framework."""
     return FRAMEWORKS.get(SHORT_NAMES.get(name, name))
 
 
@@ -736,7 +736,7 @@ def framework_named(name: str) -> Framework:
     """The framework of that name, or of that short name.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such framework.
     """
     found = known_framework(name)
     if found is None:

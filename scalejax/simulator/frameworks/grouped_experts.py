@@ -1,10 +1,10 @@
 """Experts as PyTorch's frameworks train them: grouped products, and tokens sent to their experts.
 
-Scalejax multiplies the rows of an expert in blocks, one after the other in a loop, as XLA has no
-grouped product that does no more work than that (`scalejax.models.moe`); and without a capacity it
-gathers all tokens over the expert axis. Megatron-LM, torchtitan and others run the products of all
-experts of a device as one kernel (--moe-grouped-gemm, torch._grouped_mm), and send each token to
-its experts and back (--moe-token-dispatcher-type alltoall). Knows nothing of hardware.
+Scalejax multiplies the rows of an expert in blocks, one after another in a loop, because XLA has no
+grouped product without extra work (`scalejax.models.moe`); without a capacity it gathers all tokens
+over the expert axis. Megatron-LM, torchtitan and others run the products of all experts of a device
+as one kernel (--moe-grouped-gemm, torch._grouped_mm), and send each token to its experts and back
+(--moe-token-dispatcher-type alltoall). Independent of hardware.
 """
 
 import math
@@ -30,14 +30,14 @@ from scalejax.simulator.transforms.pipeline import gate_of
 _Items = tuple[Operation | Loop, ...]
 _WIDE_BYTES = 4  # of an element of float32
 _SUMS = re.compile(r"\.(up|down)\.gradient\.(zero|cast)$")
-"""Names, in closed form, of what clears sums of the gradients of matrices, and casts them."""
+"""Names, in closed form, of what clears sums of matrix gradients, and casts them."""
 
 
 class Capacity(NamedTuple):
     """Places that each expert has for the tokens of one sample, filled or not.
 
-    Tokens are put there by a product with a mask over tokens and places, and summed by another with
-    the weights of experts (Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1).
+    One product with a mask over tokens and places puts tokens there, and another with the weights
+    of experts sums the results (Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1).
     """
 
     factor: float
@@ -50,8 +50,8 @@ class Capacity(NamedTuple):
     """Width of a token."""
 
     def product(self, name: str, dtype: str, tokens: RoutedTokens) -> Operation:
-        """The product that puts tokens into places, sums them from there, or is the gradient of
-        one of these, which all have the same sides."""
+        """The product that puts tokens into places or sums them from there, or the gradient of
+        either; all have the same sides."""
         places = math.ceil(self.sample_tokens * tokens.experts_per_token * self.factor)
         shape = (self.samples, places, self.width, self.sample_tokens)
         return Operation(
@@ -69,15 +69,15 @@ def with_grouped_experts(
     has_matrices_once: bool = False,
     capacity: Capacity | None = None,
 ) -> Program:
-    """`program` with grouped products in place of loops over blocks, and tokens that are sent.
+    """`program` with grouped products in place of loops over blocks, and tokens sent to experts.
 
-    Products are two forward, and two of each gradient, whichever the compiled step computes again
-    for its backward pass, and those that the framework recomputes. Work on the rows besides
-    products (gathers, the activation, sums by token) keeps its bytes and is launched once in place
-    of once a block; copies of a matrix for each block, and sums of its gradient by block, are gone,
-    as a grouped kernel reads and writes each matrix once. Gathers of tokens over the expert axis
-    become all-to-alls of a copy for each expert, and so do sums; copies and conversions of all
-    gathered tokens are gone. Memory is left as compiled.
+    There are two products forward and two for each gradient, however many the compiled step
+    computes again for its backward pass, plus those that the framework recomputes. Other work on
+    the rows (gathers, the activation, sums by token) keeps its bytes and is launched once instead
+    of once per block; copies of a matrix for each block, and sums of its gradient by block, are
+    removed, as a grouped kernel reads and writes each matrix once. Gathers of tokens over the
+    expert axis become all-to-alls of one copy per expert, and so do sums; copies and conversions of
+    all gathered tokens are removed. Memory is left as compiled.
 
     Args:
         program: a compiled step.
@@ -86,10 +86,10 @@ def with_grouped_experts(
         element_bytes: bytes of an element of a token.
         recomputed_products: products that run again before the backward pass: 0; 1, gate and up; or
             2, all of them.
-        has_matrices_once: whether the kernels read gathered matrices where they lie and write
-            their gradients once, in the type of the operands (megablox: gmm and tgmm): no slices of
-            matrices, casts to 8 bits once for each expert, no sums to clear and to cast.
-        capacity: that to which experts are padded, tokens going there and back by products.
+        has_matrices_once: whether the kernels read gathered matrices in place and write their
+            gradients once, in the type of the operands (megablox: gmm and tgmm): no slices of
+            matrices, casts to 8 bits once per expert, no sums to clear and cast.
+        capacity: capacity to which experts are padded; products then move tokens there and back.
     """
     devices = dict(program.mesh_axes).get(EXPERT, 1)
     gathered = tokens.tokens * token_bytes * devices if devices > 1 else 0
@@ -102,7 +102,7 @@ def with_grouped_experts(
 
 
 def _loops(items: Iterable[Operation | Loop]) -> Iterator[Loop]:
-    """Yield all loops, those inside of others too."""
+    """Yield all loops, including nested ones."""
     for item in items:
         if isinstance(item, Loop):
             yield item
@@ -115,13 +115,13 @@ class _Way(NamedTuple):
     tokens: RoutedTokens
     """Tokens of a device."""
     gathered: int
-    """Bytes of the tokens of all devices of the expert axis; 0 without one."""
+    """Bytes of the tokens of all devices of the expert axis; 0 without an expert axis."""
     element_bytes: int
     """Bytes of an element of a token."""
     recomputed: int
     """Products that run again."""
     has_matrices_once: bool
-    """Whether matrices are read where they lie, and their gradients written once."""
+    """Whether matrices are read in place, and their gradients written once."""
     capacity: Capacity | None
     """Places of experts, if they have a capacity."""
 
@@ -132,8 +132,8 @@ def _grouped(
     only: Mapping[str, GroupedPass],
     gradient: GroupedPass | None = None,
 ) -> _Items:
-    """`items` with experts grouped; `gradient` is what alone they make of it, if they do, and
-    `only` the same of loops inside, by their gate."""
+    """`items` with experts grouped; `gradient` is the only gradient they compute, if there is just
+    one, and `only` the same for loops inside, by their gate."""
     made: list[Operation | Loop] = []
     items = tuple(items)
     of_experts = [index for index, item in enumerate(items) if _is_of_experts(item)]
@@ -157,17 +157,17 @@ def _grouped(
 
 
 def _is_of_experts(item: Operation | Loop) -> bool:
-    """Whether it is a loop over blocks of experts, or a collective over their axis."""
+    """Whether `item` is a loop over blocks of experts, or a collective over their axis."""
     if isinstance(item, Loop):
         return item.expert_blocks is not None
     return item.collective is not None and item.collective.group.axes == (EXPERT,)
 
 
 def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
-    """Whether an operation of a layer copies, converts or clears all gathered tokens: clears write
-    only, and others come between the collectives over the expert axis and read no more than they
-    write, or twice as much in float32. Their types tell them from what a device has of its own, of
-    which as many bytes may be a wider type."""
+    """Whether an operation of a layer copies, converts or clears all gathered tokens. Clears only
+    write; the others come between the collectives over the expert axis and read no more than they
+    write, or twice as much in float32. Types distinguish them from work on a device's own data, of
+    which as many bytes may be in a wider type."""
     if item.flop or not way.gathered or not (is_between or not item.read_bytes):
         return False
     is_float32 = item.dtype == "f32"
@@ -175,19 +175,19 @@ def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
         return False
     if item.write_bytes == way.gathered:
         return is_float32 == (way.element_bytes == _WIDE_BYTES)
-    # Sums are of float32.
+    # Sums are in float32.
     is_wider = way.element_bytes < _WIDE_BYTES and is_float32
     return is_wider and item.write_bytes == 2 * way.gathered
 
 
 def _sent(collective: Collective, way: _Way) -> Collective:
-    """The all-to-all in place of a gather, or a sum, of all tokens over the expert axis; what is
-    gathered with them (weights and indices of experts) goes along. Others are unchanged."""
+    """The all-to-all that replaces a gather, or a sum, of all tokens over the expert axis; what is
+    gathered with them (weights and indices of experts) is included. Others are unchanged."""
     if collective.group.axes != (EXPERT,):
         return collective
     if collective.name not in ("all_gather", "reduce_scatter"):
         return collective
-    # Tokens may be in a type twice as wide, and have weights and indices beside them.
+    # Tokens may be in a type twice as wide, with weights and indices next to them.
     tokens, gathered = way.tokens, way.gathered
     wide = collective.payload_bytes // gathered
     if not 1 <= wide <= 2:
@@ -207,11 +207,11 @@ def _at_once(
 ) -> list[Operation]:
     """The operations of a loop over blocks, each once for the rows of all blocks.
 
-    Of a loop that makes one `gradient` alone, other products are left out.
+    For a loop that makes only one `gradient`, other products are left out.
 
-    A backward loop may compute a forward product again, and so may a loop beside one
+    A backward loop may compute a forward product again, and so may a loop next to one
     (`has_backward`), as XLA keeps no rows: these products are left out, and `way.recomputed` of
-    them, the widest first, put before the backward pass.
+    them, the widest first, are put before the backward pass.
     """
     recomputed = way.recomputed
     body = [item for item in loop.body if isinstance(item, Operation)]
@@ -229,7 +229,7 @@ def _at_once(
         sums = [item for item in products if _sums_over_rows(item, blocks.rows)] or products[-1:]
         if gradient == "input_gradient":
             sums = []
-        # That of the input depends on what is computed again, so that it comes after it.
+        # The input's gradient depends on what is computed again, so it comes after that.
         others = [item for item in products if item not in sums][-1:]
         if gradient != "weight_gradient":
             passes |= dict.fromkeys((item.name for item in others), "input_gradient")
@@ -242,7 +242,7 @@ def _at_once(
     made: list[Operation] = []
     if way.capacity is not None:
         first = next(item for item in body if _is_product(item))
-        # Of tokens, of results and of the mask; the forward one to places again.
+        # For tokens, results and the mask; the forward product into places runs again.
         runs = 3 + bool(recomputed) if is_backward else 2
         for index in range(runs):
             name = f"{loop.name}.places.{index}"
@@ -272,14 +272,14 @@ def _at_once(
 
 
 def _copies_matrix(item: Operation, of_matrix: Mapping[int, list[Operation]], way: _Way) -> bool:
-    """Whether an operation copies the matrix of a block, or adds to its gradient."""
+    """Whether an operation copies the matrix of a block, or adds to the matrix's gradient."""
     if way.has_matrices_once and "slice" in item.name.split("."):
         return True
     return item.write_bytes in {_element_bytes(item) * size for size in of_matrix}
 
 
 def _cast_product(item: Operation, body: Iterable[Operation]) -> Operation | None:
-    """The product of a block whose operands an operation casts to 8 bits, if it does."""
+    """The product in a block whose operands `item` casts to 8 bits; None if there is none."""
     name, _, part = item.name.rpartition(".")
     if part not in ("cast", "amax"):
         return None
@@ -304,8 +304,8 @@ def _element_bytes(item: Operation) -> int:
 
 
 def _products_by_matrix(loop: Loop, blocks: ExpertBlocks) -> dict[int, list[Operation]]:
-    """The products of a loop over blocks, by the elements of an expert's matrix that they are with,
-    or the gradient of: gate and up, and down, of half as many."""
+    """The products of a loop over blocks, keyed by the elements of the expert's matrix that they
+    multiply or differentiate: gate and up together, and down, which has half as many."""
     made: dict[int, list[Operation]] = {}
     for item in loop.body:
         if isinstance(item, Operation) and _is_product(item):
@@ -314,7 +314,7 @@ def _products_by_matrix(loop: Loop, blocks: ExpertBlocks) -> dict[int, list[Oper
 
 
 def _is_backward(loop: Loop) -> bool:
-    """Whether a loop over blocks has gradients: two products or more with a matrix."""
+    """Whether a loop over blocks computes gradients: two or more products per matrix."""
     blocks = loop.expert_blocks
     if blocks is None:
         return False
@@ -326,13 +326,13 @@ def _is_product(item: Operation) -> bool:
 
 
 def _sums_over_rows(item: Operation, rows: int) -> bool:
-    """Whether a product of a block is the gradient of a matrix, as far as its shape says."""
+    """Whether a product of a block is a matrix gradient, judging by its shape."""
     _, m, n, k = item.shape
     return k == rows and rows not in (m, n)
 
 
 def _sides(item: Operation, rows: int) -> tuple[int, int]:
-    """(outer, inner) of a product of a block, those of the expert's matrix."""
+    """(outer, inner) of a product of a block: the sides of the expert's matrix."""
     _, m, n, k = item.shape
     if m == rows:
         return n, k
@@ -361,6 +361,6 @@ def _grouped_product(
         flop=2 * rows * outer * inner,
         # Experts of equal capacity are a batch of plain products.
         grouped_pass=which if factor is None else None,
-        read_bytes=0,  # its cost counts operands and result, each once
+        read_bytes=0,  # its cost counts operands and result once each
         write_bytes=0,
     )

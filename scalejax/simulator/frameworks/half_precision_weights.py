@@ -1,14 +1,14 @@
 """Programs of frameworks that hold weights and gradients in half precision.
 
 Our step holds parameters in f32, stacked over layers: each microbatch casts them, clears a buffer
-for their gradients, and adds these to sums in f32. Megatron-LM in fp16 holds them in fp16, beside
+for their gradients, and adds these to sums in f32. Megatron-LM in fp16 holds them in fp16, next to
 the f32 master copy that the optimizer updates (Float16OptimizerWithFloat16Params in
 megatron/optimizer/optimizer.py, FP16_Optimizer of DeepSpeed); products read them without a cast,
 and their results are added to fp16 gradients.
 
-The slices that our loop over layers takes of these stacks, which PyTorch does not need, are kept:
-they substitute for the traffic between kernels that PyTorch does not fuse, which is not counted
-here. Knows nothing of hardware.
+The slices of these stacks in our loop over layers, which PyTorch does not need, are kept: they
+stand in for the traffic between kernels that PyTorch does not fuse, which is not counted here.
+Independent of hardware.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ _HALF, _FULL = 2, 4  # bytes of an element
 def with_half_weights(program: Program) -> Program:
     """`program` without casts and clearing of weights, and with gradients summed in fp16.
 
-    Weights are distinguished from activations by the bytes of their stacks. Left out:
-    biases and scales, a thousandth of the weights.
+    Weights are distinguished from activations by the bytes of their stacks. Left out: biases and
+    scales, a thousandth of the weights.
 
     Args:
         program: the compiled step, its layers in loops.

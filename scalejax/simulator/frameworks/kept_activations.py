@@ -1,14 +1,14 @@
 """Activations that MaxText's remat policies keep on the device, or offload to the host, by name.
 
-A step in closed form computes all of a block again but its input (`recompute` "full"). Of what is
-kept by name, the product or the attention that makes it is not computed again, and every layer's
-lies in the memory of the device until its backward pass, or in that of the host: copied there while
-the layer computes forward, and back while the one after it computes backward
+A step in closed form recomputes everything in a block except its input (`recompute` "full"). The
+product or the attention that makes an activation kept by name is not recomputed, and each layer's
+activation stays in device memory until its backward pass, or in host memory: copied there while
+the layer computes forward, and back while the layer after it computes backward
 (AI-Hypercomputer/maxtext, MaxText/layers/decoders.py: get_remat_policy, which calls
 `jax.checkpoint_policies.save_and_offload_only_these_names`). Left out: the copies of the first
 layer and the last, which nothing hides; rotations of queries and keys, which are not kept rotated;
-the last product of a layer, computed again where a norm follows it and "mlpwo" is not kept.
-Knows nothing of hardware.
+the last product of a layer, recomputed if a norm follows it and "mlpwo" is not kept. Independent of
+hardware.
 """
 
 import re
@@ -39,13 +39,13 @@ _PASS = re.compile(r"(?:dense\.)?(forward|backward)\.(.+)")
 _INPUT: ActivationName = "decoder_layer_input"
 _RESULT: ActivationName = "mlpwo"
 _OF_INPUTS = ("forward.kept", "embedding.kept.zero")
-"""Ends of the names of what writes the inputs of blocks to their stack on the device, and clears
-it."""
+"""Ends of the names of the operations that write the inputs of blocks to their stack on the device,
+and that clear it."""
 _IN_FLIGHT = 2  # layers whose offloaded activations the device holds while they are copied
 
 
 def named_activations(remat: DecoderRemat) -> SavedActivations | None:
-    """The activations that `remat` names; None where it keeps or computes again by other rules."""
+    """The activations that `remat` names; None if it selects activations by other rules."""
     if remat == "minimal_offloaded":
         return SavedActivations(offload=PRODUCT_NAMES)
     return remat if isinstance(remat, SavedActivations) else None
@@ -54,14 +54,14 @@ def named_activations(remat: DecoderRemat) -> SavedActivations | None:
 def with_kept_activations(
     program: Program, kept: SavedActivations, element_bytes: int, *, has_post_norms: bool = False
 ) -> Program:
-    """`program` without what is not computed again, and with memory and copies of what is kept.
+    """`program` without recompute of what is kept, and with the memory and copies it takes.
 
     Args:
-        program: a step in closed form that computes all of a block again but its input.
+        program: a step in closed form that recomputes everything in a block except its input.
         kept: activations by name.
         element_bytes: bytes of an element of an activation.
-        has_post_norms: whether a norm follows the feed-forward layer. Else no backward pass reads
-            what the layer makes, and `jax.checkpoint` keeps and copies none of it, named or not.
+        has_post_norms: whether a norm follows the feed-forward layer. Otherwise no backward pass
+            reads the layer's result, and `jax.checkpoint` neither keeps nor copies it, even named.
     """
     if program.backend != "closed_form":
         return program
@@ -100,7 +100,7 @@ def _layers(items: _Items) -> Iterator[Loop]:
 
 
 def _bytes(loop: Loop, name: ActivationName, element_bytes: int) -> int:
-    """Bytes of an activation of one layer; 0 where it has none of that name."""
+    """Bytes of an activation of one layer; 0 if the layer has none of that name."""
     found = {
         match[2]: item
         for item in loop.body
@@ -142,7 +142,7 @@ def _changed(items: _Items, kept: SavedActivations, element_bytes: int) -> _Item
 
 
 def _is_spared(item: Operation, kept: SavedActivations) -> bool:
-    """Whether an operation of a backward pass computes again what is kept."""
+    """Whether an operation of a backward pass recomputes what is kept."""
     match = _PASS.fullmatch(item.name)
     if match is None or match[1] != "backward":
         return False
@@ -155,7 +155,7 @@ def _is_spared(item: Operation, kept: SavedActivations) -> bool:
 
 
 def _with_copy(loop: Loop, direction: CollectiveName, size: int) -> Loop:
-    """`loop` with a copy of `size` bytes that starts with each iteration and ends with it."""
+    """`loop` with a copy of `size` bytes that lasts from the start to the end of each iteration."""
     if not size:
         return loop
     name = f"{loop.name}.{direction}"

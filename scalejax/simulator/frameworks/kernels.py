@@ -1,12 +1,12 @@
-"""The closed form of a decoder's step as a framework with kernels of its own runs it.
+"""The closed form of a decoder's step, run by a framework with its own kernels.
 
 XLA's loops over blocks slice each layer's matrices and kept activations out of stacks, write them
 into stacks, zero buffers, and cast float32 matrices for every microbatch; its pipelines send chunks
 of layers to their stages; its Ulysses attention transposes. PyTorch holds a tensor for each layer,
-in 16 bits, and none of these operations. Where it overlaps what XLA does not is in `Kernels`.
+in 16 bits, and does none of this. `Kernels` says where it overlaps what XLA does not.
 
-Operations are told by the names that `scalejax.simulator.transformer` gives them, so that only
-programs in closed form are changed. Knows nothing of hardware.
+Operations are recognised by the names that `scalejax.simulator.transformer` gives them, so only
+programs in closed form are changed. Independent of hardware.
 """
 
 import re
@@ -24,14 +24,14 @@ _Items = tuple[Operation | Loop, ...]
 _OF_STACKS = frozenset(
     ("counter", "slice", "zero", "kept", "stack", "halves", "copy", "deal", "places")
 )
-"""Parts of the names of what XLA does with stacks of layers."""
+"""Parts of the names of XLA's operations on stacks of layers."""
 _OF_LAYOUTS = frozenset(("transpose", "transpose_tokens", "concatenate"))
-"""Parts of the names of what it does for the layouts that its collectives and products need."""
+"""Parts of the names of XLA's operations for the layouts that its collectives and products need."""
 _ADDED_TO_SUMS = ("gradient.accumulate", ".sums.add")
-"""Ends of the names of what adds gradients to float32 sums: those of all microbatches, and of
-every layer of a stage."""
+"""Ends of the names of operations that add gradients to float32 sums: those of all microbatches,
+and of every layer of a stage."""
 _OF_LOADS = re.compile(r"router\.(loads|losses)")
-"""Sums of the loads of experts, and of the losses that they make."""
+"""Sums of the loads of experts, and of the losses computed from them."""
 _CHUNKS = "chunks"
 _WEIGHT_CASTS = re.compile(r"(embedding|stage)\.[\w.]*cast|logits\.output\.cast")
 _NUMBER = re.compile(r"[.#]\w*\d+\w*|#\w+")
@@ -50,21 +50,21 @@ class Kernels:
     """What the kernels of a framework do, as far as a step's closed form shows."""
 
     keeps_stacks: bool = False
-    """Whether it is XLA with kernels of its own: stacks of layers, casts and sums are XLA's."""
+    """Whether it is XLA with its own kernels: stacks of layers, casts and sums are XLA's."""
     has_fused_attention: bool = False
-    """Whether attention is one kernel also where XLA has none (MaxText's splash attention on
+    """Whether attention is one kernel even where XLA has none (MaxText's splash attention on
     TPUs)."""
     window_block: int | None = None
-    """Queries and keys of a block of its attention kernel, which has sinks, and computes a block or
-    leaves it out where a window hides it; None if there are neither."""
+    """Queries and keys per block of its attention kernel, which supports sinks, and skips blocks
+    that a window hides; None if it does neither."""
     routes_on_matrix_units: bool = False
-    """Whether the router's product reads 16 bits and those of its gradient may be rounded to tf32
-    (Megatron-LM, core/transformer/moe/moe_utils.py: RouterGatingLinearFunction by Transformer
-    Engine's general_gemm); else they are float32, of which nothing is rounded."""
+    """Whether the router's product reads 16 bits and the products of its gradient may be rounded to
+    tf32 (Megatron-LM, core/transformer/moe/moe_utils.py: RouterGatingLinearFunction by Transformer
+    Engine's general_gemm); otherwise they are float32 without rounding."""
     balances_own_tokens: bool = False
-    """Whether loads of experts are summed over tensor and context, for a loss of each sample alone
-    (Megatron-LM, core/transformer/moe/router.py: the group of both is all that its loss sums over,
-    and losses are reported once a step); else over all devices, and their losses too."""
+    """Whether loads of experts are summed over tensor and context only, for a loss per sample
+    (Megatron-LM, core/transformer/moe/router.py: its loss sums over the group of both only, and
+    losses are reported once a step); otherwise over all devices, as are their losses."""
     accumulates_in_products: bool = False
     """Whether the product that makes a matrix's gradient adds it to the float32 sum
     (Megatron-LM's gradient_accumulation_fusion); else a kernel reads both and writes the sum."""
@@ -72,21 +72,21 @@ class Kernels:
     """Whether interleaved stages send activations while they compute the next chunk (Megatron-LM's
     overlap_p2p_communication)."""
     casts_once: bool = False
-    """Whether matrices are cast to 8 or 4 bits once a step, and an activation once for the product
-    forward and that of the gradient, in the two layouts they need (Transformer Engine)."""
+    """Whether matrices are cast to 8 or 4 bits once a step, and an activation once for both the
+    forward product and the gradient's, in the two layouts they need (Transformer Engine)."""
 
 
 def with_kernels(program: Program, run: ResolvedRun, kernels: Kernels) -> Program:
-    """`program` without what XLA alone does, and with what `kernels` do.
+    """`program` without what only XLA does, and with what `kernels` do.
 
-    Gradients are summed over context with those over data; keys and values go around
-    a ring over context beside attention (Transformer Engine's `cp_comm_type` "p2p"), also in
-    stages of a pipeline, each step in one kernel.
+    Gradients are summed over context together with data. Keys and values travel around a ring over
+    context while attention computes (Transformer Engine's `cp_comm_type` "p2p"), also in stages of
+    a pipeline, with one kernel per step of the ring.
 
     Args:
         program: the step in closed form; others are returned unchanged.
         run: its run.
-        kernels: the framework's.
+        kernels: the framework's kernels.
     """
     if program.backend != "closed_form" or kernels.keeps_stacks:
         return program
@@ -113,7 +113,7 @@ def _on_matrix_units(item: Operation) -> Operation:
 
 
 def _balanced_apart(items: _Items, context: int, tensor: int) -> _Items:
-    """`items` with loads of experts summed over context and tensor alone, and no losses summed."""
+    """`items` with expert loads summed over context and tensor only, and no losses summed."""
     found: list[Operation | Loop] = []
     dropped: set[str] = set()
     axes = [(CONTEXT, context, tensor), (TENSOR, tensor, 1)]
@@ -139,7 +139,7 @@ def _balanced_apart(items: _Items, context: int, tensor: int) -> _Items:
 
 
 def _plain(name: str) -> str:
-    """`name` without numbers and the marks of bubbles and parts."""
+    """`name` without numbers and without the marks of bubbles and parts."""
     return _NUMBER.sub("", name.replace(BUBBLE, "")).removeprefix("dense.")
 
 
@@ -171,16 +171,16 @@ def _without_stacks(items: _Items, kernels: Kernels) -> _Items:
 
 
 def _is_of_xla(name: str, kernels: Kernels) -> bool:
-    """Whether a fusion of that name is of XLA's program alone."""
+    """Whether a fusion of that name is found in XLA's program only."""
     if set(name.split(".")) & (_OF_STACKS | _OF_LAYOUTS) or _WEIGHT_CASTS.fullmatch(name):
         return True
     return name.endswith(_ADDED_TO_SUMS) and kernels.accumulates_in_products
 
 
 def _cast_once(item: Operation, products: Mapping[str, Operation]) -> Iterable[Operation]:
-    """The cast of a product's operands, or the search for their largest value, of activations alone
-    and into two layouts; none for the gradient of a matrix, whose operands are cast by then, nor
-    for what a norm makes, whose kernel casts it if the scale is known."""
+    """The cast of a product's operands, or the search for their largest value, for activations only
+    and into two layouts; none for a matrix gradient, whose operands are already cast, nor for the
+    output of a norm, whose kernel casts it if the scale is known."""
     product_name, _, part = item.name.replace(BUBBLE, "").rpartition(".")
     suffix = BUBBLE if item.name.endswith(BUBBLE) else ""
     product = products.get(product_name + suffix)
@@ -207,9 +207,9 @@ def _cast_once(item: Operation, products: Mapping[str, Operation]) -> Iterable[O
 
 
 def _summed_once(items: _Items) -> _Items:
-    """`items` with gradients summed over data and context at once, where they are summed over both.
+    """`items` with gradients summed over data and context at once, if they are summed over both.
 
-    Where they are not summed over data, their sums over context stay: once a step in a pipeline,
+    If they are not summed over data, their sums over context are kept: once a step in a pipeline,
     for each microbatch elsewhere.
     """
     over_context = [each.collective for each in _gradient_sums(items, CONTEXT) if each.collective]
@@ -219,7 +219,7 @@ def _summed_once(items: _Items) -> _Items:
 
 
 def _gradient_sums(items: _Items, axis: str) -> Iterator[Operation]:
-    """Sums of gradients over that axis alone."""
+    """Sums of gradients over that axis only."""
     for item in items:
         if isinstance(item, Loop):
             yield from _gradient_sums(item.body, axis)
@@ -288,8 +288,8 @@ def _with_whole_steps(items: _Items) -> _Items:
 
 
 def _in_ring(items: _Items, devices: int) -> _Items:
-    """`items` with exchanges of heads over context replaced by keys and values that are sent on
-    while attention computes."""
+    """`items` in which exchanges of heads over context are replaced by keys and values that are
+    passed on while attention computes."""
     found: list[Operation | Loop] = []
     open_sends: list[Operation] = []
     dropped: set[str] = set()
@@ -316,7 +316,7 @@ def _in_ring(items: _Items, devices: int) -> _Items:
         elif item.waits_for in dropped:
             continue
         elif item.kind == "attention":
-            # Gradients of keys and values are sent home beside the same kernel.
+            # Gradients of keys and values are sent home during the same kernel.
             sends, open_sends = open_sends, []
             found.extend((*sends, item, *map(_wait_for, sends)))
         else:

@@ -1,20 +1,20 @@
 """Differences of Megatron-LM and its descendants from the program that XLA compiles.
 
-XLA sees that nothing of the backward pass reads the output of a block, and does not recompute its
-last product, nor its sum over the tensor axis. PyTorch's re-entrant checkpoint, which Megatron-LM
-and DeepSpeed use, reruns the whole block: the 4th of 4 passes in the 96 B s l h^2 FLOP of a step
-(Narayanan et al. 2021, arXiv 2104.04473, eq. 3), of which XLA saves a twelfth.
+XLA sees that nothing in the backward pass reads the output of a block, and does not recompute the
+block's last product, nor its sum over the tensor axis. PyTorch's re-entrant checkpoint, which
+Megatron-LM and DeepSpeed use, reruns the whole block: the 4th of 4 passes in the 96 B s l h^2 FLOP
+of a step (Narayanan et al. 2021, arXiv 2104.04473, eq. 3), of which XLA saves a twelfth.
 
 XLA pads heads to a width that the matrix units can load; PyTorch passes the products to the
 library unpadded.
 
-Megatron-LM applies dropout of 0.1 to the attention's scores by default (attention_dropout in
-megatron/arguments.py), by a kernel of its own after the softmax. Our networks have no dropout.
+By default Megatron-LM applies dropout of 0.1 to the attention's scores (attention_dropout in
+megatron/arguments.py), in a separate kernel after the softmax. Our networks have no dropout.
 
-Trained in fp16, its gradients are fp16 too, and are summed without a cast
-(accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which bf16 alone turns on;
+When it trains in fp16, its gradients are fp16 too, and are summed without a cast
+(accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which is on for bf16 only;
 communication_data_type of DeepSpeed); so are the parameters that ZeRO gathers. Ours are f32.
-Knows nothing of hardware.
+Independent of hardware.
 """
 
 import math
@@ -33,8 +33,8 @@ _PADDED_TO = 8
 def with_full_recompute(program: Program) -> Program:
     """`program` that recomputes the last product of each block too.
 
-    Left out: element-wise additions to that product, about 1 % of a block.
-    Unchanged where blocks are in no pair of loops, one forward and one backward.
+    Left out: element-wise additions to that product, about 1 % of a block. Unchanged if no pair of
+    loops, one forward and one backward, holds the blocks.
     """
     return replace(program, operations=_in_full(program.operations))
 
@@ -65,8 +65,8 @@ def with_unpadded_heads(program: Program, width: int) -> Program:
 
 
 def with_half_gradients(program: Program, dtype: str = "f16") -> Program:
-    """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
-    parameters; in `dtype`, of 16 bits."""
+    """`program` with half the bytes where gradients are summed over data or, with ZeRO, parameters
+    are gathered; in `dtype`, which has 16 bits."""
     halved = partial(_halved, dtype=dtype)
     return replace(program, operations=each_changed(program.operations, halved))
 
@@ -87,8 +87,8 @@ def _halved(item: Operation, dtype: str) -> Operation:
 def with_attention_dropout(program: Program, tokens: int) -> Program:
     """`program` with a dropout kernel after each product of scores: forward, recompute, backward.
 
-    It reads and writes the scores, 2 bytes each, and a mask of a byte. Left out: the dropout of
-    activations, which Megatron-LM fuses with an existing addition.
+    The kernel reads and writes the scores, 2 bytes each, and a mask of one byte. Left out: the
+    dropout of activations, which Megatron-LM fuses with an existing addition.
 
     Args:
         program: the compiled step, its attention not fused.
@@ -138,7 +138,7 @@ def _in_full(items: _Items) -> _Items:
 
 
 def _last_product(forward: Loop) -> tuple[Operation, ...]:
-    """The last product of a loop, and the collectives on its result."""
+    """The last product of a loop, and the collectives on the product's result."""
     operations = [item for item in forward.body if isinstance(item, Operation)]
     last = operations.index(_products(forward)[-1])
     return tuple(

@@ -1,14 +1,15 @@
-"""Memory that a framework on PyTorch holds where nothing compiles its step.
+"""Memory that a PyTorch framework holds if its step is not compiled.
 
-Counted is what autograd saves for each operation of a block, what the loss holds, and parameters,
-gradients and optimizer state, of each pipeline stage for the microbatches that are in flight there;
-the stage that holds most decides. What PyTorch's caching allocator holds free between its blocks is
-apart: it is given back where memory is short, so that a run fits by what is in use.
+It counts what autograd saves for each operation of a block, what the loss holds, and parameters,
+gradients and optimizer state; for each pipeline stage, with the microbatches that are in flight
+there. The stage that holds most decides. Memory that PyTorch's caching allocator holds free between
+its blocks is counted separately: it is released when memory is short, so whether a run fits depends
+on what is in use.
 
 Types below 16 bits are counted as 16: operands are kept in 8 bits, a quarter less at most. Left
 out: scores of unfused attention, optimizers other than Adam in float32, fully sharded parameters,
-what is offloaded; of adapters their own state, about 1 % of the frozen weights. Knows nothing of
-hardware, but that a node has eight devices.
+offloaded arrays, and the state of adapters, about 1 % of the frozen weights. Independent of
+hardware, except that a node has eight devices.
 """
 
 from collections.abc import Iterator
@@ -21,44 +22,44 @@ from scalejax.config.run import ResolvedRun
 from scalejax.simulator.program import MemoryUse, ReservedBytes
 
 _STATE_BYTES = 12
-"""Bytes of the float32 parameters and the two moments of Adam of a parameter."""
+"""Bytes per parameter of the float32 parameter and the two moments of Adam."""
 _MOMENTS = 2
 _WEIGHT_BYTES, _HALF = 2, 2
-_NODE = 8  # devices of a node, of every system whose rows these constants are fitted to
+_NODE = 8  # devices of a node in every system whose rows these constants are fitted to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerMemory:
-    """What a framework holds in memory, and its allocator reserves."""
+    """What a framework holds in memory, and what its allocator reserves."""
 
     gradient_bytes: int
-    """Bytes of the gradients of a parameter: float32 sums, and those in 16 bits that are added to
-    them by an operation of their own."""
+    """Bytes of gradients per parameter: float32 sums, and 16-bit gradients if a separate operation
+    adds them to the sums."""
     logit_bytes: int
-    """Bytes at the loss for every logit: in 16 bits, and copies in float32."""
+    """Bytes per logit at the loss: in 16 bits, and copies in float32."""
     inner_arrays: int
-    """Arrays of the feed-forward layer's width, 16 bits, that autograd saves of a block with a
-    gate: 4 of two halves, the activation and the product; 3 where these are one operation."""
+    """Arrays of the feed-forward layer's width, in 16 bits, that autograd saves for a block with a
+    gate: 4 for two halves, the activation and the product; 3 if these are one operation."""
     keeps_dummy_gradients: bool = False
-    """Whether an array in 16 bits of the shape of each kind of matrix is kept, as what autograd
-    takes for its gradient."""
+    """Whether a 16-bit array of each matrix shape is kept, as a placeholder that autograd takes for
+    the gradient."""
     frozen_bytes: int | None = None
-    """Bytes of a frozen weight, and of what is saved for the activation of the feed-forward layer,
-    where products are in 8 or 4 bits; None where adapters are not counted."""
+    """Bytes per frozen weight, and per element saved for the activation of the feed-forward layer,
+    if products are in 8 or 4 bits; None if adapters are not counted."""
     balances_output: bool = False
-    """Whether layers are dealt to pipeline stages by FLOP, the output layer's among them; else as
-    equally as possible."""
+    """Whether layers are dealt to pipeline stages by FLOP, including those of the output layer;
+    otherwise as equally as possible."""
     reserve_bytes: int = 0
-    """Bytes that do not depend on the run: workspaces."""
+    """Bytes that do not depend on the run, such as workspaces."""
     fragmentation: float = 0.0
-    """Share of activations and logits that the allocator holds free besides, of a run of many
-    microbatches: blocks of one are split by the next."""
+    """Share of activations and logits that the allocator additionally holds free in a run of many
+    microbatches: blocks of one microbatch are split by the next."""
     spare_gathers: tuple[float, float] = (0.0, 0.0)
-    """Of the tokens that tensor-parallel layers gather, twice a block and microbatch in flight, the
-    share that is held free: gathered within a node, and over nodes. Memory that another stream
-    reads is not used again before that is done."""
+    """Share of the tokens gathered by tensor-parallel layers, twice per block and microbatch in
+    flight, that is held free: gathered within a node, and over nodes. Memory that another stream
+    reads is not reused before that stream is done."""
     band: tuple[float, float] = (1.0, 1.0)
-    """What was published over what is predicted to be reserved, at p10 and p90 of rows left out."""
+    """Published over predicted reserved memory, at p10 and p90 of held-out rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,13 @@ class StageMemory:
     state: float
     """Parameters, gradients and optimizer state."""
     activations: float
-    """What is saved of the microbatches in flight, and the loss holds of one."""
+    """What is saved for the microbatches in flight, and what the loss holds for one."""
     gathered: float
-    """Tokens gathered over tensor, twice a block, of the microbatches in flight."""
+    """Tokens gathered over tensor, twice per block, for the microbatches in flight."""
 
 
 def memory_use(held: EagerMemory, run: ResolvedRun) -> MemoryUse | None:
-    """Memory of the device that holds most; None of a run that is not counted."""
+    """Memory of the device that holds most; None for a run that is not counted."""
     stages = tuple(stage_memories(held, run))
     if not stages:
         return None
@@ -108,14 +109,14 @@ def _has_half_state(run: ResolvedRun) -> bool:
 
 
 def stage_memories(held: EagerMemory, run: ResolvedRun) -> Iterator[StageMemory]:
-    """Yield what each pipeline stage holds; nothing of a run that is not counted."""
+    """Yield what each pipeline stage holds; nothing for a run that is not counted."""
     model, layout = run.config.model, run.layout
     if not isinstance(model, DecoderConfig) or model.remat not in ("none", "selective", "full"):
         return
     scores = model.attention == "unfused" and model.remat != "full"
     if scores or run.config.optimizer.moments != _MOMENTS or _has_half_state(run):
         return
-    if model.remat == "selective":  # the activation is computed again
+    if model.remat == "selective":  # the activation is recomputed
         held = replace(held, inner_arrays=held.inner_arrays - 1)
     tuning = run.config.fine_tuning
     is_adapted = tuning is not None and tuning.lora is not None and _experts(model) is None
@@ -173,9 +174,9 @@ def _frozen_bytes(held: EagerMemory, model: DecoderConfig) -> int:
 
 
 def _adapted_bytes(held: EagerMemory, run: ResolvedRun, model: DecoderConfig) -> float:
-    """Bytes saved of a block with frozen matrices for a token, on a device: those of inputs of
-    norms and adapters, of attention, and of the gate and what it multiplies; frozen matrices save
-    no input."""
+    """Bytes per token that a device saves for a block with frozen matrices: the inputs of norms and
+    adapters, of attention, and of the gate and what it multiplies; frozen matrices save no
+    input."""
     tensor = run.layout.tensor
     keys = model.head_counts.get("kv_heads", model.heads)
     heads = (2 * model.heads + 2 * keys) * model.head_size
@@ -196,8 +197,8 @@ def _experts(model: DecoderConfig) -> MoeConfig | None:
 def _state_bytes(
     held: EagerMemory, run: ResolvedRun, parameters: float, of_experts: float
 ) -> float:
-    """Bytes of weights, gradients and optimizer state, of which ZeRO shards the last from stage 1
-    on, and gradients from 2."""
+    """Bytes of weights, gradients and optimizer state; ZeRO shards the optimizer state from stage 1
+    on, and gradients from stage 2."""
     layout, zero = run.layout, run.config.layout.zero_stage
     found = 0.0
     for count, shards in (
@@ -241,9 +242,10 @@ def _dense_matrices(model: DecoderConfig) -> dict[str, int]:
 def _width(
     held: EagerMemory, run: ResolvedRun, model: DecoderConfig, moe: MoeConfig | None
 ) -> float:
-    """Elements that autograd saves of a block for a token, on a device: inputs and results of both
-    norms, queries, keys and values and the result of attention; of the feed-forward layer what
-    `EagerMemory.inner_arrays` says, of experts of each token sent to one, with the token itself."""
+    """Elements per token that autograd saves for a block, on a device: inputs and results of both
+    norms; queries, keys, values and the result of attention; for the feed-forward layer what
+    `EagerMemory.inner_arrays` says; for experts that too, for each copy of a token sent to one,
+    plus the copy itself."""
     tensor, hidden = run.layout.tensor, model.hidden
     stream = 4 * hidden / (tensor if layout_divides(run) else 1)
     heads = model.heads * model.value_head_size
@@ -263,7 +265,7 @@ def _width(
 
 
 def _in_flight(run: ResolvedRun, stage: int) -> float:
-    """Microbatches of all layers of a stage that are saved at once, in 1F1B, interleaved or not
+    """Microbatches for which all layers of a stage are saved at once, in 1F1B, interleaved or not
     (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; Megatron-LM, schedules.py)."""
     stages, microbatches = run.layout.pipeline, run.split.microbatches
     chunks = run.config.layout.pipeline_chunks
@@ -309,5 +311,5 @@ MEGATRON_CORE = EagerMemory(
 )
 """Megatron-Core of 2025 with Transformer Engine: gradients added to float32 sums in the product,
 fused cross entropy and SwiGLU, and dummies for autograd, one for each shape
-(NVIDIA/TransformerEngine, pytorch/module/base.py: get_dummy_wgrad). Workspaces and the band are of
-ten settings on 8 B200 (`experiments/framework_memory`)."""
+(NVIDIA/TransformerEngine, pytorch/module/base.py: get_dummy_wgrad). Workspaces and the band come
+from ten settings on 8 B200 (`experiments/framework_memory`)."""

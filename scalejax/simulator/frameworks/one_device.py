@@ -1,13 +1,13 @@
-"""Steps in which one device sends weights out to the others, and takes their gradients back.
+"""Steps in which one device sends weights out to the others and receives their gradients.
 
 PyTorch's DataParallel and Keras' multi_gpu_model keep weights and optimizer state on one device.
-Every step it sends the others their part of the batch and all weights, and sums the gradients that
-they send back: nothing computes meanwhile, as copies of the weights are one operation of autograd,
-which has its gradient when the last of them is there. Weights and gradients are float32, whatever
-products are computed in.
+Every step that device sends the others their part of the batch and all weights, and sums the
+gradients that they send back. Nothing computes meanwhile: copies of the weights are one operation
+of autograd, which has its gradient only when the last of them has arrived. Weights and gradients
+are float32, whatever type products are computed in.
 
-Left out: outputs that are joined on the one device, threads that share an interpreter, and memory
-that the one has to hold besides. Knows nothing of hardware.
+Left out: outputs that are joined on the one device, threads that share an interpreter, and the
+additional memory of that device. Independent of hardware.
 """
 
 import math
@@ -29,10 +29,11 @@ def through_one_device(
     Args:
         program: the compiled step; one that sums no gradients over data is returned unchanged.
         is_relayed: whether devices pass on what they receive, as NCCL's broadcast and reduction
-            do, so that the one sends and receives everything once; else once for each other one.
+            do, so that the one device sends and receives everything once; otherwise once per other
+            device.
         input_bytes: the part of the batch of one device.
-        weight_bytes: weights that are sent out, of a network that is partly frozen; None for as
-            many as there are gradients.
+        weight_bytes: bytes of weights sent out, for a network that is partly frozen; None if there
+            are as many as gradients.
     """
     sums = [(each, runs) for each, runs in program.walk() if _sums_gradients(each)]
     if not sums or (group := _group(sums[0][0])) is None:
@@ -69,7 +70,7 @@ def _group(item: Operation) -> DeviceGroup | None:
 
 
 def _f32_bytes(item: Operation) -> float:
-    """Bytes that the operand of a sum has in float32."""
+    """Bytes of the operand of a sum in float32."""
     assert item.collective is not None  # noqa: S101
     payload = item.collective.payload_bytes * item.collective.share
     return payload * _F32_BYTES / _ELEMENT_BYTES.get(item.dtype, _F32_BYTES)

@@ -6,22 +6,23 @@ Megatron-LM, by the user buffers of Transformer Engine; asynchronous tensor para
 PyTorch). The first part to be gathered, or the last to be summed, is exposed
 (Wang et al. 2023, ASPLOS, doi 10.1145/3567955.3567959, section 3).
 
-Over data: the distributed optimizer of Megatron-LM gathers the parameters of a layer while those
-before it compute, and sums its gradients while earlier layers still run backward
+Over data: the distributed optimizer of Megatron-LM gathers the parameters of a layer while earlier
+layers compute, and sums its gradients while the backward pass of earlier layers still runs
 (--overlap-param-gather, --overlap-grad-reduce).
 
-Over fsdp: XLA for TPUs gathers the matrices of the next layer, and sums the gradients of the one
-before, while a layer computes (its latency-hiding layer scheduler, and async collectives on the
+Over fsdp: while a layer computes, XLA for TPUs gathers the matrices of the next layer, and sums the
+gradients of the previous one (its latency-hiding layer scheduler, and async collectives on the
 sparse cores).
 
-And the reverse: DeepSpeed's ZeRO-3 of 2021 gathers each parameter by itself, while nothing
-computes: it waits for the device, makes a view of the result for each device, and calls all_gather
-with that list (microsoft/DeepSpeed, runtime/zero/partition_parameters.py: _allgather_param), of
-which PyTorch makes one buffer, and from there a copy for each device (ProcessGroupNCCL::allgather,
-flattenForScatterGatherOutputs). Gradients go the same way back. Views and copies grow in number
-with devices, however small the parts. Where activations are recomputed, parameters are gathered
-three times: forward, for the recompute, and backward (Rajbhandari et al. 2021, arXiv 2104.07857,
-section 4.1). Left out: small parameters, which all devices keep. Knows nothing of hardware.
+Conversely, DeepSpeed's ZeRO-3 of 2021 gathers each parameter separately, while nothing computes: it
+waits for the device, makes a view of the result for each device, and calls all_gather with that
+list (microsoft/DeepSpeed, runtime/zero/partition_parameters.py: _allgather_param). PyTorch turns
+the list into one buffer, and copies from there for each device (ProcessGroupNCCL::allgather,
+flattenForScatterGatherOutputs). Gradients go the same way back. The number of views and copies
+grows with the devices, however small the parts. If activations are recomputed, parameters are
+gathered three times: forward, for the recompute, and backward (Rajbhandari et al. 2021, arXiv
+2104.07857, section 4.1). Left out: small parameters, which all devices keep. Independent of
+hardware.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +47,9 @@ def with_overlapped_tensor(program: Program) -> Program:
 def with_overlapped_state(program: Program) -> Program:
     """`program` with parameter gathers and gradient sums overlapped with its passes.
 
-    Gradients that the pass over a layer sums are those of the layer before. Parameters that are
-    gathered at the end of a step are gathered at the start of the next one, beside the forward pass
-    of its first microbatch. With several microbatches other gathers, and sums, overlap with all of
+    The pass over a layer sums the gradients of the previous layer. Parameters that are gathered at
+    the end of a step are gathered at the start of the next one instead, during the forward pass of
+    its first microbatch. With several microbatches other gathers, and sums, overlap with all of
     them, where Megatron-LM uses the first and the last: equal as long as one pass takes longer than
     the collective.
     """
@@ -64,7 +65,7 @@ def with_overlapped_state(program: Program) -> Program:
     moved = {id(each) for each in (*closing, *opened, *closed, *sums)}
     rest = [item for item in items if id(item) not in moved]
     begin, end = rest.index(begins), rest.index(ends)
-    # Sums begin with the last pass, and their waits stay behind it.
+    # Sums begin with the last pass, and their waits stay after it.
     rest[end:end] = sums
     after = (begin if begin != end else end + len(sums)) + 1
     rest[after:after] = opened
@@ -86,8 +87,8 @@ def _waits_for(started: Sequence[Operation], items: Sequence[Operation | Loop]) 
 
 
 def _sums_state(item: Operation) -> bool:
-    """Whether it sums gradients after the last microbatch: over the devices that share the
-    optimizer's state, or before that over the expert axis, whose devices compute other samples."""
+    """Whether `item` sums gradients after the last microbatch: over the devices that share the
+    optimizer's state, or, before that, over the expert axis, whose devices hold other samples."""
     if _is_of_state(item, "reduce_scatter"):
         return True
     collective = item.collective
@@ -98,7 +99,7 @@ def _sums_state(item: Operation) -> bool:
 def _waiting_in_first(
     items: Sequence[Operation | Loop], waits: Sequence[Operation]
 ) -> list[Operation | Loop]:
-    """`items` that wait behind the forward pass of the first microbatch, which is taken out of the
+    """`items` that wait after the forward pass of the first microbatch, which is split off from the
     loop over microbatches."""
     made = list(items)
     first = next(index for index, item in enumerate(made) if isinstance(item, Loop))
@@ -115,12 +116,11 @@ def _waiting_in_first(
 
 
 def with_overlapped_layers(program: Program) -> Program:
-    """`program`, in closed form, with gathers of matrices over fsdp and sums of their gradients one
-    layer ahead of, or behind, what uses or makes them.
+    """`program`, in closed form, with gathers of matrices over fsdp one layer ahead of their use,
+    and sums of their gradients one layer behind.
 
-    A pass over layers takes the longer of the two, its compute or its collectives. Those of the
-    first layer and of the last, which nothing hides, are left out: one of as many as there are
-    layers.
+    A pass over layers takes the longer of its compute and its collectives. Collectives of the first
+    and the last layer, which nothing hides, are left out: one layer's out of all layers'.
     """
     if program.backend != "closed_form":
         return program
@@ -128,7 +128,7 @@ def with_overlapped_layers(program: Program) -> Program:
 
 
 def _one_layer_ahead(item: Operation | Loop) -> Operation | Loop:
-    """A loop whose collectives over fsdp start with each iteration and end with it."""
+    """A loop whose collectives over fsdp last from the start to the end of each iteration."""
     if not isinstance(item, Loop):
         return item
     body = tuple(map(_one_layer_ahead, item.body))
@@ -151,11 +151,11 @@ def _is_over_fsdp(item: Operation) -> bool:
 
 
 def with_sums_in_last_pass(program: Program) -> Program:
-    """`program`, in closed form, with all-reduces of gradients over data beside the backward pass
-    of the last microbatch, as by PyTorch's DistributedDataParallel; without stages.
+    """`program`, in closed form, with all-reduces of gradients over data during the backward pass
+    of the last microbatch, as in PyTorch's DistributedDataParallel; for runs without stages.
 
-    Buckets are all-reduced as they are filled; here all start with the pass, which is as long
-    unless they take longer than it.
+    Buckets are all-reduced as they fill; here all start with the pass, which takes as long unless
+    they take longer than it.
     """
     items = list(program.operations)
     loops = [index for index, item in enumerate(items) if isinstance(item, Loop)]
@@ -207,8 +207,8 @@ def _is_of_state(item: Operation, name: str) -> bool:
 
 
 def _beside_products(items: _Items) -> _Items:
-    """`items` with split collectives: of a gather, the first part alone and the rest beside the
-    next product; of a sum, all but the last part beside the previous product, the last alone."""
+    """`items` with split collectives: for a gather, the first part alone and the rest during the
+    next product; for a sum, all but the last part during the previous product, the last alone."""
     found: list[Operation | Loop] = []
     open_gathers: list[Operation] = []
     hidden: set[str] = set()
@@ -240,15 +240,15 @@ def _beside_products(items: _Items) -> _Items:
 
 
 def _over_tensor(item: Operation, name: str) -> Collective | None:
-    """The collective of `item` if it is of that name and on activations over tensor; else None."""
+    """The collective of `item` if it has that name and is on activations over tensor; else None."""
     collective = item.collective
     if collective is None or collective.name != name or collective.group.axes != (TENSOR,):
         return None
-    return collective if item.dtype in ("bf16", "f16") else None  # else figures of the loss
+    return collective if item.dtype in ("bf16", "f16") else None  # else values of the loss
 
 
 def _divided(item: Operation, collective: Collective) -> tuple[Operation, Operation]:
-    """A collective split into one device's part and the others."""
+    """A collective split into one device's part and the rest."""
     part = collective.payload_bytes // collective.group.size
     sizes = {"part": part, "others": collective.payload_bytes - part}
     one, others = (
@@ -267,7 +267,7 @@ def _wait_for(item: Operation) -> Operation:
 
 
 def _last_product(found: list[Operation | Loop]) -> int | None:
-    """Index of the last product, if no loop comes after it."""
+    """Index of the last product; None if a loop comes after it."""
     for index in range(len(found) - 1, -1, -1):
         item = found[index]
         if isinstance(item, Loop):
@@ -278,8 +278,8 @@ def _last_product(found: list[Operation | Loop]) -> int | None:
 
 
 def sent_beside(loop: Loop, is_sent: Callable[[Operation], bool]) -> Loop:
-    """`loop` whose collectives of which `is_sent` holds start with each of its runs, and are waited
-    for at the end of it."""
+    """`loop` whose collectives that satisfy `is_sent` start with each iteration, and are waited for
+    at its end."""
     sent = [
         replace(each, collective=replace(each.collective, is_async=True))
         for each in loop.body
@@ -301,11 +301,11 @@ def sent_beside(loop: Loop, is_sent: Callable[[Operation], bool]) -> Loop:
 
 
 def with_listed_gathers(program: Program, *, recomputes: bool) -> Program:
-    """`program` whose collectives over fsdp hold up compute, with a copy for each device.
+    """`program` whose collectives over fsdp block compute, with a copy for each device.
 
     Args:
         program: the compiled step, fully sharded; others are returned unchanged.
-        recomputes: whether blocks are computed again before their backward pass.
+        recomputes: whether blocks are recomputed before their backward pass.
     """
     return replace(program, operations=tuple(_listed(program.operations, recomputes=recomputes)))
 
@@ -326,11 +326,11 @@ def _listed(items: _Items, *, recomputes: bool) -> Iterator[Operation | Loop]:
 
 
 def _alone(item: Operation, collective: Collective) -> Iterator[Operation | Loop]:
-    """A collective that holds up compute, and the views and copies that its result, or operand, is
-    made of: of each buffer one for each device."""
+    """A collective that blocks compute, and the views and copies that make up its result, or
+    operand: for each buffer one per device."""
     count = collective.group.size * collective.buffer_count
     part = collective.payload_bytes // count
-    # The device has been waited for, so that it waits for what the host does for a view, too.
+    # The device has been waited for, so it also waits while the host makes a view.
     view = Operation(name=f"{item.name}.view", kind="copy", dtype=item.dtype)
     copy = Operation(
         name=f"{item.name}.copy", kind="copy", dtype=item.dtype, read_bytes=part, write_bytes=part

@@ -1,9 +1,9 @@
-"""What software makes of a chip: the rates that a framework's kernels reach, gaps and host work.
+"""Effects of software on a chip: the rates that a framework's kernels reach, gaps and host work.
 
-A chip's file says what its silicon reaches (`hardware.Attainable`: measured operators, as XLA calls
-them). Other frameworks call other kernels, launch them one by one from a host, and let compute wait
-beside collectives. `software.toml` holds what each of them makes of a chip, fitted by
-`experiments/left_out`: one set for all chips, and what differs on those that it was measured on.
+A chip's file states what its silicon reaches (`hardware.Attainable`: measured operators, as XLA
+calls them). Other frameworks call other kernels, launch them one by one from a host, and let
+compute wait during collectives. `software.toml` holds the effects of each framework, fitted by
+`experiments/left_out`: one set for all chips, and the differences on chips where it was measured.
 """
 
 import math
@@ -22,51 +22,51 @@ _LARGEST_FRACTION = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of a framework over those of a chip's file, and times that it adds."""
+    """Rates of a framework relative to those of a chip's file, and times that it adds."""
 
     matmul_share: float = 1.0
     """Rate of matrix products."""
     attention_share: float = 1.0
     """Rate of fused attention."""
     attention_fraction: float | None = None
-    """Share of peak FLOP/s of an attention kernel of its own, of any shape; None for the chip's."""
+    """Share of peak FLOP/s of its own attention kernel, for any shape; None for the chip's."""
     grouped_share: float = 1.0
     """Rate of grouped products of experts."""
     token_exchange_share: float = 1.0
     """Rate of the all-to-alls that send tokens to experts, over that of the cluster's library;
-    above 1 where they are beside other work."""
+    above 1 if they overlap with other work."""
     convolution_share: float = 1.0
     """Rate of convolutions."""
     memory_share: float = 1.0
-    """Bandwidth of element-wise operations; below 1 where they are fused less than XLA's."""
+    """Bandwidth of element-wise operations; below 1 if they are fused less than XLA's."""
     gap_seconds: float = 0.0
     """Time between two operations, beyond that of the chip."""
     dispatch_seconds: float = 0.0
-    """Time in which the host dispatches one operation; devices wait for it where their own work
+    """Time in which the host dispatches one operation; devices wait for it if their own work
     takes less."""
     collective_dispatch_seconds: float = 0.0
     """Time in which the host dispatches one collective, beyond that of an operation: a call of
-    torch.distributed makes events, waits of streams and a function of autograd."""
+    torch.distributed creates events, stream waits and an autograd function."""
     member_dispatch_seconds: float = 0.0
-    """Time that it takes besides for each device of a collective over tensor in a step that sends
-    between stages over the network. Seen in nanotron's sweep (`experiments/search_scored`); why is
-    not known."""
+    """Additional dispatch time for each device of a collective over tensor, in a step that sends
+    between stages over the network. Seen in nanotron's sweep (`experiments/search_scored`); the
+    cause is unknown."""
     routed_dispatch_seconds: float = 0.0
-    """`dispatch_seconds` of a step that sends tokens to experts, where that is longer: no CUDA
-    graph has a step whose numbers of rows the device alone knows."""
+    """`dispatch_seconds` of a step that sends tokens to experts, if that is longer: no CUDA graph
+    can hold a step in which only the device knows the numbers of rows."""
     collective_seconds: float = 0.0
-    """Time that each collective takes besides, of a host and of streams that wait for each
+    """Additional time of each collective, from the host and from streams that wait for each
     other."""
     step_overhead_seconds: float = 0.0
     """Time of a step outside its operations."""
     contention_fraction: float | None = None
-    """Share of its speed that compute loses beside a collective; None for the chip's."""
+    """Share of its speed that compute loses during a collective; None for the chip's."""
     step_cv: float | None = None
     """Coefficient of variation of a device's step; None for the chip's."""
     step_dispersion_seconds: float | None = None
-    """Variance of a step over its mean, as of disturbances at random; None for the chip's."""
+    """Variance of a step over its mean, as caused by random disturbances; None for the chip's."""
     dispersed_from_seconds: float | None = None
-    """Shortest step in which it was measured; None for the chip's."""
+    """Shortest step in which the dispersion was measured; None for the chip's."""
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(Rates)):
@@ -77,7 +77,7 @@ class Rates:
                 require_at_least(name, value, 0)
 
     def on(self, attainable: Attainable) -> Attainable:
-        """What these rates make of a chip's."""
+        """A chip's rates under this software."""
 
         def part(fraction: float, share: float) -> float:
             return min(_LARGEST_FRACTION, fraction * share)
@@ -124,25 +124,25 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software(Rates):
-    """Rates of a framework, on any chip and on those on which it was measured."""
+    """Rates of a framework, on any chip and on those where it was measured."""
 
     residual: float | None = None
     """Log standard deviation of measured over predicted steps on chips that it was fitted on; None
     if it was not fitted."""
     expert_residual: float | None = None
-    """That of networks with experts; None where it was fitted to none, or to nothing else."""
+    """`residual` for networks with experts; None if it was fitted to none, or to nothing else."""
     chip_residual: float = 0.0
-    """The same, besides, on other chips."""
+    """Additional deviation on other chips."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Published steps that it was fitted to, by chip."""
+    """Number of published steps that it was fitted to, by chip."""
     on_chip: Mapping[str, Rates] = field(default_factory=dict)
-    """Rates in place of these on chips of the catalogue."""
+    """Rates that replace these on chips of the catalogue."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each number comes from."""
 
     def deviation_on(self, chip_name: str, *, has_experts: bool = False) -> float | None:
         """Log standard deviation of measured over predicted steps on a chip; None if it was not
-        fitted to any."""
+        fitted to any chip."""
         residual = self.residual
         if has_experts and self.expert_residual is not None:
             residual = self.expert_residual
@@ -151,17 +151,17 @@ class Software(Rates):
         return math.hypot(residual, self.chip_residual)
 
     def rates_on(self, chip_name: str) -> Rates:
-        """Rates on a chip of the catalogue, or else on any."""
+        """Rates on that chip of the catalogue if it has its own, otherwise on any chip."""
         return self.on_chip.get(chip_name, self)
 
     def applied(self, chip: Chip) -> Chip:
-        """`chip` with what this software makes of its rates."""
+        """`chip` with its rates under this software."""
         return replace(chip, attainable=self.rates_on(chip.name).on(chip.attainable))
 
 
 @cache
 def software_by_name() -> Mapping[str, Software]:
-    """What is known of each framework, by its name."""
+    """The software of each framework, by the framework's name."""
     made: dict[str, Software] = {}
     for name, table in load_toml(_FILE).items():
         assert isinstance(table, dict)  # noqa: S101  the file is ours

@@ -1,7 +1,7 @@
 """Attribution of the step time to operations of the program, and to limits of the chip.
 
-With contention, the wait for the host and the overhead of the step, the attributed seconds add up
-to the step of `timeline`.
+Together with contention, the wait for the host and the overhead of the step, the attributed seconds
+add up to the step of `timeline`.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from scalejax.simulator.timeline.timeline import timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """Step time attributed to one operation, all its runs together."""
+    """Step time attributed to one operation, summed over its runs."""
 
     operation: Operation
     """The operation, with its name and its source."""
@@ -27,9 +27,9 @@ class Attribution:
     bound: Literal["compute", "memory", "communication"]
     """Limiting resource."""
     seconds: float
-    """Time of the operation, launches included; of a collective, the overlapped part too."""
+    """Time of the operation, including launches; for a collective, with the overlapped part."""
     step_seconds: float
-    """Time that it adds to the step: of a collective, the exposed part."""
+    """Time that it adds to the step; for a collective, the exposed part."""
     peak_seconds: float
     """Time of its FLOP at the peak of the chip."""
 
@@ -80,8 +80,8 @@ def _attribution(operation: Operation, runs: int, cluster: Cluster, exposed: flo
 def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """(term, seconds) of a step without communication, from ideal to predicted.
 
-    compute at peak: all FLOP at the peak of their types. attainable rates: time of compute-bound
-    operations beyond that. memory: time of memory-bound operations beyond that, which take at
+    compute at peak: all FLOP at the peak of their types. attainable rates: additional time of
+    compute-bound operations. memory: additional time of memory-bound operations, which take at
     least their bytes over the bandwidth. launch: the gaps between operations. Together they are
     `Timeline.compute_seconds`, `memory_seconds` and `launch_seconds`.
     """
@@ -91,7 +91,7 @@ def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float],
         if operation.collective is not None or operation.kind == "wait":
             continue
         time = operation_time(operation, chip)
-        # Measured rates may lie above a peak that was itself measured; so may Winograd's.
+        # Measured rates may exceed a peak that was itself measured; so may Winograd's.
         peak = min(_peak_seconds(operation, chip), time.busy_seconds)
         beyond = "attainable rates" if time.bound == "compute" else "memory"
         terms["compute at peak"] += runs * peak

@@ -1,7 +1,7 @@
-"""A schedule of operations prepared for costing, with distinct operations once.
+"""A schedule of operations prepared for costing, with each distinct operation once.
 
-Compute between two communication events is one segment, however many operations it holds, and
-operations that differ only in name are costed once. Knows no hardware and no seconds.
+Compute between two communication events is one segment, however many operations it contains, and
+operations that differ only in name are costed once. Independent of hardware; holds no times.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class Start:
     """A collective joins the queue of the communication stream."""
 
     name: str
-    """The compiler's name for it."""
+    """The compiler's name for the collective."""
     collective: int
     """Index among the distinct collectives."""
     is_async: bool
@@ -43,10 +43,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A loop that holds communication events."""
+    """A loop that contains communication events."""
 
     name: str
-    """The compiler's name for it."""
+    """The compiler's name for the loop."""
     trip_count: int
     """Iterations of the body."""
     body: tuple["Work | Start | Wait | Repeat", ...]
@@ -61,7 +61,7 @@ costed_fields = attrgetter(
     "kind", "dtype", "flop", "read_bytes", "write_bytes", "shape", "convolution_pass",
     "convolution_groups", "channels_first", "grouped_pass", "share",
 )  # fmt: skip
-"""All of a compute operation but its name and source: operations equal in these cost the same."""
+"""Fields of a compute operation except name and source: if they are equal, so is the cost."""
 
 
 class Schedule:
@@ -72,8 +72,8 @@ class Schedule:
 
         Args:
             operations: a program's, or some of them that wait for all collectives they start.
-            merge: whether operations without a communication event between them are one
-                segment; if not, each operation is its own.
+            merge: whether operations without a communication event between them form one
+                segment; if not, each operation is its own segment.
         """
         self._merge = merge
         self.operations: list[Operation] = []
@@ -83,7 +83,7 @@ class Schedule:
         self.collectives: dict[Collective, int] = {}
         """Index of each distinct collective, in order."""
         self.starts: list[Operation] = []
-        """Operation that each segment starts with."""
+        """First operation of each segment."""
         self.axes: dict[str, tuple[str, ...]] = {}
         """Mesh axes that each collective spans, by its name."""
         self.segments: list[list[tuple[int, int]]] = []
@@ -101,8 +101,8 @@ class Schedule:
 
     @cached_property
     def routes_tokens(self) -> bool:
-        """Whether rows of experts are as many as tokens chose them, so that the device alone knows
-        how many: not where experts are padded to a capacity."""
+        """Whether the numbers of expert rows follow from the tokens' choices, so that only the
+        device knows them; not if experts are padded to a capacity."""
         tokens = [each.tokens for each in self.collectives if each.tokens is not None]
         is_padded = bool(tokens) and all(each.has_capacity for each in tokens)
         return not is_padded and any(each.grouped_pass is not None for each in self.operations)
@@ -179,7 +179,7 @@ class Schedule:
 
 def dispatches_of_blocks(items: tuple[Operation | Loop, ...], depth: int = 0) -> float:
     """Operations that the host dispatches per step in loops within others: the blocks of a stage,
-    for each of its microbatches, but not in the bubble."""
+    for each of its microbatches, without the bubble."""
     found = 0.0
     for item in items:
         if isinstance(item, Loop):
@@ -191,7 +191,7 @@ def dispatches_of_blocks(items: tuple[Operation | Loop, ...], depth: int = 0) ->
 
 
 def is_compute_alone(loop: Loop) -> bool:
-    """Whether no communication event is in a loop."""
+    """Whether a loop contains no communication event."""
     return all(
         is_compute_alone(item)
         if isinstance(item, Loop)

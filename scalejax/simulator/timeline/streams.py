@@ -9,16 +9,14 @@ Collectives within nodes use other links than those between nodes, and the two k
 XLA assigns asynchronous collectives to as many streams as may be in flight at once
 (openxla/xla, service/gpu/execution_stream_assignment.cc; scalejax sets
 xla_gpu_experimental_parallel_collective_overlap_limit), and frameworks have a stream for each
-group. Collectives on the same links run one after the other. A synchronous one runs on the compute
+group. Collectives on the same links run one after another. A synchronous one runs on the compute
 stream, but on the same links: it starts after those in flight there. A send from one device to the
-next (a ring of context, a pipeline) does not wait for them, as a ring that waits at each of its
-steps would stand behind the gathers of a whole layer: it takes half of the links, and what was
-started before it shares the rest in its order, so that each ends later by what the send does until
-then. Left out: the bandwidth that
-a collective between nodes takes from the links within them. Copies to the memory of the host and
-from there have streams too (XLA: h2d and d2h); copy engines make them, and compute does not slow
-down beside them. Knows no hardware: seconds in, seconds
-out.
+next (a ring of context, a pipeline) does not wait for them, as a ring that waited at each of its
+steps would queue behind the gathers of a whole layer: it takes half of the links, and collectives
+started before it share the rest in order, so that each ends later by what the send transfers until
+then. Left out: the bandwidth that a collective between nodes takes from the links within them.
+Copies to and from host memory have streams too (XLA: h2d and d2h); copy engines make them, and
+they do not slow compute down. Independent of hardware: seconds in, seconds out.
 """
 
 from collections import defaultdict
@@ -29,13 +27,13 @@ from scalejax.simulator.collectives.placement import LINK_COUNT
 from scalejax.simulator.timeline.schedule import Event, Repeat, Start, Wait, Work
 
 _SAME_FRACTION = 1e-11
-"""Of the time of an iteration: what may be left over differently if the next one is equal. What
-remains may grow by this in each of the iterations that are not simulated."""
+"""Share of an iteration's time by which the remainders of two equal iterations may differ. The
+remainder may grow by this much in each iteration that is not simulated."""
 
 
 @dataclass(slots=True)
 class _Slowdown:
-    """What compute loses beside one collective: a fraction of its speed from begin to end."""
+    """Loss of compute during one collective: a fraction of its speed from begin to end."""
 
     begin: float
     end: float
@@ -60,10 +58,10 @@ class Streams:
             segment_seconds: time of each segment of compute on its own.
             collective_seconds: time of each collective on its own.
             collective_links: 0 for a collective within nodes, 1 across the network; 2 and 3 for a
-                copy to the memory of the host and from there.
+                copy to and from host memory.
             collective_is_send: whether each sends from one device to another.
-            collective_contention: fraction of its speed that compute loses beside each; none
-                beside copies.
+            collective_contention: fraction of its speed that compute loses during each; none
+                during copies.
         """
         self._segment_seconds = segment_seconds
         self._collective_seconds = collective_seconds
@@ -117,8 +115,8 @@ class Streams:
         self.now += seconds
 
     def _slow_until(self) -> Iterator[tuple[float, float]]:
-        """Until when compute loses which fraction of its speed, in order of time from now on: the
-        largest of those under way, nothing by those that wait for their links."""
+        """Yield (until, fraction of speed that compute loses until then) in order of time from now
+        on: the largest fraction of those running; collectives that wait for links cost none."""
         rest, at = self._slowdowns, self.now
         self._slowdowns = rest = [each for each in rest if each.end > at]
         while rest:
@@ -154,12 +152,12 @@ class Streams:
         return begin, end
 
     def _slow_down(self, name: str, seconds: float) -> None:
-        """Let a collective in flight end later, as a send of `seconds` alone begins now."""
+        """Delay the end of a collective in flight, as a send of `seconds` on its own begins now."""
         self._finish[name] = self._beside_send(self._finish[name], seconds)
 
     def _beside_send(self, at: float, seconds: float) -> float:
-        """When happens what would at `at`, if a send of `seconds` alone begins now: at half the
-        speed until the send has ended."""
+        """Later time of an event due at `at`, if a send of `seconds` on its own begins now: speed
+        is halved until the send has ended."""
         return at + max(0.0, min(seconds, at - self.now))
 
     def repeat(self, loop: Repeat) -> None:
@@ -183,10 +181,10 @@ class Streams:
             self.now = finish
 
     def _remaining_seconds(self) -> dict[str, float]:
-        """Seconds after `now` at which each collective in flight ends: the whole state.
+        """Seconds from `now` until each collective in flight ends: the whole state.
 
-        Links are free when the last collective on them ends, and one that is queued begins when
-        another ends.
+        Links are free when the last collective on them ends, and a queued one begins when another
+        ends.
         """
         return {
             name: finish - self.now for name, finish in self._finish.items() if finish > self.now

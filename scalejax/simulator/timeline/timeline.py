@@ -1,7 +1,7 @@
-"""Breakdown of the time of operations: each costed, then all scheduled on streams.
+"""Breakdown of the time of operations: each is costed, then all are scheduled on streams.
 
 `WhatIf` prepares a program once and costs it on many clusters. `OperationCosts` costs many tuples
-of operations on one cluster, whose timelines add up to that of a step (`total`).
+of operations on one cluster; their timelines add up to that of a step (`total`).
 """
 
 import math
@@ -83,17 +83,17 @@ class Timeline:
     dispatch_seconds: float
     """Time in which the host dispatches all operations, while the devices run earlier ones."""
     overhead_seconds: float
-    """Time of the step that is in none of its operations."""
+    """Time of the step outside its operations."""
     communication_seconds: float
     """Time of all collectives, overlapped or not."""
     launches_block: bool
     """Whether the host waits for each operation before it dispatches the next."""
     exchange_seconds: float = 0.0
-    """Part of the exposed time, of sending tokens to experts: the host waits for it too, as it
-    reads how many came before it dispatches what follows."""
+    """Part of the exposed time spent on sending tokens to experts: the host waits for it too, as it
+    reads how many tokens arrived before it dispatches what follows."""
     exposed_by_name: tuple[tuple[str, float], ...] = ()
-    """Exposed time of each collective, by the compiler's name for it; not where timelines were
-    added up."""
+    """Exposed time of each collective, by the compiler's name for it; empty if timelines were added
+    up."""
 
     @property
     def exposed_seconds(self) -> float:
@@ -118,8 +118,8 @@ class Timeline:
         return walked + self._waits_for_host(walked, waited) + self.overhead_seconds
 
     def _waits_for_host(self, busy_seconds: float, waited_seconds: float) -> float:
-        """Time beyond `busy_seconds` until the host has dispatched all operations, between which
-        it waits for that long."""
+        """Time beyond `busy_seconds` until the host has dispatched all operations, if it waits for
+        `waited_seconds` in between."""
         if self.launches_block:
             return self.dispatch_seconds
         if not self.dispatch_seconds:
@@ -177,7 +177,7 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
     """Breakdown of the time of one step of `program` on `cluster`.
 
     Raises:
-        ConfigError: if an operation waits for a collective that the program does not hold.
+        ConfigError: if an operation waits for a collective that is not in the program.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
     return what_if(program).timeline(cluster)
@@ -195,17 +195,17 @@ def _timeline(
     scales: Scales = NOMINAL,
     **seconds: float,
 ) -> Timeline:
-    """Timeline of a step of nothing but `events`.
+    """Timeline of a step that consists of `events` only.
 
     Args:
         cluster: the hardware.
         streams: idle streams, with the times of all segments and collectives.
-        events: what runs on them.
+        events: events to run on the streams.
         axes: mesh axes that each collective spans, by its name.
         dispatch_seconds: time in which the host dispatches all operations.
         exchanges: names of collectives that the host waits for.
-        more_of_host: what the slowest host of a pipeline takes beyond this one's, of which it is
-            a share.
+        more_of_host: additional time of the pipeline's slowest host, as a share of this host's
+            time.
         scales: factors on the time of each class of cost.
         **seconds: the terms of all compute operations, and the time of all collectives.
     """
@@ -233,11 +233,11 @@ def _timeline(
 def _dispatch_seconds(
     cluster: Cluster, dispatches: float, collectives: Iterable[tuple[Collective, int]]
 ) -> float:
-    """Time in which the host dispatches so many operations.
+    """Time in which the host dispatches that many operations.
 
     Args:
         cluster: the hardware.
-        dispatches: operations, the collectives among them.
+        dispatches: number of operations, including collectives.
         collectives: each distinct collective, and how often it runs.
     """
     attainable = cluster.chip.attainable
@@ -254,12 +254,12 @@ def _dispatch_seconds(
 
 
 _Seen = tuple[Operation, Start | Wait | None, int, float]
-"""An operation, its event if it computes nothing, the index of what costs as much as it (below 0 of
+"""An operation, its event if it computes nothing, the index among what costs the same (below 0 if
 none), and its time if it computes."""
 
 
 class _Runs:
-    """What parts of a step hold, and how often it runs; as of a `Schedule`."""
+    """Contents of parts of a step, and how often they run; as in a `Schedule`."""
 
     def __init__(self) -> None:
         self.segments: list[float] = []
@@ -272,7 +272,7 @@ class _Runs:
         """Mesh axes that each collective spans, by its name."""
 
     def close(self, segment: list[float], events: list[Event]) -> None:
-        """Add a segment of operations of those times, if there are any."""
+        """Add a segment of operations with those times, if there are any."""
         if segment:
             events.append(_work(len(self.segments)))
             self.segments.append(sum(segment))
@@ -287,8 +287,8 @@ def _work(segment: int) -> Work:
 class OperationCosts:
     """Timelines of tuples of operations on one cluster.
 
-    Equal operations are costed once; of those that are the same object, as operations of a search
-    are, not even the fields are compared.
+    Equal operations are costed once; if they are the same object, as operations of a search are,
+    their fields are not even compared.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -337,7 +337,7 @@ class OperationCosts:
         )
 
     def _events(self, items: tuple[Operation | Loop, ...], runs: int, found: _Runs) -> list[Event]:
-        """Events of `items`, which run `runs` times, as a `Schedule` has them."""
+        """Events of `items`, which run `runs` times, as in a `Schedule`."""
         events: list[Event] = []
         segment: list[float] = []
         seen, of_operations = self._seen, found.operations
@@ -382,7 +382,7 @@ class OperationCosts:
                 segment.append(seconds * times)
 
     def _see(self, item: Operation) -> _Seen:
-        """Cost an operation that is not known; that it is kept keeps others from having its id."""
+        """Cost an unknown operation, and keep it, so that no other object can get its id."""
         event, index, seconds = None, -1, 0.0
         if (collective := item.collective) is not None:
             index = self._indices.setdefault(collective, len(self._links))
@@ -428,7 +428,7 @@ class WhatIf:
         """Read the schedule of `program`.
 
         Raises:
-            ConfigError: if an operation waits for a collective that the program does not hold.
+            ConfigError: if an operation waits for a collective that is not in the program.
         """
         require_known_waits(program)
         self.program = program
@@ -442,7 +442,7 @@ class WhatIf:
         self._runs = np.array(schedule.operation_runs, float)
         entries = [entry for segment in schedule.segments for entry in segment]
         self._entries, self._entry_runs = np.array(entries, int).reshape(-1, 2).T
-        # No segment is without an operation.
+        # Every segment has an operation.
         self._first_entries = np.cumsum([0, *map(len, schedule.segments)])[:-1]
         self._chips: deque[_ChipTimes] = deque(maxlen=_CHIPS_KEPT)
         self._collectives: tuple[Cluster, NDArray[np.float64]] | None = None
@@ -497,7 +497,7 @@ class WhatIf:
         )
 
     def _chip_times(self, chip: Chip) -> _ChipTimes:
-        """Times of the distinct operations on `chip`; those on the last few chips are kept."""
+        """Times of the distinct operations on `chip`; cached for the last few chips."""
         for known in tuple(self._chips):
             if known.chip is chip:
                 return known
@@ -512,7 +512,7 @@ class WhatIf:
         return prepared
 
     def _collective_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
-        """Times of the distinct collectives, shape (collectives,); kept for the last cluster."""
+        """Times of the distinct collectives, shape (collectives,); cached for the last cluster."""
         known = self._collectives  # read once: threads may share this object
         if known is None or known[0] is not cluster:
             seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
@@ -524,10 +524,10 @@ _prepared: deque[WhatIf] = deque(maxlen=_PROGRAMS_KEPT)
 
 
 def what_if(program: Program) -> WhatIf:
-    """`program` prepared for costing; the last few programs are kept.
+    """`program` prepared for costing; the last few programs are cached.
 
     Raises:
-        ConfigError: if an operation waits for a collective that the program does not hold.
+        ConfigError: if an operation waits for a collective that is not in the program.
     """
     for known in tuple(_prepared):
         if known.program is program:

@@ -24,9 +24,9 @@ StreamName = Literal["compute", "links", "network", "to host", "from host"]
 _STREAMS: tuple[StreamName, ...] = ("links", "network", "to host", "from host")
 """Streams of the sets of links of `scalejax.simulator.collectives.placement.links`."""
 _MOST_SPANS = 400
-"""Spans of a lane that are drawn: about as many as can be told apart."""
+"""Maximum number of spans drawn per lane: about as many as can be distinguished."""
 MOST_EVENTS = 50_000
-"""Default limit of events in one trace, a file of 15 MB."""
+"""Default limit of events in one trace, for a file of 15 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TraceEvent:
     name: str
     """The compiler's name for the operation, or a description of the wait."""
     stream: StreamName
-    """Stream that it occupies."""
+    """Stream that the event occupies."""
     start_seconds: float
     """Start, counted from the start of the step; the operation's launch comes before it."""
     end_seconds: float
@@ -57,7 +57,7 @@ class StepTrace(Tabular):
     events: tuple[TraceEvent, ...]
     """Events in order of their starts."""
     most_iterations: int | None
-    """Iterations of each loop that are in the trace; None if all are."""
+    """Iterations of each loop in the trace; None if all are."""
 
     @property
     def step_seconds(self) -> float:
@@ -83,7 +83,7 @@ class StepTrace(Tabular):
         return drawing.heading(said) + drawing.lanes(self._spans(_MOST_SPANS))
 
     def _spans(self, most: int) -> dict[str, list[tuple[float, float, str]]]:
-        """Spans of each stream; neighbours too close to be told apart are one, `most` in a lane."""
+        """Spans of each stream; neighbours too close to distinguish are merged, `most` per lane."""
         apart, found = self.step_seconds / most, dict[str, list[tuple[float, float, str]]]()
         for event in self.events:
             lane = "waits" if event.stream == "compute" and event.bound == "wait" else event.stream
@@ -107,7 +107,7 @@ def trace_step(program: Program, cluster: Cluster, most_events: int = MOST_EVENT
         most_events: limit above which later iterations of loops are merged into one event.
 
     Raises:
-        ConfigError: if an operation waits for a collective that the program does not hold.
+        ConfigError: if an operation waits for a collective that is not in the program.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
     cluster = under_load(cluster, program)
@@ -172,7 +172,7 @@ class _TracedStreams(Streams):
         )
 
     def add_at_end(self, name: str, seconds: float, bound: Literal["wait", "overhead"]) -> None:
-        """Stall for `seconds`; placed at the end, wherever in the step it happens."""
+        """Stall for `seconds`; placed at the end, wherever in the step the stall happens."""
         if seconds:
             self._add(name, "compute", self.now, self.now + seconds, bound)
             self.now += seconds
@@ -197,7 +197,7 @@ class _TracedStreams(Streams):
         for place in range(len(self.events) - 1, -1, -1):
             event = self.events[place]
             if event.name == name:
-                # Of iterations that are left out the last one that is not has ended.
+                # If iterations are left out, the last recorded one has already ended.
                 if event.end_seconds > self.now:
                     self.events[place] = replace(
                         event,

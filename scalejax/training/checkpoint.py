@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written atomically, proved by manifests, restored on any devices.
+"""Checkpoints of a run: written atomically, verified by manifests, restored on any devices.
 
 A thin class over Orbax, which writes in the background and commits by renaming; what it wrote is
-brought to the disk here, before the manifest that makes it count. Knows states and steps; decides
+flushed to disk here, before the manifest that makes it count. Knows states and steps; decides
 neither when to save nor which checkpoint to restore.
 """
 
@@ -65,7 +65,7 @@ _DELETED = "deleted-"
 _NO_ANSWER = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """Status words of TensorStore and XLA, which raise them as `ValueError` and `RuntimeError`."""
 _DISK_ERRORS = ("Input/output error", "Stale file handle")
-"""Of the system, whose errors TensorStore has no status word for."""
+"""Messages of system errors, for which TensorStore has no status word."""
 _QUOTED_CHARACTERS = 160
 _WITHOUT = " Delete it, or move it away, and --resume goes on from the one before."
 """What can be done about a checkpoint whose numbers are not those that were written."""
@@ -74,8 +74,8 @@ _WITHOUT = " Delete it, or move it away, and --resume goes on from the one befor
 class Checkpoints:
     """The checkpoints of one run: the latest few, the best, and the one that is pinned.
 
-    One counts when its manifest is written, which is after all else of it is on the disk; only then
-    are older ones deleted. The first process reads and writes manifests, and tells the others.
+    A checkpoint counts once its manifest is written, after all its other files are on disk; only
+    then are older ones deleted. The first process reads and writes manifests, and tells the others.
     """
 
     def __init__(self, folder: Path, *, keep: int, keeps_damaged: bool = True) -> None:
@@ -85,7 +85,8 @@ class Checkpoints:
         Args:
             folder: where they are, by step.
             keep: latest checkpoints to keep; the best by validation accuracy is kept as well.
-            keeps_damaged: whether what does not verify is set aside; else it is deleted.
+            keeps_damaged: whether checkpoints that do not verify are set aside; else they are
+                deleted.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -103,11 +104,12 @@ class Checkpoints:
             int(step): accuracy for step, (accuracy, _) in found.items()
         }
         self._needed: dict[int, list[int]] = {int(step): each for step, (_, each) in found.items()}
-        """Steps whose checkpoints a run that goes on from a step ends with, if none is better."""
+        """For each step, those whose checkpoints a run resumed from it ends with if none is
+        better."""
 
     def _open(self) -> JsonValue:
-        """Remove what a crash left unfinished; of each step with a manifest its validation
-        accuracy, and the steps that it needs."""
+        """Remove what a crash left unfinished; for each step with a manifest, return its validation
+        accuracy and the steps that it needs."""
         with _naming_unwritable(self.folder):
             make_folder(self.folder)
             for path in self.folder.iterdir():
@@ -171,7 +173,7 @@ class Checkpoints:
         )
 
     def difference(self, step: int, manifest: Manifest | None = None) -> str | None:
-        """In what the files of a checkpoint differ from what was written; None if in nothing."""
+        """How the files of a checkpoint differ from what was written; None if they do not."""
         folder = self.folder / str(step)
         try:
             return first_difference(folder, (manifest or read_manifest(folder)).files)
@@ -179,9 +181,9 @@ class Checkpoints:
             return str(error)
 
     def go_on_from(self, step: int) -> None:
-        """Have the newest checkpoint be that of `step`, or the last before it where the run goes
-        on from elsewhere: later ones that counted once are set aside as damaged-STEP,
-        damaged-STEP-2, ..., what was not finished is deleted; every process must call it.
+        """Make the checkpoint of `step` the newest, or the last before it if the run resumes from
+        elsewhere: later ones that once counted are set aside as damaged-STEP, damaged-STEP-2, ...,
+        and unfinished ones deleted; every process must call it.
 
         Raises:
             ConfigError: if the folder cannot be written.
@@ -230,16 +232,17 @@ class Checkpoints:
         runs: Sequence[RunAtStep] = (),
         records: Sequence[Path] = (),
     ) -> None:
-        """Save `state` as that of `step`; returns when it is copied, and writes in the background.
+        """Save `state` as that of `step`; returns once it is copied, and writes it in the
+        background.
 
-        Every process must call it, with the same arguments but the last two, which are those of the
-        first. An existing checkpoint of the step is not overwritten.
+        Every process must call it, with the same arguments except the last two, which count in the
+        first process only. An existing checkpoint of the step is not overwritten.
 
         Args:
             step: updates made.
             state: its arrays.
             validation_accuracy: of the state; None if it is not known.
-            runs: what else the manifest says of the runs that it is the state of.
+            runs: what else the manifest says about the runs whose state it is.
             records: files that must be on the disk before it counts.
 
         Raises:
@@ -285,8 +288,8 @@ class Checkpoints:
             self._saving = _Saving(step, finish, counted)
 
     def _kept(self, accuracies: Mapping[int, float | None]) -> set[int]:
-        """Steps that are kept of these: the latest, the best, the pinned one, and those that they
-        need to be gone on from."""
+        """The steps of these that are kept: the latest, the best, the pinned one, and those that
+        resuming from them needs."""
         steps = sorted(accuracies)
         kept = set(steps[-self._keep :])
         rated = {step: accuracies[step] for step in steps if accuracies[step] is not None}
@@ -353,7 +356,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this process's part of a save goes on in the background."""
+        """Whether this process's part of a save still runs in the background."""
         return self._saving is not None and self._saving.goes_on
 
     def close(self) -> None:
@@ -376,7 +379,7 @@ class Checkpoints:
         """Refuse a state that does not fit on the disk; every process must call it.
 
         Raises:
-            ConfigError: in all of them.
+            ConfigError: in every process.
         """
         decided_by_first(partial(self._require_room, state))
 
@@ -425,7 +428,7 @@ class Found:
 
 
 class _Saving:
-    """A save in the background: a thread that ends it, and what it raised."""
+    """A save in the background: a thread that finishes it, and what it raised."""
 
     def __init__(
         self, step: int, finish: Callable[[], None], counted: dict[int, float | None]
@@ -446,7 +449,7 @@ class _Saving:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is not done."""
+        """Whether it still runs."""
         return self._thread.is_alive()
 
     def result(self) -> None:
@@ -457,7 +460,7 @@ class _Saving:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Whether a crash left this, which never was a checkpoint, or was one that is not kept."""
+    """Whether a crash left this: what never became a checkpoint, or one that was being deleted."""
     return ".orbax-checkpoint-tmp" in path.name or path.name.startswith(_DELETED)
 
 
@@ -507,7 +510,7 @@ def load_weights(path: Path, like: Tree) -> Tree:
 
 
 def written_checksums(path: Path) -> dict[str, int]:
-    """The checksums that `save_weights` wrote beside the arrays.
+    """The checksums that `save_weights` wrote with the arrays.
 
     Raises:
         CheckpointMismatch: if there are none.
@@ -540,7 +543,7 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 def load_leaves(
     path: Path, stored: Mapping[str, int], shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Some arrays of a checkpoint or of weights, by their paths as of `shapes_of`, in the types and
+    """Some arrays of a checkpoint or of weights, by their paths as in `shapes_of`, in the types and
     shardings of `shapes`.
 
     Args:
@@ -560,7 +563,7 @@ def load_leaves(
         def like(key: Any, leaf: Any) -> Any:
             if (wanted := shapes.get(parameter_path(key))) is None:
                 return orbax.PLACEHOLDER
-            # In the type that was written, of which the checksums are.
+            # In the type that was written, which the checksums are of.
             return jax.ShapeDtypeStruct(wanted.shape, leaf.dtype, sharding=wanted.sharding)
 
         loaded = orbax.load(where, jax.tree_util.tree_map_with_path(like, tree))
@@ -590,9 +593,9 @@ class _Failure:
     is_damage: bool
     """Whether the cause is the files, not the disk, permissions or memory."""
     may_pass: bool = False
-    """Whether the disk or the store does not answer, or not now."""
+    """Whether the disk or the store does not answer now, but may later."""
     is_of_numbers: bool = False
-    """Whether all could be read, and numbers are not those that were written."""
+    """Whether everything could be read, but numbers are not those that were written."""
 
 
 @contextmanager
@@ -607,7 +610,7 @@ def _naming_unwritable(path: Path) -> Iterator[None]:
 
 
 def _verified(load: Callable[[], tuple[Tree, object]]) -> Tree | _Failure:
-    """The tree of `load`, which returns the checksums that were written beside it too; or why it
+    """The tree of `load`, which also returns the checksums that were written with it; or why it
     failed, or the first array that differs from its checksum. Without checksums it fails."""
     loaded = _load(load)
     if isinstance(loaded, _Failure):

@@ -1,7 +1,7 @@
 """The training loop: feeds batches to the step, logs metrics, evaluates, saves checkpoints.
 
-It trains one run, or several that are mapped together in one program: each has a record and a
-status of its own, and ends by itself.
+It trains one run, or several that are mapped together in one program: each has its own record and
+status, and ends on its own.
 
 It keeps one update queued behind the one that runs, and waits for nothing else: metrics are
 fetched only when a line is logged, once they are computed.
@@ -84,13 +84,14 @@ class _Member:
 
 
 def store_seconds(data: DataConfig) -> float:
-    """For how long a read of `data` is tried again; 0 where none of it is at a URL."""
+    """How long a failed read of `data` is retried; 0 if none of it is at a URL."""
     is_remote = any(is_url(each) for each in data.locations)
     return deadlines().total_seconds if is_remote else 0.0
 
 
 class TrainingLoop:
-    """One session of runs, from their state to the end of the last of them or a signal."""
+    """One session of one or more runs, from their state until the last of them ends or a signal
+    comes."""
 
     def __init__(
         self,
@@ -119,9 +120,9 @@ class TrainingLoop:
             recorder: the profiler.
             resume_command: what to type after an interruption.
             ended: indices of runs that ended in an earlier session.
-            checkpoint_seconds: least time between two checkpoints, except the last.
-            identities: what the manifests of checkpoints say of each run.
-            resumed: manifest of the checkpoint that they go on from; None at step 0.
+            checkpoint_seconds: minimum time between two checkpoints, except the last.
+            identities: what the manifests of checkpoints say about each run.
+            resumed: manifest of the checkpoint that they resume from; None at step 0.
             copies: where their state is copied to in memory; None if they are not elastic.
         """
         self._run = runs[0]
@@ -144,7 +145,7 @@ class TrainingLoop:
         self._resumed = resumed
         self._copies = copies
         self._untold = copies and copies.shared.change
-        """The change of processes before this session, until it is in the record."""
+        """The change of processes before this session; None once it is in the record."""
         self._step = self._begin = 0
         self._compared_step: int | None = None
         """The last checkpoint of this session before which replicas were compared."""
@@ -164,12 +165,13 @@ class TrainingLoop:
         self._clock = UpdateClock()
         self._batches: Batches | None = None
         self._update_seconds = 0.0
-        """Time of updates since the life of a batch was told, with the waits for their batches."""
+        """Time of updates since the life of a batch was last logged, with the waits for their
+        batches."""
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()
 
     def train(self, state: TrainState, begin: int, remark: str = "", start: str = "") -> None:
-        """Train from `state`, which is after `begin` updates, until the runs end; `remark`, on how
+        """Train from `state`, the state after `begin` updates, until the runs end; `remark`, on how
         input was tuned, and `start`, on initial weights, are added to the first status message."""
         self._step, self._begin, self._is_tuned = begin, begin, bool(remark)
         if self._copies is not None:
@@ -198,7 +200,7 @@ class TrainingLoop:
         state = self._run_steps(state)
         if self._has_validation:
             self._test(state)
-        self._logger.clock.enter("checkpoint")  # until the last of them is whole
+        self._logger.clock.enter("checkpoint")  # until the last one is complete
         self._logger.heartbeat.at("finishing", self._step)
         if len(self._open) > 1:
             self._checkpoints.wait()  # a kill between two ends must not repeat training
@@ -305,7 +307,7 @@ class TrainingLoop:
         return state
 
     def _goes_on(self, state: TrainState) -> bool:
-        """Whether any run goes on; if so, those that are to end early are ended here."""
+        """Whether any run continues; if so, those that are to end early are ended here."""
         ending = [each for each in self._open if each.status.has_ended_early]
         if len(ending) == len(self._open):
             return False
@@ -347,7 +349,7 @@ class TrainingLoop:
         self._update_seconds += time.perf_counter() - begin
         self._tell_change()
         if self._step % self._config.log_every_steps and not self._is_last:
-            # A checkpoint is saved next, or the run stops early, with no logged line of this step.
+            # A checkpoint is saved next, or the run stops early, with no line logged for this step.
             if self._is_pause:
                 values = jax.device_get(metrics)
                 for each in self._open:
@@ -355,7 +357,7 @@ class TrainingLoop:
             return
         step_seconds, data_wait_seconds = self._clock.lap(self._step)
         values = jax.device_get(metrics)
-        is_alone = not self._programs.together  # else it has no input workers to be advised on
+        is_alone = not self._programs.together  # runs together have no input workers to advise on
         for each in self._open:
             measurement = train_measurement(
                 each.run,
@@ -405,8 +407,8 @@ class TrainingLoop:
         self._clock.restart(self._step)
 
     def _measure_sharpness(self, state: TrainState) -> None:
-        """Measure and log the sharpness, if it is due: before the checkpoint of the same step, so
-        that a resumed run has it once."""
+        """Measure and log the sharpness if it is due, before the checkpoint of the same step, so
+        that a resumed run logs it only once."""
         wanted, program = self._config.sharpness, self._programs.sharpness
         if wanted is None or program is None or self._step % wanted.every_steps:
             return
@@ -444,11 +446,11 @@ class TrainingLoop:
     def _sharpness_batch(self) -> Any:
         """The samples of every measurement of sharpness, on the devices."""
         program = self._programs.sharpness
-        assert program is not None  # noqa: S101  by its caller
+        assert program is not None  # noqa: S101  checked by the caller
         return program.samples(self._training_sources[0])
 
     def _copy(self, state: TrainState, wish: Wish) -> None:
-        """Copy the state to memory, and end the session if others are to join."""
+        """Copy the state to memory, and end the session if other processes are to join."""
         if self._copies is None:
             return
         clock = self._logger.clock
@@ -491,13 +493,13 @@ class TrainingLoop:
             self._copies.shared.set_change(None)
 
     def _compare_replicas(self, state: TrainState) -> None:
-        """Refuse to go on, or to save, if a device holds another replica than the others."""
+        """Refuse to continue or to save if a device's replica differs from the others."""
         require_equal_replicas(state, step=self._step, way_back=self._way_back)
 
     def _way_back(self) -> str:
-        """Which checkpoint a run whose replicas differ may go on from; every process must call
-        it."""
-        with suppress(ConfigError):  # of a save that failed: the one before it counts
+        """Which checkpoint a run whose replicas differ may resume from; every process must call
+        this."""
+        with suppress(ConfigError):  # from a save that failed: the checkpoint before it counts
             self._checkpoints.wait()
         if (newest := self._checkpoints.latest_step) is None:
             return "there is no checkpoint to go back to"
@@ -506,7 +508,7 @@ class TrainingLoop:
         return f"the newest checkpoint is of step {newest:,}"
 
     def _runs_at_step(self) -> list[RunAtStep]:
-        """What the manifest of a checkpoint says of the runs; in the first process alone."""
+        """What the manifest of a checkpoint says about the runs; only in the first process."""
         stopping = {each.index: each.status.stopping for each in self._open}
         return [
             identity.at(self._step, position, stopping.get(index))
@@ -517,11 +519,11 @@ class TrainingLoop:
         ]
 
     def _records(self) -> list[Path]:
-        """The files that a checkpoint says where they were."""
+        """The files whose positions a checkpoint records."""
         return [logger.files.measurements for logger in self._loggers]
 
     def _require_same_stopping(self, member: _Member) -> None:
-        """Refuse a record that early stopping makes something else of than it did.
+        """Refuse a record from which early stopping arrives at a state other than the checkpoint's.
 
         Raises:
             Damaged: naming the checkpoint.
@@ -537,8 +539,8 @@ class TrainingLoop:
             )
 
     def _evaluate(self, weights: Any) -> int:
-        """Evaluate the runs on all of the data that are evaluated in their course. Returns the
-        signal that interrupted it, or 0."""
+        """Evaluate the runs on the whole split that is monitored during training. Returns the
+        signal that interrupted this, or 0."""
         begin = time.perf_counter()
         parts, signal_number = self._evaluation_of(weights, self._monitored)
         if signal_number:
@@ -557,13 +559,13 @@ class TrainingLoop:
         ]
         self._tell_unreadable(self._monitored)
         for each, evaluation in zip(self._open, evaluations, strict=True):
-            if each.status.evaluated_step != self._step:  # a kill left it with some of the runs
+            if each.status.evaluated_step != self._step:  # else it was logged before a kill
                 self._write(each, evaluation)
         return 0
 
     def _test(self, state: TrainState) -> None:
-        """Evaluate the runs that did not diverge on test data, which nothing has looked at before,
-        with the weights that they end with."""
+        """Evaluate the runs that did not diverge, with their final weights, on test data, which
+        nothing has looked at before."""
         tested = [each for each in self._open if not each.status.is_lost]
         if not tested:
             return
@@ -607,8 +609,8 @@ class TrainingLoop:
         return jax.device_get(sums), 0
 
     def _tell_unreadable(self, part: Split) -> None:
-        """Log the examples that all processes could not read since the last line, if there are
-        any; every process must call it."""
+        """Log the examples that any process failed to read since the last such line, if there are
+        any; every process must call this."""
         if self._run.config.input.unreadable == "refuse":
             return
         found = {
@@ -629,7 +631,7 @@ class TrainingLoop:
                 self._write(each, measurement)
 
     def _tell_input(self) -> None:
-        """Log the life of a batch by stage, of the batches since the last such line."""
+        """Log the life of a batch by stage, for the batches since the last such line."""
         if self._batches is None or self._programs.together:  # together there are no workers
             return
         seconds, of_updates = self._batches.taken_seconds(), self._update_seconds
@@ -665,8 +667,8 @@ class TrainingLoop:
     def _end(self, member: _Member, state: TrainState) -> None:
         """Save the final weights of a run, and append its final status.
 
-        Of a run that diverged none are saved, but those of its best epoch if so configured: nobody
-        should take them for a result.
+        A run that diverged saves none, or those of its best epoch if so configured: nobody should
+        take diverged weights for a result.
         """
         status, logger = member.status, member.logger
         measured = [update.step_seconds for update in status.updates]
@@ -675,9 +677,9 @@ class TrainingLoop:
         ending = status.ending(self._step, seconds, remarks, is_tuned=self._is_tuned)
         if ending[0] != "diverged" or self._restored_step(member) is not None:
             save_weights(logger.files.weights, self._final_weights(member, state))
-        elif is_first():  # nor those of an earlier session that was completed
+        elif is_first():  # nor keep those of an earlier session that completed
             shutil.rmtree(logger.files.weights, ignore_errors=True)
-        self._checkpoints.wait()  # a run that says that it has ended is on the disk
+        self._checkpoints.wait()  # a run recorded as ended must be on disk
         self._change_status(member, *ending)
         self._open.remove(member)
 
@@ -690,10 +692,10 @@ class TrainingLoop:
         return self._programs.of_run(member.index, weights)
 
     def _weights(self, state: TrainState) -> tuple[tuple[Any, Any], int]:
-        """The parameters and statistics to evaluate, and the signal that interrupted it, or 0:
-        those of BatchNorm, of an average of samples of the run, are the mean over the batches of
-        an epoch (Izmailov et al. 2018, section 3.2; `torch.optim.swa_utils.update_bn`). At the last
-        step they are taken once, for validation, test and what is saved."""
+        """The parameters and statistics to evaluate, and the signal that interrupted this, or 0. If
+        the weights are an average of samples of the run, BatchNorm statistics are the mean over the
+        batches of an epoch (Izmailov et al. 2018, section 3.2; `torch.optim.swa_utils.update_bn`).
+        At the last step they are computed once, for validation, test and saving."""
         evaluation = self._programs.evaluation
         params, model_state = evaluation.weights(state)
         if evaluation.statistics is None:
@@ -725,13 +727,14 @@ class TrainingLoop:
         return weights, 0
 
     def _final_state(self, member: _Member, state: TrainState) -> TrainState:
-        """The state whose weights a run ends with, where it is at `state`."""
+        """The state whose weights a run at `state` ends with."""
         if (earlier := self._restored_step(member)) is None:
             return state
         return self._checkpoints.restore(earlier, self._programs.step.state)
 
     def _restored_step(self, member: _Member) -> int | None:
-        """Step of the best epoch, if the final weights are its, and it is not the last."""
+        """Step of the best epoch if the final weights are taken from it and it is not the last;
+        else None."""
         wanted, best_step = self._config.early_stopping, member.status.best_step
         restores = wanted is not None and wanted.restores_best_weights
         return best_step if restores and best_step != self._step else None

@@ -1,16 +1,16 @@
-"""Gradient of a pipeline of which every stage follows a timetable of its own.
+"""Gradients of a pipeline in which every stage follows its own timetable.
 
-All stages are one program, in a `shard_map` over the pipeline, expert and context axes that leaves
-others to the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`), in each
-of which a stage computes a forward pass of one microbatch, a backward pass of another, or nothing,
-and then exchanges results with its neighbours. Collectives inside a pass are among the devices of
-one stage, which all compute the same. Devices along the expert and context axes add up gradients of
-their own rows and tokens, and sum them once, after all slots.
+All stages run one program, in a `shard_map` over the pipeline, expert and context axes that leaves
+the other axes to the compiler: a scan over the slots of the timetable (`config.pipeline_schedule`).
+In each slot a stage computes a forward pass of one microbatch, a backward pass of another, or
+nothing, and then exchanges results with its neighbours. Collectives inside a pass are among the
+devices of one stage, which all compute the same. Devices along the expert and context axes
+accumulate gradients of their own rows and tokens, and sum them once, after all slots.
 
-A forward pass saves what its backward pass needs, with any recomputation, in a place of a buffer
-that holds as many microbatches as the schedule says. The first stage embeds the tokens, the last
-computes loss and logits and their gradients at once, in its forward pass. Knows schedules as
-tables; nothing of what a block consists of.
+A forward pass saves what its backward pass needs, given any recomputation, in one place of a buffer
+that holds as many microbatches as the schedule says. The first stage embeds the tokens; the last
+computes logits, loss and their gradients at once, in its forward pass. Knows schedules as tables;
+nothing of what a block consists of.
 """
 
 from collections.abc import Callable
@@ -43,23 +43,23 @@ class Network(NamedTuple):
     first: Callable[[PyTree, PyTree], jax.Array]
     """Maps (ends, rows of a microbatch) to the residual stream before the first block."""
     blocks: Callable[[PyTree, jax.Array], tuple[tuple[jax.Array, jax.Array | None], PyTree]]
-    """Maps (some blocks, stacked; residual stream) to the residual stream after them and what they
-    add to the loss of a microbatch, or None; and to what they report."""
+    """Maps (some blocks, stacked; residual stream) to the residual stream after them, with what
+    they add to the loss of a microbatch or None; and to what they report."""
     last: Callable[[PyTree, jax.Array, PyTree], tuple[jax.Array, PyTree]]
     """Maps (ends, residual stream, rows) to the loss that is differentiated, and metrics."""
     weight: Callable[[PyTree], jax.Array]
-    """Maps the rows of a microbatch to the weight in that loss of what blocks add to it."""
+    """Maps the rows of a microbatch to the weight of the blocks' contribution to that loss."""
     layers: tuple[int, ...] | None
-    """Periods of layers of each stage where some have fewer than others, and do not compute what
-    they are padded with; None where all compute equally many."""
+    """Periods of layers of each stage if some have fewer than others and skip their padding; None
+    if all compute equally many."""
 
 
 def scheduled_gradients(
     network: Network, table: Timetable, ends: Parameters, blocks: Parameters, rows: PyTree
 ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    """Gradients of what learns of `ends` and of `blocks`, summed over the microbatches in float32;
-    the sum of their metrics; and what blocks report, [microbatches, chunks, stages, periods of
-    layers of a chunk, ...], zeros of layers that a stage does not have.
+    """Gradients of the trainable `ends` and `blocks`, summed over the microbatches in float32; the
+    sum of their metrics; and what blocks report, [microbatches, chunks, stages, periods of layers
+    of a chunk, ...], with zeros for layers that a stage does not have.
 
     Args:
         network: its parts.
@@ -72,7 +72,7 @@ def scheduled_gradients(
     """
     # Left to the compiler, gradients of all but experts would be summed over these axes for every
     # microbatch and layer; where it moves sums out of a loop (WhileLoopAllReduceCodeMotion of jax
-    # 0.10.2), it makes their zeros in the memory of the host: 3.7 GB of DeepSeek-V3's embedding.
+    # 0.10.2), it creates their zeros in host memory: 3.7 GB for DeepSeek-V3's embedding.
     expert, context = (axis if axis_size(axis) > 1 else None for axis in (EXPERT, CONTEXT))
     apart = tuple(axis for axis in (expert, context) if axis is not None)
 
@@ -81,7 +81,7 @@ def scheduled_gradients(
         held = _Stage(network, table, ends, own, rows).run()
         of_blocks = jax.tree.map(lambda leaf: leaf[:, None], held.of_blocks)
         reports = jax.tree.map(lambda leaf: leaf[:, :, None], held.reports)
-        # Every part has been computed by one stage; of the others these are 0.
+        # Each part was computed by one stage; on the others these are 0.
         of_ends, metrics = lax.psum((held.of_ends, held.metrics), PIPELINE)
         if apart:
             of_ends, of_blocks = (_mean_over(apart, each) for each in (of_ends, of_blocks))
@@ -89,7 +89,7 @@ def scheduled_gradients(
         return of_ends, of_blocks, metrics, reports
 
     def specs(parameters: PyTree, lead: int, whole: P) -> PyTree:
-        """`whole`, and of experts, before which are `lead` dimensions, their axis besides."""
+        """`whole`; for experts, whose dimension follows `lead` others, with their axis too."""
         none = (None,) * (lead - len(whole))
         return jax.tree_util.tree_map_with_path(
             lambda path, _: P(*whole, *none, expert) if is_of_experts(path) else whole, parameters
@@ -107,9 +107,9 @@ def scheduled_gradients(
 
 
 def _mean_over(axes: tuple[str, ...], gradients: PyTree) -> PyTree:
-    """Gradients of the mean loss of the devices along `axes`, of those of each one's loss: over the
-    expert axis experts have those of all devices already, whose tokens came to them. Of scales,
-    whose gradients are largest values, the largest."""
+    """Gradients of the mean loss of the devices along `axes`, from those of each device's loss.
+    Over the expert axis, experts already have those of all devices, whose tokens came to them. For
+    scales, whose gradients are largest values, the largest."""
 
     def mean(path: Any, leaf: jax.Array) -> jax.Array:
         if is_scales(path):
@@ -226,8 +226,8 @@ class _Stage:
 
     def _slot(self, held: _Held, row: dict[str, jax.Array]) -> tuple[_Held, None]:
         own = {name: entry[self._here] if entry.ndim else entry for name, entry in row.items()}
-        # One after another, of which at most one is computed: results of the branches of a
-        # conditional would be copied, and these are most of the memory.
+        # One pass after another, at most one of which is computed: a conditional would copy the
+        # results of its branches, and these are most of the memory.
         for kind, computed in self._passes.items():
             is_due = own["kind"] == _KINDS.index(kind)
             held = _if(is_due, partial(computed, own), held, f"{kind}_pass")
@@ -301,7 +301,7 @@ class _Stage:
     def _backward_of_input(
         self, parts: "BackwardParts", own: dict[str, jax.Array], held: _Held
     ) -> _Held:
-        """The gradient of the input alone, and what those of the weights need besides."""
+        """The gradient of the input alone, and what the gradients of the weights need besides."""
         weight = self._weight(own)
 
         def block(
@@ -334,7 +334,7 @@ class _Stage:
         return held._replace(of_blocks=self._over_layers(block, held.of_blocks))
 
     def _weight(self, own: dict[str, jax.Array]) -> jax.Array | None:
-        """The weight in the loss of what blocks add to it; None if they add nothing."""
+        """The weight of the blocks' contribution to the loss; None if they add nothing."""
         if not self._split.adds_loss:
             return None
         return self._network.weight(_at(self._rows, own["microbatch"]))
@@ -366,8 +366,9 @@ class _Stage:
 def _if(
     condition: jax.Array, computed: Callable[[PyTree], PyTree], before: PyTree, name: str
 ) -> PyTree:
-    """`computed(before)` if `condition` holds, else `before`: a loop of one round or none, in which
-    arrays are updated in place. `name` is its scope, by which it is found in a compiled program."""
+    """`computed(before)` if `condition` holds, else `before`: a loop of at most one iteration, in
+    which arrays are updated in place. `name` is the scope by which it is found in a compiled
+    program."""
     with jax.named_scope(name):
         _, after = lax.while_loop(
             lambda carry: carry[0],
@@ -395,7 +396,7 @@ def _put(place: tuple[Any, ...], array: jax.Array, entry: jax.Array) -> jax.Arra
 
 
 def _added_at(first: Any, second: Any, total: PyTree, more: PyTree) -> PyTree:
-    """`total` with `more` added to its entries [first, second]; of scales, whose gradients are
+    """`total` with `more` added to its entries [first, second]; for scales, whose gradients are
     largest values, the larger."""
 
     def added(path: Any, total: jax.Array, more: jax.Array) -> jax.Array:
@@ -423,10 +424,10 @@ def _added(total: PyTree, more: PyTree) -> PyTree:
 def _columns(table: Timetable) -> dict[str, np.ndarray]:
     """The table as arrays of int32, [slots, stages], and "pattern", [slots].
 
-    "kind", "microbatch" and "chunk" of the pass; the "place" where it saves, or finds what was
-    saved, and "unweighed" the same for a pass over weights; "from" which place of what was received
-    it takes its input; "to_forward" and "to_backward", where what arrives after the slot is put,
-    or -1; "is_own" where it is the gradient of the loss, from the stage itself.
+    "kind", "microbatch" and "chunk" describe the pass; "place" is where it saves, or finds what was
+    saved, and "unweighed" the same for a pass over weights; "from" is the place of the received
+    result that it takes as input; "to_forward" and "to_backward" are where what arrives after the
+    slot is put, or -1; "is_own" is 1 if that is the gradient of the loss, from the stage itself.
     """
     shape = len(table.slots), table.ticks.stages
     columns: dict[str, np.ndarray]
@@ -458,8 +459,8 @@ def _columns(table: Timetable) -> dict[str, np.ndarray]:
 def _exchange(table: Timetable) -> Callable[[jax.Array, jax.Array], dict[PassKind, jax.Array]]:
     """Maps (pattern of a slot, result of the stage) to what arrives for each kind of pass.
 
-    Even and odd slots have each their own pairs of stages, so that only those wait for each other
-    that must.
+    Even and odd slots each have their own pairs of stages, so that only stages that must wait for
+    each other do.
     """
     pairs: dict[tuple[int, PassKind], set[tuple[int, int]]] = {
         (pattern, kind): set() for pattern in (0, 1) for kind in ("forward", "backward")

@@ -27,17 +27,17 @@ from scalejax.training.time_accounting import TimeAccount, load_time_account
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
 """Status of a run. "diverged": it was ended for the named cause, or it ran to its end and its last
-losses were not finite, or far above that of a guess (`divergence_at_end` of `stopping`). It has no
-result then, in no table, mean, figure or file."""
+losses were not finite, or far above that of a guess (`divergence_at_end` of `stopping`). It then
+has no result in any table, mean, figure or file."""
 
 DivergenceCause = Literal["not_finite", "dead", "exploding_gradient", "worse_than_guessing"]
 """Why a run diverged: a loss that is not finite; equal outputs for all inputs; a gradient norm
-that grew beyond the config's limit; at the end losses, of training and of the last evaluation, far
-above that of a guess."""
+that grew beyond the config's limit; final losses, of training and of the last evaluation, far above
+that of a guess."""
 
 
 Choice = Literal["validation_loss", "validation_accuracy", "last"]
-"""What the weights at the end of a run were chosen by: a metric of validation data; or nothing, and
+"""What the weights at the end of a run were chosen by: a metric of validation data, or nothing if
 they are those of the last update."""
 
 
@@ -52,8 +52,8 @@ class TrainMeasurement:
     epoch: float
     """Passes over the data made."""
     loss: float | None
-    """Mean loss of the global batch before the update; None if it was not finite. Those of routers
-    and of multi-token prediction are not in it."""
+    """Mean loss of the global batch before the update; None if it was not finite. It excludes those
+    of routers and of multi-token prediction."""
     accuracy: float
     """Fraction of the global batch classified correctly before the update, 0..1."""
     learning_rate: float
@@ -80,31 +80,31 @@ class TrainMeasurement:
     layer_gradient_norms: dict[str, float | None] | None = None
     """Norm of the gradient of each layer, by its name; None if they were not measured."""
     noise_scale: float | None = None
-    """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
-    not measured, or the updates are too few for an estimate."""
+    """Gradient noise scale in samples, from moving averages over the updates so far; None if it is
+    not measured, or there are too few updates for an estimate."""
     mtp_loss: float | None = None
     """Mean loss of the token after the next without its weight; None if it was not finite, or
     without multi-token prediction."""
     auxiliary_loss: float | None = None
-    """Auxiliary loss of a layer's router without its weight, mean over layers: 1 where experts have
-    equal loads; None for networks without experts, as the next four."""
+    """Auxiliary loss of a layer's router without its weight, mean over layers: 1 if experts have
+    equal loads; None for networks without experts, like the next four."""
     router_z_loss: float | None = None
     """Router z-loss of a layer without its weight, mean over layers."""
     expert_load: float | None = None
     """Load of the fullest expert of all layers over the mean of its layer."""
     expert_load_of_window: float | None = None
-    """The same of the last whole window of `model.moe.load_window` assignments; None before the
-    first, or where none is measured."""
+    """The same over the last whole window of `model.moe.load_window` assignments; None before the
+    first, or if none is measured."""
     dropped_share: float | None = None
-    """Assignments to experts beyond their capacity, over all, 0..1."""
+    """Fraction of assignments that exceed the capacity of their expert, 0..1."""
     samples_by_source: tuple[int, ...] | None = None
     """Samples of the run so far from each source of a mixture; None for other data sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMeasurement:
-    """Metrics over all test data: of a run without validation data all along, of one that has them
-    once, at its end."""
+    """Metrics over all test data: throughout a run without validation data; once, at the end, in a
+    run that has them."""
 
     kind: Literal["evaluation"] = "evaluation"
     """Selects this kind of line."""
@@ -128,8 +128,8 @@ class EvaluationMeasurement:
     """Mean loss of the examples of each source of a mixture, None for one that was not finite or
     has none; None for other data sets."""
     chosen_step: int | None = None
-    """Updates behind the weights that were tested, those that the run ends with; None where test
-    data are evaluated all along, and nothing is chosen."""
+    """Updates behind the weights that were tested, those that the run ends with; None if test data
+    are evaluated throughout and nothing is chosen."""
     chosen_by: Choice | None = None
     """What they were chosen by; None as above."""
 
@@ -146,7 +146,7 @@ class EvaluationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationMeasurement:
-    """Metrics over all validation data, by which is chosen."""
+    """Metrics over all validation data, by which weights are chosen."""
 
     kind: Literal["validation"] = "validation"
     """Selects this kind of line."""
@@ -183,8 +183,8 @@ class ValidationMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharpnessMeasurement:
-    """The sharpness: the largest eigenvalue of the Hessian of the training loss; and with AdamW of
-    the Hessian as it is preconditioned."""
+    """The sharpness: the largest eigenvalue of the Hessian of the training loss; and, with AdamW,
+    that of the preconditioned Hessian."""
 
     kind: Literal["sharpness"] = "sharpness"
     """Selects this kind of line."""
@@ -195,28 +195,28 @@ class SharpnessMeasurement:
     sharpness: float | None
     """The largest eigenvalue, by Lanczos; None if it was not finite."""
     sharpness_error: float | None
-    """How far that is from an eigenvalue at most, the norm of the residual, but for the
-    rounding of float32; None likewise."""
+    """Upper bound on its distance from an eigenvalue, the norm of the residual, up to the rounding
+    of float32; None likewise."""
     learning_rate: float
     """Learning rate of the next update."""
     stability_threshold: float | None
     """Sharpness above which SGD of that rate and its momentum grows away from the minimum of a
-    quadratic: 2 / rate without momentum; None of other optimizers, and where the rate is 0."""
+    quadratic: 2 / rate without momentum; None for other optimizers, and if the rate is 0."""
     seconds: float
     """Time that the measurement took."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
     preconditioned_sharpness: float | None = None
     """With AdamW, the largest eigenvalue of P^-1/2 H P^-1/2, H the Hessian and P the diagonal that
-    it divides its first moment by (Cohen et al. 2022, arXiv 2207.14484); None of other optimizers,
-    before the first update, where its steps are not of that form (moments in 8 bits, cautious,
+    it divides its first moment by (Cohen et al. 2022, arXiv 2207.14484); None for other optimizers,
+    before the first update, if its steps are not of that form (moments in 8 bits, cautious,
     `model.parametrization`, rate factors), and if it was not finite."""
     preconditioned_error: float | None = None
     """As `sharpness_error`."""
     preconditioned_threshold: float | None = None
     """Preconditioned sharpness above which AdamW of that rate grows away from the minimum of a
-    quadratic, 2 (1 + beta1) / ((1 - beta1) rate), gradients not clipped; None where there is no
-    preconditioned sharpness, and where the rate is 0."""
+    quadratic, 2 (1 + beta1) / ((1 - beta1) rate), without clipping of gradients; None if there is
+    no preconditioned sharpness, and if the rate is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ class UnreadableExamples:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputMeasurement:
     """Life of the batches of an epoch in the first process: mean seconds of a batch by stage,
-    each measured where it runs. Stages of several batches run side by side."""
+    each measured where it runs. Stages of several batches run concurrently."""
 
     kind: Literal["input"] = "input"
     """Selects this kind of line."""
@@ -269,7 +269,7 @@ class InputMeasurement:
     epoch: float
     """Passes over the data made."""
     batches: int
-    """Batches that the means are of: those since the previous line of this kind."""
+    """Batches that the means are over: those since the previous line of this kind."""
     workers: int
     """Worker processes that made them; 0 for a thread of the training process."""
     cores: int
@@ -279,7 +279,7 @@ class InputMeasurement:
     storage_seconds: float
     """Reading files or arrays, with their decompression."""
     decode_seconds: float
-    """Making examples of what was read."""
+    """Making examples from what was read."""
     augment_seconds: float
     """Random changes of examples."""
     hand_over_seconds: float
@@ -287,9 +287,9 @@ class InputMeasurement:
     processor_seconds: float
     """Processor time of all threads that read, decoded and augmented it."""
     copy_seconds: float
-    """The training process's call that copies it to its devices, or begins to."""
+    """The training process's call that copies it to its devices, or starts the copy."""
     step_seconds: float | None = None
-    """An update with its exchange and without the wait for its batch; None where none was made."""
+    """An update with its exchange and without the wait for its batch; None if none was made."""
     wait_seconds: float
     """Time that the devices waited for the batch."""
     elapsed_seconds: float
@@ -302,22 +302,22 @@ class InputMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessesChange:
-    """A change of the processes of an elastic run, which went on from a copy or a checkpoint."""
+    """A change of the processes of an elastic run, which resumed from a copy or a checkpoint."""
 
     kind: Literal["processes"] = "processes"
     """Selects this kind of line."""
     step: int
-    """Updates after which the run went on."""
+    """Updates after which the run resumed."""
     before: int
     """Number of processes before."""
     after: int
     """Number of processes from then on."""
     reason: str
-    """Which was lost and how, or that others joined."""
+    """Which process was lost and how, or that others joined."""
     repeated_steps: int
     """Updates begun after that step, which were made again."""
     seconds: float
-    """From when it was noticed until the first update after it was made."""
+    """Time from when it was noticed until the first update after it."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
 
@@ -332,7 +332,7 @@ Told = (
     | ProcessesChange
     | StatusChange
 )
-"""What is told while a run trains; the life of a batch is a table at its end."""
+"""What is reported while a run trains; the life of a batch is a table at its end."""
 Measurement = Told | InputMeasurement
 """One line of `measurements.jsonl`."""
 
@@ -374,7 +374,7 @@ class RunFolder:
     checkpoints = FileIn("checkpoints")
     """States to resume from, by step, and the best one."""
     newest_checkpoint = FileIn("checkpoints.json")
-    """Step of the newest checkpoint, by which one that is gone is missed, in JSON."""
+    """Step of the newest checkpoint, so that its loss is noticed, in JSON."""
     weights = FileIn("weights")
     """Final parameters and running statistics, the best ones if so configured."""
     traces = FileIn("traces")
@@ -427,7 +427,8 @@ def facts_of(
     kept beside its run.toml, unless flags name other data; else those read from the data.
 
     Raises:
-        ConfigError: if they cannot be read, contradict the config, or are given beside other data.
+        ConfigError: if they cannot be read, contradict the config, or are given together with other
+            data.
     """
     named = [name for name in overrides or () if name.partition(".")[0] == "data"]
     if given is not None:
@@ -467,7 +468,7 @@ class RunRecord(Tabular):
     def load(cls, path: Path) -> "RunRecord":
         """The record in the run folder `path`.
 
-        A truncated last line, as a killed process leaves it, is ignored.
+        A truncated last line, as left by a killed process, is ignored.
 
         Raises:
             ConfigError: if `path` holds no run, or a line is damaged (with its number).
@@ -525,29 +526,29 @@ class RunRecord(Tabular):
 
     @property
     def validations(self) -> tuple[ValidationMeasurement, ...]:
-        """The evaluations of validation data; none where there are no such data."""
+        """The evaluations of validation data; empty if there are no such data."""
         return tuple(m for m in self.measurements if isinstance(m, ValidationMeasurement))
 
     @property
     def monitored(self) -> tuple[Evaluated, ...]:
-        """The evaluations in the course of the run: of validation data if there are any, else of
-        test data."""
+        """The evaluations during the run: of validation data if there are any, else of test
+        data."""
         return self.validations or tuple(e for e in self.evaluations if e.chosen_step is None)
 
     @property
     def tested(self) -> EvaluationMeasurement | None:
-        """The evaluation of test data at the end of a run that has validation data, the only one;
-        of a run that has none the last of all; None if there is none yet."""
+        """The only evaluation of test data of a run with validation data, at its end; the last one
+        of a run without; None if there is none yet."""
         return self.evaluations[-1] if self.evaluations else None
 
     @property
     def sharpness(self) -> tuple[SharpnessMeasurement, ...]:
-        """The measurements of sharpness, of a run that asks for them."""
+        """The measurements of sharpness, if the run asks for them."""
         return tuple(m for m in self.measurements if isinstance(m, SharpnessMeasurement))
 
     @property
     def unreadable(self) -> tuple[UnreadableExamples, ...]:
-        """Examples skipped as unreadable, where the config allows it."""
+        """Examples skipped as unreadable, if the config allows it."""
         return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
 
     @property
@@ -557,7 +558,7 @@ class RunRecord(Tabular):
 
     @property
     def processes(self) -> tuple[ProcessesChange, ...]:
-        """Changes of the number of processes, of an elastic run."""
+        """Changes of the number of processes, in an elastic run."""
         return tuple(m for m in self.measurements if isinstance(m, ProcessesChange))
 
     @property
@@ -581,10 +582,10 @@ class RunRecord(Tabular):
 
 
 def figures(path: Path) -> list[tuple[int, float, float, float]]:
-    """All that the run in the folder `path` measured but the time it took, of which two runs that
-    are the same have the same: (step, loss, accuracy, learning rate) of updates, of
-    evaluations with 0 for the rate, and with the sharpness, plain and preconditioned, and its error
-    in place of loss and accuracy; `math.nan`, the same one each time, where there is none.
+    """All that the run in the folder `path` measured except times, which is the same for equal
+    runs: (step, loss, accuracy, learning rate) of updates; of evaluations, with 0 for the rate; and
+    of sharpness, plain and preconditioned, with it and its error in place of loss and accuracy.
+    Missing values are `math.nan`, the same object each time.
 
     Raises:
         ConfigError: if there is no run, or a line is damaged.
@@ -609,7 +610,7 @@ def figures(path: Path) -> list[tuple[int, float, float, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
-    """A place in `measurements.jsonl`, and what is before it."""
+    """A position in `measurements.jsonl`, and what is before it."""
 
     size_bytes: int
     """Bytes before it."""
@@ -620,7 +621,7 @@ class RecordPosition:
         """The bytes of the file `path` before it.
 
         Raises:
-            Damaged: if they are not those that were written; the text does not name the file.
+            Damaged: if they are not those that were written; the message does not name the file.
             Unavailable: if they cannot be read at present.
         """
         if not self.size_bytes:
@@ -650,7 +651,7 @@ class RecordPosition:
 
 
 EMPTY_RECORD = RecordPosition(size_bytes=0, sha256=hashlib.sha256().hexdigest())
-"""Where a record is before the first update."""
+"""The position of a record before the first update."""
 
 
 class MeasurementLog:
@@ -664,8 +665,8 @@ class MeasurementLog:
         Args:
             path: the file; created if it does not exist.
             after_step: if given, lines of later steps are removed: they are measured again.
-            proved: if given, what is before it is kept as it is, and of what is behind only changes
-                of status and of processes.
+            proved: if given, what is before it is kept as it is; after it, only changes of status
+                and of processes are kept.
 
         Raises:
             Damaged: if what is before `proved` is not what was written.
@@ -713,7 +714,7 @@ class MeasurementLog:
         self._sha256.update(line)
 
     def sync(self) -> None:
-        """Bring the lines to the disk.
+        """Flush the lines to the disk.
 
         Raises:
             ConfigError: if they cannot be written.
@@ -729,7 +730,7 @@ class MeasurementLog:
 
 
 def has_steps(path: Path) -> bool:
-    """Whether a record has anything of an update, or is too damaged to tell."""
+    """Whether a record has anything about an update, or is too damaged to tell."""
     if not path.exists():
         return False
     try:
@@ -764,14 +765,14 @@ def _parsed(data: bytes, path: Path) -> list[Measurement]:
 
 
 def _is_kept(line: Measurement, after_step: int) -> bool:
-    """Whether a line is kept when a run goes on after a step; a change of processes happened
-    whatever is trained again."""
+    """Whether a line is kept when a run resumes after a step; a change of processes always is, as
+    it happened whatever is trained again."""
     return line.step <= after_step or isinstance(line, ProcessesChange)
 
 
 def _changes(data: bytes, after_step: int) -> list[StatusChange | ProcessesChange]:
-    """The changes of status up to a step, and all of processes, among lines that a crash may have
-    left in any state."""
+    """The changes of status up to a step, and all changes of processes, among lines that a crash
+    may have left in any state."""
     found = []
     for line in data.decode(errors="replace").splitlines(keepends=True):
         try:

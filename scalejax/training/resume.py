@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: the newest that proves itself, its record and its config.
+"""Which checkpoint a run resumes from: the newest that verifies, with its record and its config.
 
-The first process decides, over what it reads in the folder that all see. Knows manifests, records
-and configs; no arrays.
+The first process decides, from what it reads in the folder that all processes see. Knows manifests,
+records and configs; no arrays.
 """
 
 import json
@@ -28,7 +28,7 @@ from scalejax.training.run_folder import changeable_fields, resolved_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """What of a run is the same at every checkpoint."""
+    """What is the same at every checkpoint of a run."""
 
     run: ResolvedRun
     """The run."""
@@ -55,7 +55,7 @@ class RunIdentity:
         )
 
     def at(self, step: int, record: RecordPosition, stopping: StoppingState | None) -> RunAtStep:
-        """What a manifest says of the run after `step` updates."""
+        """What a manifest says about the run after `step` updates."""
         epoch, global_batch = self._position(step)
         return RunAtStep(
             config=self.config,
@@ -106,8 +106,8 @@ class RunIdentity:
 
 
 def _as_ever(fields: JsonValue) -> JsonValue:
-    """What is said of data without what says that nothing is for validation, which manifests of
-    versions before there was any do not say."""
+    """The description of data without the fields that say that there are no validation data, which
+    manifests from before there were any lack."""
     if not isinstance(fields, dict):
         return fields
     added = ("validation", "validation_examples")
@@ -115,8 +115,8 @@ def _as_ever(fields: JsonValue) -> JsonValue:
 
 
 def _is_of_a_table(name: str, names: set[str]) -> bool:
-    """Whether a field is of a table that may be absent, or is that: other fields of one config
-    alone are new or old ones of another version."""
+    """Whether a field is in a table that may be absent, or is such a table: any other field that
+    only one config has was added or removed in another version."""
     parts = name.split(".")
     parents = {".".join(parts[:count]) for count in range(1, len(parts))}
     return bool(parents & names) or any(other.startswith(f"{name}.") for other in names)
@@ -131,21 +131,20 @@ def checkpoint_to_go_on_from(
     starts_over: bool = False,
     copies: Checkpoints | None = None,
 ) -> tuple[Manifest | None, Checkpoints]:
-    """The manifest of the newest checkpoint that verifies, None if the runs begin at step 0, and
+    """The manifest of the newest checkpoint that verifies (None if the runs begin at step 0), and
     where it is. Every process must call it.
 
     Args:
         checkpoints: of the runs.
         runs: the run, or those that one program trains together, with the folder of each.
-        say: is told of each checkpoint that is passed over, and why.
-        is_resumed: whether the runs are to go on; else the folder must hold no checkpoint.
-        starts_over: whether they begin at step 0 where steps are recorded and no checkpoint
-            verifies.
-        copies: copies of the state in memory, which are looked at first; None if there are none.
+        say: called with each checkpoint that is passed over, and why.
+        is_resumed: whether the runs are resumed; if not, the folder must hold no checkpoint.
+        starts_over: whether they begin at step 0 if steps are recorded but no checkpoint verifies.
+        copies: copies of the state in memory, which are checked first; None if there are none.
 
     Raises:
-        Damaged: if no checkpoint verifies, and steps are recorded.
-        ConfigError: if the newest is of another config or other data.
+        Damaged: if no checkpoint verifies, but steps are recorded.
+        ConfigError: if the newest was made with another config or other data.
     """
 
     def objection(manifest: Manifest) -> str | None:
@@ -178,7 +177,7 @@ def checkpoint_to_go_on_from(
     if copies and copied and copied.step > found.step:
         return copies.manifest(copied.step), copies
     if found.step:
-        # Each process reads the manifest itself: one of another folder is noticed.
+        # Each process reads the manifest itself: one that sees another folder is noticed.
         return checkpoints.manifest(found.step), checkpoints
     is_recorded = any(has_steps(files.measurements) for _, files in runs)
     was_none_finished = found.newest_step == 0
@@ -195,7 +194,7 @@ def checkpoint_to_go_on_from(
 
 
 def _why(found: Found, name: str) -> str:
-    """What is known of a folder in which no checkpoint verifies, in brackets."""
+    """What is known about a folder in which no checkpoint verifies, in brackets."""
     said = [f"{step}: {reason}" for step, reason in found.passed_over.items()]
     if found.newest_step is None:
         said.append(f"there is no {name}, which earlier versions of scalejax did not write")

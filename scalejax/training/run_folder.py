@@ -98,7 +98,7 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         "batch.per_device_batch": None,
     }
     if config.layout.bn_scope == "local":
-        # Named, because on other devices "those of one device" would be another number.
+        # As a number, because "those of one device" would be another number on other devices.
         samples = run.split.microbatch * layout.batch_shards // run.bn_groups
         fields["layout.bn_group_size"] = samples
     for name, found in config.data.found_in(run.dataset).items():
@@ -115,12 +115,13 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """Refuse to resume a run whose config or data would give other results than those of `run`.
 
-    Devices and the frequency of logging and checkpoints may change; the epochs may grow where the
-    learning rate does not depend on their number, and early stopping would have seen the same
+    Devices and the frequency of logging and checkpoints may change; the number of epochs may grow
+    if the learning rate does not depend on it and early stopping would have seen the same
     evaluations.
 
     Raises:
-        ConfigError: if `folder` holds no run, or naming the fields, or the first file, that differ.
+        ConfigError: if `folder` holds no run; else naming the fields, or the first file, that
+            differ.
     """
     if not folder.config.exists():
         folder.refuse_no_run()
@@ -152,7 +153,7 @@ def changeable_fields(run: ResolvedRun) -> set[str]:
 
 
 def _changed(folder: RunFolder, run: ResolvedRun) -> dict[str, tuple[JsonValue, JsonValue]]:
-    """What the fields were in `folder` that differ from those of `run`, and what they are now."""
+    """The fields that differ between `folder` and `run`: what they were, and what they are now."""
     before = fields_of(load_kept_config(folder.config))
     after = fields_of(resolved_config(run))
     pairs = {name: (before.get(name), after.get(name)) for name in sorted(before | after)}
@@ -167,7 +168,7 @@ def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
 
 
 def _refuse_other_devices(devices_before: int | None, run: ResolvedRun) -> None:
-    """Refuse another number of devices where the gradient synchronisation depends on it."""
+    """Refuse another number of devices if the gradient synchronisation depends on it."""
     gradient_sync, devices = run.config.gradient_sync, run.layout.data
     if gradient_sync is not None and devices != devices_before:
         accepted = (
@@ -178,7 +179,7 @@ def _refuse_other_devices(devices_before: int | None, run: ResolvedRun) -> None:
 
 
 def _refuse_other_evaluations(epochs_before: int, run: ResolvedRun) -> None:
-    """Refuse more epochs where early stopping watched a last epoch that is now one of many."""
+    """Refuse more epochs if early stopping watched a last evaluation that the longer run lacks."""
     wanted, every = run.config.train, run.config.train.evaluate_every_epochs
     is_watched = wanted.early_stopping is not None
     if is_watched and wanted.epochs > epochs_before and epochs_before % every:
@@ -210,8 +211,8 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
 def describe_run(folder: RunFolder, run: ResolvedRun, command: str) -> None:
     """Write the config, the README with the resume command, and facts and fingerprints of the data.
 
-    A prediction of another layout or model is removed first, so that a prediction in the folder is
-    always of the config beside it, even if the process is killed in between.
+    A prediction of another layout or model is removed first, so that a prediction in the folder
+    always belongs to the config there, even if the process is killed in between.
     """
     prediction = kept_prediction(folder)
     is_of_as_many = prediction is not None and prediction.device_count == run.layout.device_count
@@ -233,8 +234,8 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
 
 
 def kept_prediction(folder: RunFolder) -> Prediction | None:
-    """The prediction in `folder`; None if there is none, or it is damaged or of an earlier version:
-    no reason to end a run."""
+    """The prediction in `folder`; None if there is none, or it is damaged or of an earlier version,
+    which is no reason to end a run."""
     try:
         return load(Prediction, folder.prediction)
     except ConfigError:
@@ -259,7 +260,7 @@ class RunLock:
     def take(self, path: Path) -> None:
         """Lock the folder `path` until `close`; every process must call it.
 
-        Where the file system has no locks, as on some network disks, nothing is locked.
+        If the file system has no locks, as on some network disks, nothing is locked.
 
         Raises:
             ConfigError: if another run holds the lock.
@@ -270,7 +271,7 @@ class RunLock:
             )
 
     def _is_taken(self, path: Path) -> bool:
-        """Take the lock of the folder; whether this succeeded, or the file system has no locks."""
+        """Take the lock of the folder; True if this succeeded, or the file system has no locks."""
         if self._folder is not None:
             return True
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

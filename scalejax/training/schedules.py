@@ -22,7 +22,7 @@ from scalejax.config.schedule import (
 from scalejax.core.errors import require_at_least
 
 Schedule = Callable[[ArrayLike], jax.Array]
-"""From a step (or an array of steps), counted from 0, to the learning rate of its update."""
+"""Maps a step (or an array of steps), counted from 0, to the learning rate of its update."""
 
 
 @singledispatch
@@ -74,8 +74,8 @@ def _horovod(config: HorovodScheduleConfig, *, steps_per_epoch: int, **_: object
 def _multiplied(
     config: HorovodScheduleConfig, each: HorovodMultiplierConfig, steps_per_epoch: int
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """From a step to the step at which `each` last set the rate, or -1, and to that rate."""
-    # Horovod compares the number of the epoch, whole, with the bounds as they are given.
+    """Maps a step to the step at which `each` last set the rate, or -1, and to that rate."""
+    # Horovod compares the whole number of the epoch with the bounds as given.
     first = math.ceil(each.start_epoch)
     after = math.inf if each.end_epoch is None else math.ceil(each.end_epoch)
 

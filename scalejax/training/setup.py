@@ -1,6 +1,6 @@
 """The train setup of a run: network, optimizer and learning-rate schedule built from its config.
 
-Knows no state and no gradient; of a mesh only the kind of its devices.
+Knows no state and no gradient, and of a mesh only the kind of its devices.
 """
 
 from dataclasses import dataclass, replace
@@ -61,14 +61,14 @@ def train_setup(
     `schedule`, if given, replaces the learning rate of the config.
 
     Raises:
-        ConfigError: if fused attention is required, and neither devices nor JAX have it; if a loss
-            or an optimizer of the user's own is none.
+        ConfigError: if fused attention is required but the devices or this JAX lack it; if the
+            user's own loss or optimizer is not a valid one.
     """
     _require_trained(run.config)
     require_loss(run.config.loss, run.dataset)
     device = None if mesh is None else mesh.devices.flat[0]
     if device is not None and lacks_fused_blocks(run):
-        # Other reasons are refused with the layout: this one is no matter of the run.
+        # Other reasons are refused with the layout; this one does not depend on the run.
         if getattr(run.config.model, "attention", None) == "fused":
             accepted = 'this JAX has no fused kernel of a block of keys; use "auto" or "unfused"'
             raise ConfigError(refusal("model.attention", "fused", accepted))
@@ -91,8 +91,9 @@ def train_setup(
 
 
 def lacks_fused_blocks(run: ResolvedRun) -> bool:
-    """Whether attention over context goes by blocks that cannot be fused: blocks have no windows, a
-    shard of gathered keys has no two chunks, or this JAX no kernel of a block."""
+    """Whether context-parallel attention goes by blocks that cannot be fused: blocks have no
+    windows, a shard of gathered keys does not split into two chunks, or this JAX has no kernel for
+    a block."""
     layout, model = run.config.layout, run.config.model
     if layout.context == 1 or not attention.goes_by_blocks(layout.context_strategy, "fused"):
         return False
@@ -179,8 +180,8 @@ def _require_trained(config: RunConfig) -> None:
 
 
 def has_batch_norm(model: ModelConfig, model_state: Any) -> bool:
-    """Whether these statistics are those of BatchNorm, which a user's own network may have: those
-    of experts and of fp8 are sums and largest values, which are of all devices where they are made.
+    """Whether these statistics are those of BatchNorm, which a user's own network may have. Those
+    of experts and of fp8 are sums and largest values, which cover all devices from the start.
     """
     is_other = model.expert_count > 0 or float8_type(model) == "float8_delayed"
     return bool(jax.tree.leaves(model_state)) and not is_other
@@ -242,5 +243,5 @@ def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
     tuning = run.config.fine_tuning
     freeze_norms(tuning, network)
     if tuning is not None and tuning.lora is not None:
-        add_adapters(tuning.lora, network, rngs)  # last: the base is drawn as without them
+        add_adapters(tuning.lora, network, rngs)  # last: the base is drawn as if there were none
     return network

@@ -1,8 +1,8 @@
-"""Weights that a run begins with: of an earlier run, of a safetensors file, of a hub's folder.
+"""Weights that a run begins with: from an earlier run, a safetensors file or a hub's folder.
 
-Weights alone are taken, with the statistics of BatchNorm: the optimizer and the schedule begin
-anew. Each device reads its own part, whatever the layout. Knows the files and the paths of the
-network's parameters; what a file of a hub means is known by `scalejax.models.hub`.
+Only weights and BatchNorm statistics are taken: the optimizer and the schedule start afresh. Each
+device reads its own part, whatever the layout. Knows the files and the paths of the network's
+parameters; `scalejax.models.hub` knows what a hub's file means.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from scalejax.training.state import PyTree, abstract_state
 
 _OF_BATCH_NORM = ("mean", "var")
 """Last parts of the paths of running statistics; others, such as loads of experts and scales of
-fp8, begin anew where they are absent."""
+fp8, start afresh if they are absent."""
 _NAMED = 4
-"""Arrays named in a message, of each kind."""
+"""Largest number of arrays of each kind that a message names."""
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -49,14 +49,14 @@ class StartRecord:
     """What was there: the final weights of a run, its checkpoint, a safetensors file, or a hub's
     folder."""
     step: int | None
-    """Updates that the checkpoint was after; None if it was none."""
+    """Updates made before the checkpoint; None if it was not a checkpoint."""
     sha256: str
-    """SHA-256 of the files of tensors, one after the other; of an earlier run, that of the
-    checksums of its arrays."""
+    """SHA-256 of the files of tensors, one after the other; for an earlier run, of the checksums of
+    its arrays."""
     arrays: int
     """Arrays taken."""
     reinitialized: tuple[str, ...]
-    """Arrays of the network that begin at random, by their paths."""
+    """Arrays of the network that are initialised at random, by their paths."""
 
     @property
     def words(self) -> str:
@@ -195,9 +195,9 @@ def started_weights(config: RunConfig, shapes: tuple[PyTree, PyTree]) -> tuple[P
         shapes: of both, with shardings.
 
     Raises:
-        ConfigError: if they cannot be read, or are not those of the network.
+        ConfigError: if they cannot be read, or do not fit the network.
     """
-    assert config.start is not None  # noqa: S101  the caller asks for it
+    assert config.start is not None  # noqa: S101  the caller checks this
     source = _open(config, config.start)
     wanted = _wanted(config, config.start, source, shapes)
     try:
@@ -212,10 +212,10 @@ def started_weights(config: RunConfig, shapes: tuple[PyTree, PyTree]) -> tuple[P
 
 
 def start_of(run: ResolvedRun) -> StartRecord | None:
-    """What `run` begins with, held against its network; None if it begins at random.
+    """What `run` begins with, checked against its network; None if it begins at random.
 
     Raises:
-        ConfigError: as `started_weights`, before any array is read.
+        ConfigError: as in `started_weights`, before any array is read.
     """
     if (start := run.config.start) is None:
         return None
@@ -239,7 +239,7 @@ def _wanted(
     """The arrays of the network to read.
 
     Raises:
-        ConfigError: naming what is missing, what is too much and what has another shape.
+        ConfigError: naming the arrays that are missing, superfluous or of another shape.
     """
     own = {
         parameter_path(path): leaf
@@ -296,7 +296,7 @@ def _wanted(
 
 
 _BEGUN_ANEW = ("load", "window_load", "window_fullest")
-"""Statistics of experts that a run counts, and another may not."""
+"""Statistics of experts that one run counts and another may not."""
 
 
 def _dimensions(shape: tuple[int, ...]) -> str:

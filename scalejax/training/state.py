@@ -46,8 +46,8 @@ class TrainState:
     step: PyTree
     """Updates made so far, int32."""
     params: PyTree
-    """Parameters, float32, frozen ones as `fine_tuning.base_dtype` says and all as
-    `optimizer.main_params_dtype` does; by path. With local SGD, this field and the next two hold
+    """Parameters by path: float32, unless `fine_tuning.base_dtype` (of frozen ones) or
+    `optimizer.main_params_dtype` says otherwise. With local SGD, this field and the next two hold
     one copy for each device along the data axis, [devices, ...]."""
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
@@ -78,8 +78,8 @@ def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
 
 
 def _in_main_type(config: RunConfig, params: PyTree) -> PyTree:
-    """`params` with what is used in the compute type alone, matrices and embeddings, in the type in
-    which the optimizer keeps them."""
+    """`params` with matrices and embeddings, which are used in the compute type alone, in the type
+    in which the optimizer keeps them."""
     optimizer = config.optimizer
     if not isinstance(optimizer, AdamWConfig) or optimizer.main_params_dtype == "float32":
         return params
@@ -93,15 +93,15 @@ def _in_main_type(config: RunConfig, params: PyTree) -> PyTree:
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
-    """Bytes of the state of `run`, each parameter and moment counted once however it is sharded;
-    where every device has its own copy (local SGD), all copies."""
+    """Bytes of the state of `run`, each parameter and moment counted once however it is sharded; if
+    every device has its own copy (local SGD), all copies."""
     leaves = jax.tree.leaves(state_shapes(train_setup(run, mesh), mesh))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def stage_parameters(run: ResolvedRun, mesh: Mesh) -> tuple[int, int]:
-    """Parameters of the layers of a pipeline's stage that a device uses, and the bytes of those and
-    of their moments in its state where no ZeRO stage shards them over data, else 0."""
+    """Number of parameters that a device uses of the layers of its pipeline stage; and the bytes of
+    these and of their moments in its state, or 0 if a ZeRO stage shards them over data."""
     setup = train_setup(run, mesh)
     state, layout = abstract_state(setup), run.config.layout
     blocks = {"blocks": state.params["blocks"]}
@@ -231,8 +231,7 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
     With a ZeRO stage they are sharded over the data axis as well, as in Megatron-LM's distributed
     optimizer; the network reads gathered parameters (`gathered_params`). Frozen parameters have no
-    optimizer state and stay whole. Offloaded optimizer state is in the memory of the host
-    (`on_device`).
+    optimizer state and stay whole. Offloaded optimizer state is in host memory (`on_device`).
     """
     shapes = abstract_state(setup)
     whole = replicated(mesh)
@@ -275,11 +274,11 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
 
 def on_device(setup: TrainSetup, opt_state: PyTree, gradient: PyTree) -> PyTree:
-    """`opt_state`, copied from the memory of the host if the run offloads it: of each parameter not
-    before its gradient is there, or the compiler would copy all of it when the step begins.
+    """`opt_state`, copied from host memory if the run offloads it: for each parameter only once its
+    gradient is there, or the compiler would copy all of it when the step begins.
 
-    Only what is as large as parameters is offloaded. A CPU has one memory: there these copies are
-    within it, and the arithmetic is the same.
+    Only state as large as the parameters is offloaded. A CPU has one memory: the copies are within
+    it, and the arithmetic is the same.
     """
     if not setup.run.config.layout.optimizer_memory_host_offload:
         return opt_state
@@ -292,7 +291,7 @@ def on_device(setup: TrainSetup, opt_state: PyTree, gradient: PyTree) -> PyTree:
 
 
 def off_device(setup: TrainSetup, opt_state: PyTree) -> PyTree:
-    """`opt_state`, copied to the memory of the host if the run offloads it."""
+    """`opt_state`, copied to host memory if the run offloads it."""
     if not setup.run.config.layout.optimizer_memory_host_offload:
         return opt_state
     return _of_parameters(
@@ -303,8 +302,8 @@ def off_device(setup: TrainSetup, opt_state: PyTree) -> PyTree:
 def _of_parameters(
     setup: TrainSetup, function: Callable[..., Any], opt_state: PyTree, *trees: PyTree, **how: Any
 ) -> PyTree:
-    """`function` of each array of the optimizer's state that is of a parameter, and of what `trees`
-    have for it; where a part of the optimizer does not have that parameter, nothing."""
+    """Applies `function` to each array of the optimizer's state that belongs to a parameter, and to
+    what `trees` have for it; a parameter that a part of the optimizer does not have is left out."""
 
     def of_leaf(leaf: Any, *rest: Any) -> Any:
         return leaf if isinstance(leaf, optax.MaskedNode) else function(leaf, *rest)
@@ -322,9 +321,9 @@ def _of_parameters(
 def _like_parameter(
     shape: tuple[int, ...], of_parameter: tuple[int, ...], like: NamedSharding
 ) -> NamedSharding:
-    """The sharding of an array of the optimizer's state by that of its parameter: the same if it
-    has its shape; else its first dimensions, as far as they are the parameter's, as those, and the
-    last ones over the other axes, where these divide them."""
+    """The sharding of an array of the optimizer's state, from that of its parameter: the same if
+    the shapes are equal; else the first dimensions, as far as they are the parameter's, are sharded
+    as those, and the last ones over the other axes where these divide them."""
     if shape == of_parameter:
         return like
     same = 0
@@ -403,7 +402,7 @@ class DataPart:
             part = lax.psum_scatter(apart, DATA, scatter_dimension=dimension, tiled=True)
             return part / lax.axis_size(DATA)
 
-        # In a `shard_map` over the other axes: the compiler by itself would gather over them.
+        # In a `shard_map` over the other axes: left to itself, the compiler would gather over them.
         others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
         return jax.shard_map(
             scattered,
@@ -440,8 +439,8 @@ def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """`sharding` with one dimension of `leaf` sharded over the data axis as well, and over expert
-    and context where these shard none, as expert does the parameters of experts alone; unchanged
-    where no dimension is divisible.
+    and context if they shard none (expert shards the parameters of experts only); unchanged if no
+    dimension is divisible.
 
     Takes the largest unsharded dimension, or else the largest: most device counts divide it,
     unlike the number of layers.

@@ -1,7 +1,7 @@
-"""The `Step`: one update of one run as a value, which is both trained and compiled for costing.
+"""The `Step`: one update of one run as a value, used both to train and to compile for costing.
 
 Knows the network, the optimizer and how gradients are reduced over the mesh. Knows no data
-source, no clock and no cluster: devices come in a mesh, real or only described.
+source, no clock and no cluster: devices come as a mesh, real or only described.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,8 +76,8 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh | None) -> Batch:
     """Shapes of one global batch of `run`, sharded over the batch axes of `mesh` if there is one.
 
     Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32, as are
-    "segment_ids" and "positions" of packed documents. Besides, float32 "weights" of the rows where
-    not all of them count, and float32 "mix" or "cut" of pairs.
+    "segment_ids" and "positions" of packed documents. Float32 "weights" of the rows are added if
+    not all of them count, and float32 "mix" or "cut" if rows are mixed in pairs.
     """
     dataset = run.dataset
     sharding = None if mesh is None else batch_sharding(mesh)
@@ -132,7 +132,7 @@ class Step:
         """The step lowered, to be compiled for the devices of its mesh.
 
         Raises:
-            ConfigError: if it has an array that XLA cannot index, which ends the process.
+            ConfigError: if it has an array that XLA cannot index, which would end the process.
         """
         traced = self.function.trace(self.state, self.batch)
         largest = max(_arrays_of(traced.jaxpr.jaxpr), key=lambda each: each.size)
@@ -150,7 +150,7 @@ _MOST_BYTES = 2**62
 
 
 def _arrays_of(jaxpr: Jaxpr) -> Iterator[ShapedArray]:
-    """Types of all that is computed in a program, and in the functions that it calls."""
+    """Types of all arrays in a program and in the functions that it calls."""
     for variable in (*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)):
         if isinstance(variable.aval, ShapedArray):
             yield variable.aval
@@ -178,13 +178,13 @@ def build_step(
         (1, ['accuracy', 'learning_rate', 'loss'])
 
     It applies the gradient of the mean loss of the global batch, or the gradient that the run's
-    gradient synchronisation makes of those of its devices.
+    gradient synchronisation makes of the gradients of its devices.
 
-    The loss is the mean over all samples of all devices that count, however they are split over
-    devices and microbatches, so that splits change nothing but rounding (Goyal et al. 2017,
-    remark 3).
-    BatchNorm is the exception, by definition: its statistics are of one microbatch, over all
-    devices or those of its group, and its running statistics move once per microbatch.
+    The loss is the mean over all samples that count on all devices, however they are split over
+    devices and microbatches, so that splitting changes nothing but rounding (Goyal et al. 2017,
+    remark 3). BatchNorm is the exception, by definition: its statistics are those of one
+    microbatch, over all devices or those of a group, and its running statistics are updated once
+    per microbatch.
 
     Args:
         run: the run.
@@ -193,8 +193,8 @@ def build_step(
         schedule: the learning rate by step; if None, that of the config.
 
     Raises:
-        ConfigError: if the network cannot be built for the data set, or the compiler that is
-            installed cannot take the step.
+        ConfigError: if the network cannot be built for the data set, or the installed compiler
+            cannot compile the step.
     """
     require_stages_in_shards(run)
     setup = train_setup(run, mesh, schedule)
@@ -229,7 +229,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
         118282
 
     Raises:
-        ConfigError: if those weights are missing.
+        ConfigError: if the pretrained weights are missing.
     """
     setup = train_setup(run, mesh)
     shapes = whole_shapes(setup, mesh)
@@ -261,8 +261,8 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
 
 
 def initial_weights(setup: TrainSetup, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Parameters and statistics of these shapes: those that the run begins with and pretrained
-    ones where given, else random ones."""
+    """Parameters and statistics of these shapes: those that the run starts from, or pretrained
+    ones, where given; random elsewhere."""
     config = setup.run.config
     if config.start is None:
         loaded = tuple(pretrained_weights(config.model, tree) for tree in shapes)
@@ -293,8 +293,8 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
 def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """The loss and its gradient on one device as a function, and the shapes to trace it with.
 
-    The gradient is by the trainable parameters, recomputation included: where few of them learn,
-    the backward pass is less than twice the forward pass.
+    The gradient is with respect to the trainable parameters, recomputation included: if few are
+    trainable, the backward pass is less than twice the forward pass.
     """
     setup = train_setup(run)
     return partial(gradients, setup, BatchNormScope(), scale=None), _traced(setup)
@@ -356,8 +356,8 @@ def _with_curvature(
     batch: Batch,
     opt_state: PyTree,
 ) -> PyTree:
-    """`opt_state`, with curvature estimated anew if its optimizer has one and this update is one of
-    those that do; by the function that computes the gradient, however that is split."""
+    """`opt_state`, with its curvature estimated again if the optimizer keeps one and it is due in
+    this update; by the function that computes the gradient, however that is split."""
     config = setup.run.config.optimizer
     if not isinstance(config, SophiaConfig):
         return opt_state
@@ -373,12 +373,13 @@ def _with_curvature(
 
 
 def _apart_from_backward(setup: TrainSetup, params: PyTree) -> PyTree:
-    """`params` as the optimizer reads them, which XLA does not fuse with the backward pass.
+    """`params` for the optimizer, behind a barrier: XLA does not fuse it with the backward pass.
 
-    Else XLA fuses the update of a 1 x 1 convolution's float32 weights with their cast to 16 bits
-    for the gradient of the layer below, which read the same weights: the backward pass then waits
-    for that gradient's all-reduce, and XLA cannot combine it with others. ResNet-50 in bfloat16 had
-    34 all-reduces, 30 of them small and waited for, and has three of up to 30 MiB.
+    Otherwise XLA fuses the update of a 1 x 1 convolution's float32 weights with their cast to 16
+    bits for the gradient of the layer below, as both read the same weights: the backward pass then
+    waits for that gradient's all-reduce, and XLA cannot combine it with others. ResNet-50 in
+    bfloat16 had 34 all-reduces, 30 of them small and waited for; with the barrier it has three of
+    up to 30 MiB.
     """
     model = setup.run.config.model
     is_cast = model.compute_dtype != "float32" and setup.run.layout.device_count > 1
@@ -394,8 +395,8 @@ def _gradient_metrics(
     metrics: dict[str, Any],
     scale: jax.Array | None,
 ) -> tuple[NoiseAverages | None, dict[str, Any]]:
-    """Moving averages for the gradient noise scale, and `metrics` with the gradient's norm, those
-    of its layers and noise scale added, each if the run measures it."""
+    """Moving averages for the gradient noise scale; and `metrics` with the gradient norm, the norms
+    of layers and the noise scale added, each if the run measures it."""
     run, wanted = setup.run, setup.run.config.train.noise_scale
     unscaled = 1.0 if scale is None else 1 / scale**2
     if run.config.train.layer_gradient_norms:
@@ -427,7 +428,7 @@ def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
 def _select_unless_skipped(
     state: TrainState, new_state: TrainState, metrics: dict[str, jax.Array]
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`new_state`, or `state` with only the loss scale updated if the gradient overflowed; and
+    """`new_state`, or `state` with only the loss scale updated if the gradient overflowed; and the
     metrics with the unscaled loss.
 
     Parameters and optimizer state were already left unchanged by the optimizer; this restores the

@@ -1,7 +1,7 @@
-"""Runs a config to its record: checks it, compiles it, then trains.
+"""Trains the run of a config and records it: checks it, compiles it, then trains.
 
-The step is compiled once, ahead of time; whoever wants a prediction first, as `scalejax.train`
-does, is given the same program that is then run.
+The step is compiled once, ahead of time; a caller that predicts it first, as `scalejax.train` does,
+gets the same program that is then run.
 """
 
 import sys
@@ -60,8 +60,8 @@ from scalejax.training.time_accounting import RunClock, load_time_account, time_
 from scalejax.training.trackers import require_trackers
 
 OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter, int], None]
-"""What is done with the compiled programs of a run before it trains from a step, by every process:
-such as `scalejax.measure.own_prediction.predict_run`."""
+"""Called in every process with the compiled programs of a run, before it trains from a step; for
+example `scalejax.measure.own_prediction.predict_run`."""
 
 
 def train(
@@ -86,23 +86,24 @@ def train(
         folder: where its files go; it may hold a run only with `resume`.
         device_count: devices to use; if None, those that the config's layout asks for, or all.
         resume: continue from the newest checkpoint of the run in `folder` that verifies.
-        start_over: with `resume`, begin at step 0 where steps are recorded and no checkpoint
-            verifies, in place of refusing.
+        start_over: with `resume`, begin at step 0 instead of refusing if steps are recorded but no
+            checkpoint verifies.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
         on_compiled: called with the compiled programs before the first step; None for nothing.
         startup_seconds: time this session has taken so far, for its time accounting.
-        leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
-            before training; if None, the process is never ended, as it serves others too.
+        leave: a function that ends this process, such as `os._exit`, called if it hangs for 20 s
+            after a signal, or 5 s before training; if None, the process is never ended, as it
+            serves others too.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
             be written.
-        DoesNotFit: if the layout takes more devices than there are, or the run more memory.
-        Damaged: if steps are recorded and no checkpoint verifies.
-        CheckpointMismatch: if the checkpoint to resume from is of another state.
-        Unavailable: if it, or its manifest, cannot be read at present.
-        Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
+        DoesNotFit: if the layout needs more devices, or the run more memory, than there is.
+        Damaged: if steps are recorded but no checkpoint verifies.
+        CheckpointMismatch: if the checkpoint to resume from holds a different state.
+        Unavailable: if that checkpoint or its manifest cannot be read at present.
+        Interrupted: when SIGINT or SIGTERM asked it to stop, after a checkpoint or before training.
     """
     clock = RunClock(startup_seconds)
     with (
@@ -196,7 +197,7 @@ def _open_run_folder(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFold
     """The folder of the run.
 
     Raises:
-        ConfigError: if it holds another run, or one without `resume`.
+        ConfigError: if it holds another run, or any run without `resume`.
     """
     files = RunFolder(path=folder)
     if broadcast_from_first(files.holds_run) and not resume:
@@ -216,12 +217,12 @@ def _first_state(
     traces: TraceSchedule | None,
     resumed: Manifest | None,
 ) -> TrainState:
-    """The state to train from, that of the checkpoint or initial.
+    """The state to train from: that of the checkpoint, or the initial one.
 
     Raises:
         ConfigError: if too few updates are left.
-        CheckpointMismatch: if the checkpoint is of another state.
-        Unavailable: if it cannot be read at present.
+        CheckpointMismatch: if the checkpoint holds a different state.
+        Unavailable: if the checkpoint cannot be read at present.
     """
     begin = resumed.step if resumed else 0
     require_same_checkpoint(begin, digest(plain(resumed)) if resumed else "")

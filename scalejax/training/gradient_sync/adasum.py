@@ -5,14 +5,14 @@
 which is a + b for orthogonal gradients and (a + b) / 2 for equal ones.
 
 Recursive vector halving: in level l of log2(devices), devices 2^l apart swap halves of their
-entries and combine the halves they then both have; an all-gather ends it. Each device sends about
+entries and combine the halves they then both have; an all-gather follows. Each device sends about
 as much as in a ring all-reduce, not the whole gradient in every level. Each holds a part of the
 products a.b, |a|^2 and |b|^2; their sums over the 2^(l + 1) devices of both sides are three numbers
 per layer.
 
-Adasum(a, 0) is a: a device without a row that counts, whose gradient is 0, adds nothing. Others
-count alike, whatever their rows: each gradient is of a step of sequential SGD, which is as long for
-a small batch as for a large one.
+Adasum(a, 0) is a: a device without a row that counts, whose gradient is 0, adds nothing. All others
+count alike, however many rows they have: each gradient is that of a step of sequential SGD, which
+is as long for a small batch as for a large one.
 
 Source: Maleki et al. 2020, arXiv 2006.02924, sections 3 and 4 (algorithm AdasumRVH); separately for
 each layer, as there and in Horovod.
@@ -116,7 +116,7 @@ def _combined_with_partner(
 
 
 def pairwise(several: Sequence[PyTree], stacked: tuple[str, ...] = ()) -> PyTree:
-    """Adasum of gradients that are all on this device: as many as a power of two."""
+    """Adasum of gradients that are all on this device; their number must be a power of two."""
     split = [layers_of(gradient, stacked) for gradient in several]
     while len(split) > 1:
         pairs = zip(split[::2], split[1::2], strict=True)

@@ -16,7 +16,7 @@ from jax import lax
 from scalejax.config.parallelism import DATA
 
 PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
+"""Nested dicts and dataclasses of arrays, in the sense of JAX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class DeviceRows:
     """Mean over the devices of the rows that count; above 0 even if none does."""
 
     def weighted(self, tree: PyTree) -> PyTree:
-        """`tree`, a mean over this device's rows, times its weight: of mean 1 over the devices, 0
-        without a row that counts. The mean of this over the devices is that over all rows that
-        count."""
+        """`tree`, a mean over this device's rows, times the device's weight, which averages 1 over
+        the devices and is 0 without a row that counts. The mean of the result over the devices is
+        the mean over all rows that count."""
         if self.own is None:
             return tree
         weight = self.own / self.mean
@@ -39,7 +39,7 @@ class DeviceRows:
 
 
 def device_rows(batch: dict[str, jax.Array]) -> DeviceRows:
-    """The rows that count of a device's part of a global batch; all without "weights"."""
+    """The rows that count in a device's part of a global batch; all if it has no "weights"."""
     if "weights" not in batch:
         return DeviceRows(own=None, mean=len(batch["targets"]))
     own = batch["weights"].sum()

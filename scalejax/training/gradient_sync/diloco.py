@@ -28,7 +28,7 @@ def outer_step(config: LocalSgdConfig, reduced: PyTree, outer: PyTree) -> tuple[
     Args:
         config: rate and momentum of the outer optimizer.
         reduced: what the parameters of all devices reduce to.
-        outer: outer state of the last average, as of `initial_outer`.
+        outer: outer state of the last average, as from `initial_outer`.
     """
     if outer is None:
         return reduced, None

@@ -1,15 +1,15 @@
 """Local SGD: each device updates its own parameters, and all average them every few steps.
 
-One program has both, the average behind a condition. How often each condition holds in the mean of
-a run, `condition_shares` gives for costing, by named scope.
+One program does both, with the average behind a condition. For costing, `condition_shares` gives
+how often each condition holds on average over a run, by named scope.
 
 A device none of whose rows count in a step makes no update in it: its parameters, statistics and
-optimizer state stay as they are, and the learning rate goes on as for the others. An average is of
-all devices alike, as its definition says, whatever rows they had. Before local SGD begins, all
-apply the mean gradient over all rows that count.
+optimizer state stay as they are, and the learning rate advances as for the others. An average
+weights all devices alike, as its definition says, however many rows they had. Before local SGD
+begins, all apply the mean gradient over all rows that count.
 
-With `reduction = "adasum"` devices go on from Adasum of what their updates since the last average
-add up to, which for averages in every step is Horovod's DistributedOptimizer(op=Adasum). A device
+With `reduction = "adasum"` devices continue from Adasum of the sums of their updates since the last
+average, which with an average in every step is Horovod's DistributedOptimizer(op=Adasum). A device
 that made no update adds nothing to it.
 
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
@@ -41,7 +41,7 @@ from scalejax.training.state import PyTree, TrainState, as_local_slice, learning
 def local_update(
     setup: TrainSetup, config: LocalSgdConfig, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after each device's update by its own samples, and the mean metrics.
+    """The state after each device's update on its own samples, and the mean metrics.
 
     Loss and accuracy are averaged over all samples in every step: a few bytes.
 
@@ -127,7 +127,7 @@ def _on_device(
 
 
 def _unless_idle(is_idle: jax.Array, before: PyTree, after: PyTree) -> PyTree:
-    """`after`, or `before` if the device is idle, but for the counts that learning rates are of."""
+    """`after`, or `before` if the device is idle, except for the counts that set learning rates."""
 
     def chosen(old: Any, new: Any) -> Any:
         is_rate = isinstance(old, optax.ScaleByScheduleState)

@@ -49,7 +49,8 @@ def _mean(config: LocalSgdConfig | None, **_: object) -> GradientSync:
 
 
 def stateless(combine: Callable[[PyTree, DeviceRows], PyTree]) -> GradientSync:
-    """A method whose devices keep no state: from a gradient and its rows to the synchronised."""
+    """A method whose devices keep no state: maps a gradient and its rows to the synchronised
+    one."""
     return GradientSync(
         init=lambda params: None,
         combine=lambda gradient, rows, _: (combine(gradient, rows), None),
@@ -59,16 +60,17 @@ def stateless(combine: Callable[[PyTree, DeviceRows], PyTree]) -> GradientSync:
 def compressed(
     synchronised: Callable[[PyTree, DeviceRows], tuple[PyTree, PyTree]], error_feedback: bool
 ) -> GradientSync:
-    """Compression of gradients weighted by their devices' rows: each in its share of the mean.
+    """Compression of gradients weighted by their devices' rows: each is scaled to its share of the
+    mean.
 
     With error feedback the compression error of a gradient is added to the next one,
 
         p = g + e,  sent = C(p),  e' = p - sent
 
     on each device, for its gradient g, its memory e and the compression C; the synchronised
-    gradient is the mean of what all devices sent. Nothing is lost, only delayed. A memory is in
-    units of the update too, and what it keeps of a batch with many rows counts for as much when it
-    is sent with one of few.
+    gradient is the mean of what all devices sent. Nothing is lost, only delayed. The memory is in
+    units of the update too: what it keeps from a batch with many rows counts for as much when it is
+    sent with a batch of few.
 
     Args:
         synchronised: maps a device's weighted gradient and its rows to the mean of what all devices

@@ -68,7 +68,8 @@ def build_optimizer(
         config: which optimizer, and its numbers.
         schedule: the learning rate by step.
         hidden: the hidden matrices of the network, which Muon, SOAP and Shampoo treat as such; and
-            which parameters are stacked, of which in LARS and LAMB each layer has its own ratio.
+            which parameters are stacked, so that each of their layers has its own ratio in LARS and
+            LAMB.
         parametrization: how rates of AdamW and Lion follow from the network's size; None if they
             do not.
     """
@@ -77,7 +78,7 @@ def build_optimizer(
 
 @singledispatch
 def evaluated_params(config: OptimizerConfig, opt_state: Any, params: Any) -> Any:
-    """The parameters to evaluate; others than the trained where `config.averages_iterates`."""
+    """The parameters to evaluate: the trained ones, unless `config.averages_iterates`."""
     return params
 
 
@@ -118,8 +119,8 @@ def _type_of(kind: MomentType) -> str:
 
 
 def _with_second_moment_in(dtype: str, adam: GradientTransformation) -> GradientTransformation:
-    """`adam` in float32 whatever the type of the parameters, its second moment kept in `dtype`
-    (Optax has a type of the first alone)."""
+    """`adam` in float32 whatever the type of the parameters, with its second moment kept in `dtype`
+    (Optax has such an option for the first only)."""
 
     def kept(state: Any, dtype: Any) -> Any:
         return state._replace(nu=jax.tree.map(lambda leaf: leaf.astype(dtype), state.nu))

@@ -1,4 +1,4 @@
-"""Moments of an optimizer in 8 bits, in blocks with a scale each.
+"""Moments of an optimizer in 8 bits, in blocks that each have a scale.
 
 Knows arrays and codes; nothing of what an optimizer does with its moments, which it sees in
 float32.
@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 BLOCK = 256
-"""Largest number of entries, along the last dimension of an array, with one scale. Theirs are 2048
-(256 in bitsandbytes today) of the array as one row; along a dimension an array that devices share
-is coded where it lies."""
+"""Largest number of entries, along the last dimension of an array, with one scale. Blocks of the
+paper are 2048 entries (256 in current bitsandbytes) of the flattened array; along a dimension, a
+sharded array is coded where it lies."""
 SMALLEST = 4096
 """Arrays of fewer entries stay in float32 (`min_8bit_size` of bitsandbytes)."""
 
@@ -27,7 +27,7 @@ class InBlocks(NamedTuple):
     codes: Any
     """uint8, of the shape of the parameter; or the array itself in float32, if it is small."""
     scales: Any
-    """float32, largest absolute entry of each block; one 0 for an array that is small."""
+    """float32, largest absolute entry of each block; a single 0 for a small array."""
 
 
 def dynamic_codes(*, is_signed: bool) -> np.ndarray:
@@ -47,7 +47,8 @@ def dynamic_codes(*, is_signed: bool) -> np.ndarray:
 def kept_in_8_bits(
     inner: optax.GradientTransformation, moments: dict[str, bool]
 ) -> optax.GradientTransformation:
-    """`inner`, which reads and writes moments in float32, these kept in 8 bits between updates.
+    """`inner`, which reads and writes moments in float32, with these kept in 8 bits between
+    updates.
 
     Args:
         inner: a transformation whose state is a NamedTuple of trees like the parameters.
@@ -86,7 +87,7 @@ def _coded(tree: Any, is_signed: bool) -> InBlocks:
             return leaf
         shares = _in_blocks(leaf) / jnp.where(scales > 0, scales, 1)[..., None]
         nearest = jnp.searchsorted(middles, shares, method="scan_unrolled").astype(jnp.uint8)
-        if not is_signed:  # a second moment of 0 beside a first that is not: a step without bound
+        if not is_signed:  # a second moment of 0 with a nonzero first: an unbounded step
             nearest = jnp.where(shares > 0, jnp.maximum(nearest, 1), nearest)
         return _without_blocks(nearest, leaf.shape)
 

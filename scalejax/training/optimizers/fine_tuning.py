@@ -29,8 +29,8 @@ def trainable(config: FineTuningConfig | None, params: Any) -> Any:
 
 
 def with_base_type(config: FineTuningConfig | None, model: ModelConfig, params: Any) -> Any:
-    """`params` with the frozen ones that are used in the compute type alone, matrices and
-    embeddings, in the type in which the base is kept."""
+    """`params` with frozen matrices and embeddings, which are used in the compute type alone, cast
+    to the type in which the base is kept."""
     if config is None or config.base_dtype == "float32":
         return params
 

@@ -2,9 +2,9 @@
 
 The loss is multiplied by a power of two, so that small gradients do not vanish in the 5 bits of
 float16's exponent; the gradient, float32 after the backward pass of the parameter's cast, is
-divided by it again. Where it overflowed, the update is skipped and the scale is halved; after
-enough finite updates in a row it is doubled (Micikevicius et al. 2018, arXiv 1710.03740, section
-3.2; numbers as in PyTorch's GradScaler).
+divided by it again. If it overflowed, the update is skipped and the scale is halved; after enough
+finite updates in a row it is doubled (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2;
+numbers as in PyTorch's GradScaler).
 
 Wraps an optimizer, so that scale and counts are part of its state: saved and restored with it, and
 absent in other types. Flax's `DynamicScale` differentiates and updates the scale in one call: with
@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import optax
 
 INITIAL_SCALE = 2.0**16
-"""PyTorch's GradScaler (`init_scale`), and the three below (`growth_factor`, `backoff_factor`,
-`growth_interval`)."""
+"""As in PyTorch's GradScaler (`init_scale`), like the three below (`growth_factor`,
+`backoff_factor`, `growth_interval`)."""
 GROWTH, BACKOFF = 2.0, 0.5
 GROWTH_INTERVAL = 2000
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 holds to the last bit
 
 
 class LossScaled(NamedTuple):
-    """State of an optimizer whose gradients are of a scaled loss."""
+    """State of an optimizer that takes gradients of a scaled loss."""
 
     scale: jax.Array
     """Factor of the next loss, float32."""
@@ -41,8 +41,8 @@ class LossScaled(NamedTuple):
 def with_loss_scale(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """`inner` for gradients of a loss that is multiplied by the `scale` of the state.
 
-    Where an entry of a gradient is not finite, on whatever device, updates are zero and the
-    state of `inner` stays as it was, its count of updates (and so the learning rate) included.
+    If any entry of a gradient is not finite, on any device, updates are zero and the state of
+    `inner` stays as it was, including its count of updates (and so the learning rate).
     """
 
     def init(params: optax.Params) -> LossScaled:

@@ -1,4 +1,4 @@
-"""The hidden matrices of a network: which parameters are some, and arrays as stacks of matrices.
+"""The hidden matrices of a network: which parameters they are, and arrays as stacks of matrices.
 
 Knows paths and shapes of parameters; nothing of what optimizers do with matrices.
 """
@@ -36,7 +36,7 @@ class MatrixAxes:
         return moved.reshape(*batch, rows, -1)
 
     def as_array(self, matrices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The array of this shape, of [*batch, rows, columns]."""
+        """The array of this shape, from [*batch, rows, columns]."""
         order = (*self.batch, *self.rows, *self.columns)
         moved = matrices.reshape([shape[axis] for axis in order])
         return moved.transpose([order.index(axis) for axis in range(len(shape))])
@@ -61,14 +61,14 @@ class HiddenMatrices:
     """`Network.output_layers`."""
 
     def axes(self, path: tuple[Any, ...], leaf: Any) -> MatrixAxes | None:
-        """The dimensions of the matrices of a parameter; None if it is no hidden matrix."""
+        """The dimensions of the matrices of a parameter; None if it is not a hidden matrix."""
         *parts, last = parameter_path(path).split("/")
         if last != "kernel" or not parts or parts[0] in _ENDS:
             return None
         if "head" in parts or "/".join(parts) in self.output_layers:
             return None
         if "depthwise" in parts:
-            return None  # a filter for each channel: shapes alone do not tell it from a first layer
+            return None  # a filter per channel: by shape alone it could be a first layer
         is_stacked = parts[0] in self.stacked
         batch = list(range(is_stacked + ("experts" in parts)))
         rest = list(range(len(batch), len(leaf.shape)))
@@ -89,7 +89,7 @@ class HiddenMatrices:
         return jax.tree.map(lambda is_matrix: not is_matrix, self.is_matrix(params))
 
     def mapped(self, function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-        """`function` of (axes, leaf, ...) for the leaves of trees in which all are matrices."""
+        """`function(axes, leaf, ...)` for each leaf of trees in which all leaves are matrices."""
         return tree_map_with_path(
             lambda path, leaf, *rest: function(self.axes(path, leaf), leaf, *rest), tree, *others
         )

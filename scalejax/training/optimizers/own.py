@@ -1,4 +1,4 @@
-"""A user's own optimizer: the function at an import path, and what it gives.
+"""A user's own optimizer: the function at an import path, and what it returns.
 
 Knows import paths and Optax transformations; nothing of networks and meshes.
 """
@@ -19,13 +19,13 @@ from scalejax.training.schedules import Schedule
 def own_optimizer(
     config: CustomOptimizerConfig, schedule: Schedule
 ) -> optax.GradientTransformation:
-    """What the function at "module:function" makes of the schedule and the options; modules are
+    """What the function at "module:function" returns for the schedule and the options; modules are
     found in the working directory too.
 
     Raises:
         ConfigError: if there is no such module or function, its code fails, it does not take the
-            options, or gives no transformation; `init` of the transformation, if one of its
-            functions fails.
+            options, or it returns no transformation; also raised by `init` of the transformation,
+            if one of its functions fails.
     """
     function = own_function("optimizer.path", config.path, "the learning rate")
     called = f"{config.path} is called as function(learning_rate, **options), but"
@@ -35,7 +35,7 @@ def own_optimizer(
         accepted = f"{called}: {error}"
         raise ConfigError(refusal("optimizer.options", config.options, accepted)) from error
     except ValueError:
-        pass  # a built-in one has no signature: the call will say
+        pass  # a built-in one has no signature: the call will tell
     try:
         made = function(schedule, **config.options)
     except Exception as error:
@@ -50,13 +50,13 @@ def own_optimizer(
 def _tried(
     config: CustomOptimizerConfig, made: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """`made`, whose `init` tries an update of these parameters too, by shapes alone, and refuses
-    what fails, such as one that needs the loss."""
+    """`made`, with an `init` that also tries an update of these parameters, by shapes alone, and
+    refuses an optimizer that fails, such as one that needs the loss."""
 
     def init(params: Any) -> Any:
         try:
             state = made.init(params)
-            if not jax.tree.leaves(params):  # a placeholder, by which Optax tells what state is of
+            if not jax.tree.leaves(params):  # a placeholder that marks per-parameter state
                 return state
             updates, _ = jax.eval_shape(made.update, params, state, params)
             if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):

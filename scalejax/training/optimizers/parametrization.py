@@ -1,7 +1,7 @@
 """Rates and epsilons of a parametrization (muP, CompleteP) by parameter.
 
-Knows how much wider and deeper than its base a network is, and paths of parameters; nothing of the
-network, whose initial weights and multipliers follow in `models`.
+Knows how much wider and deeper a network is than its base, and paths of parameters; nothing of the
+network itself, whose initial weights and multipliers are set in `models`.
 """
 
 from collections.abc import Callable
@@ -18,23 +18,23 @@ from scalejax.training.optimizers.matrices import HiddenMatrices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parametrization:
-    """A network beside its base."""
+    """The size of a network relative to its base."""
 
     width: float
     """Width over that of the base."""
     depth: float
-    """Layers over those of the base; 1 if rates are to carry over to other widths alone."""
+    """Layers over those of the base; 1 if rates are to carry over to other widths only."""
 
 
 def parametrized(
     size: Parametrization | None, inner: optax.GradientTransformation, hidden: HiddenMatrices
 ) -> optax.GradientTransformation:
-    """`inner`, whose steps have entries of size 1 before rate and decay, with epsilon over width,
-    in blocks over width x depth, and with steps of hidden matrices over width.
+    """`inner`, whose steps have entries of size 1 before rate and decay, with epsilon divided by
+    width (in blocks by width x depth) and the steps of hidden matrices divided by width.
 
-    A decay that comes after it is that of the rate of the schedule: over width for the rate, times
-    width for itself. Epsilon is scaled by gradients, of which it is the scale: Adam's step of c g
-    with e is that of g with e / c.
+    Weight decay that comes after it has the rate of the schedule: its rate is divided by width, and
+    its coefficient multiplied by it. Epsilon is scaled through the gradients: Adam's step for c g
+    with e is its step for g with e / c.
 
     Source: Dey et al. 2025, arXiv 2505.01618, table 1 with alpha = 1.
     """

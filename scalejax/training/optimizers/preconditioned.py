@@ -24,13 +24,13 @@ class PreconditionedState(NamedTuple):
     mu: Any
     """First moment, of the shape of the parameter."""
     nu: Any
-    """Second moment, likewise; of SOAP of the gradient in the basis."""
+    """Second moment, likewise; in SOAP, of the gradient in the basis."""
     left: Any
-    """Mean of G G^T, [*B, M, M]; of one element where that side has no preconditioner."""
+    """Mean of G G^T, [*B, M, M]; one element if that side has no preconditioner."""
     right: Any
     """Mean of G^T G, [*B, N, N]."""
     left_factor: Any
-    """The preconditioner of rows, computed of `left`: a basis, or a root."""
+    """The preconditioner of rows, computed from `left`: a basis, or a root."""
     right_factor: Any
     """That of columns."""
 
@@ -53,8 +53,8 @@ def scale_by_soap(config: SoapConfig, hidden: HiddenMatrices) -> optax.GradientT
 
 
 def scale_by_shampoo(config: ShampooConfig, hidden: HiddenMatrices) -> optax.GradientTransformation:
-    """L^-1/4 M R^-1/4, or the inverse square root of the only side that has a preconditioner, of
-    the length of Adam's step of each matrix."""
+    """L^-1/4 M R^-1/4, or the inverse square root of the only side that has a preconditioner, with
+    the length of Adam's step for each matrix."""
 
     def direction(
         gradient: jax.Array, mu: jax.Array, nu: jax.Array, left: Any, right: Any, count: jax.Array
@@ -66,7 +66,8 @@ def scale_by_shampoo(config: ShampooConfig, hidden: HiddenMatrices) -> optax.Gra
         return step * jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 0), nu
 
     def root(mean: jax.Array, largest: jax.Array, before: jax.Array, sides: int) -> jax.Array:
-        # Of each 1 / (2 sides), so that the step has no power of the gradient's scale.
+        # A power of -1 / (2 sides) of each, so that the step does not depend on the gradient's
+        # scale.
         return _inverse_root(mean, largest, 2 * sides, config.root_steps)
 
     return _preconditioned(config, hidden, direction, root)
@@ -78,9 +79,9 @@ def _preconditioned(
     direction: Callable[..., tuple[jax.Array, jax.Array]],
     factor: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array],
 ) -> optax.GradientTransformation:
-    """The transformation of matrices of (gradient, moments, factors) by `direction`, with factors
-    made by `factor` of the means with their ridge, a bound on their eigenvalues, those before, and
-    the number of sides that have one."""
+    """The transformation of matrices by `direction`, from gradient, moments and factors. `factor`
+    makes the factors from the means with their ridge, a bound on their eigenvalues, the factors
+    before, and the number of sides that have one."""
 
     def refreshed_factor(mean: jax.Array, before: jax.Array, sides: int) -> jax.Array:
         if _or_none(mean) is None:
@@ -167,14 +168,15 @@ def _preconditioned(
 
 
 def _or_none(side: jax.Array) -> jax.Array | None:
-    """What a side has, or None if it has no preconditioner."""
+    """The array of a side, or None if it has no preconditioner."""
     return None if side.ndim == 1 else side
 
 
 def _multiplied(
     left: jax.Array | None, matrices: jax.Array, right: jax.Array | None, *, is_back: bool
 ) -> jax.Array:
-    """left^T X right, or left X right^T on the way back; of symmetric factors these are one."""
+    """left^T X right, or left X right^T on the way back; for symmetric factors these are the
+    same."""
     if left is not None:
         rule = "...ij,...jn->...in" if is_back else "...ji,...jn->...in"
         matrices = jnp.einsum(rule, left, matrices)
@@ -187,16 +189,16 @@ def _multiplied(
 def _adam(
     mu: jax.Array, nu: jax.Array, config: PreconditionedConfig, count: jax.Array
 ) -> jax.Array:
-    """Adam's step of these moments, with its corrections (Kingma & Ba 2015, algorithm 1)."""
+    """Adam's step for these moments, with its bias corrections (Kingma & Ba 2015, algorithm 1)."""
     mu, nu = mu / (1 - config.beta1**count), nu / (1 - config.beta2**count)
     return mu / (jnp.sqrt(nu) + config.epsilon)
 
 
 def _orthogonalised(matrices: jax.Array) -> jax.Array:
-    """Q of the QR decomposition of (..., n, n) matrices; on a CPU one after the other.
+    """Q of the QR decomposition of (..., n, n) matrices; on a CPU one after another.
 
-    jaxlib's LAPACK gives a batch to the threads of XLA's pool and waits for them on one of these,
-    so that as many decompositions at once as there are threads wait for ever (seen with jaxlib
+    jaxlib's LAPACK hands a batch to the threads of XLA's pool and waits for them on one of these,
+    so that as many concurrent decompositions as there are threads deadlock (seen with jaxlib
     0.10.2: two devices on two cores).
     """
 

@@ -1,6 +1,7 @@
 """Sophia: steps along a momentum over a diagonal estimate of curvature, each entry clipped.
 
-Knows gradients and estimates; nothing of losses: who samples labels hands their gradient over.
+Knows gradients and estimates; nothing of losses: the caller samples labels and passes in their
+gradient.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,11 @@ class SophiaState(NamedTuple):
     mu: Any
     """Mean of gradients."""
     curvature: Any
-    """Mean of estimates of the diagonal of the Gauss-Newton matrix, of `refreshed`."""
+    """Mean of estimates of the diagonal of the Gauss-Newton matrix, from `refreshed`."""
 
 
 def scale_by_sophia(config: SophiaConfig) -> optax.GradientTransformation:
-    """clip(m / max(gamma h, epsilon), 1) of the mean m of gradients and h of estimates.
+    """clip(m / max(gamma h, epsilon), 1) for the mean m of gradients and the mean h of estimates.
 
     Source: Liu et al. 2023, arXiv 2305.14342, algorithm 3, lines 6 and 13.
     """
@@ -53,11 +54,11 @@ def refreshed(
     step: jax.Array,
     of_sampled_labels: Callable[[], tuple[Any, Any]],
 ) -> Any:
-    """The optimizer's state, with a new estimate in the mean of its curvature in the first of every
+    """The optimizer's state, with a new estimate added to its mean curvature in the first of every
     `refresh_every_steps` updates.
 
-    The estimate is Gauss-Newton-Bartlett's: B g * g, of the gradient g of the mean cross-entropy of
-    B labels that are sampled of the network's own logits (Liu et al. 2023, algorithm 2).
+    The estimate is Gauss-Newton-Bartlett's: B g * g, for the gradient g of the mean cross-entropy
+    of B labels that are sampled from the network's own logits (Liu et al. 2023, algorithm 2).
 
     Args:
         config: the optimizer.

@@ -2,7 +2,7 @@
 
 Knows gradients, steps, and which parameters are stacked over layers; nothing of rates. Norms and
 counts are of whole arrays, however they are sharded, so this must be traced outside of `shard_map`,
-but for devices that each train parameters of their own.
+unless devices each train their own parameters.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def with_clipping(
     Args:
         config: how; if None, gradients are left as they are.
         inner: an optimizer.
-        stacked: `Network.stacked`: each layer in there is a block.
+        stacked: `Network.stacked`: each layer in these is a block.
     """
     if config is None:
         return inner
@@ -54,8 +54,8 @@ def _clipped_by_block(gradient: Any, max_norm: float, stacked: tuple[str, ...]) 
 
 
 def squared_layer_norms(gradient: Any, stacked: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Squared norm of the gradient of each layer, by its name: a number, or [layers] of layers that
-    are stacked. A layer is a block, and each of numbered blocks is one ("blocks/3")."""
+    """Squared norm of each layer's gradient, by the layer's name: a number, or [layers] for stacked
+    layers. A layer is a block, or one of several numbered blocks ("blocks/3")."""
 
     def layer_of(path: tuple[Any, ...]) -> str:
         block, *parts = parameter_path(path).split("/")
@@ -87,8 +87,8 @@ def _squares_by(
 def cautious(
     inner: optax.GradientTransformation, stacked: tuple[str, ...]
 ) -> optax.GradientTransformation:
-    """`inner`, whose steps have no entries that point against the gradient; the others of a layer
-    of d entries, of which n are left, are multiplied by d / (n + 1).
+    """`inner`, with the entries of its steps that point against the gradient set to 0; the n
+    entries left of a layer's d are multiplied by d / (n + 1).
 
     Source: Liang et al. 2024, "Cautious Optimizers", arXiv 2411.16085, algorithm 1.
     """
@@ -115,9 +115,9 @@ class _LastGradient(NamedTuple):
 
 
 def corrected_by_the_last(share: float) -> optax.GradientTransformation:
-    """g + share (g - g of the update before), and g in the first.
+    """g + share (g - g of the previous update), and g in the first update.
 
-    Source: Yuan et al. 2024, "MARS", arXiv 2411.10438, equation 2.10 with the batch before.
+    Source: Yuan et al. 2024, "MARS", arXiv 2411.10438, equation 2.10 with the previous batch.
     """
 
     def init(params: Any) -> _LastGradient:

@@ -23,11 +23,10 @@ HIDDEN = 4096
 class AlexNet(Network, names=("alexnet",)):
     """Five convolutions with ReLU, three pools, three linear layers.
 
-    The one-tower network of Krizhevsky 2014 (arXiv 1404.5997) as TensorFlow's benchmarks have it
-    (tensorflow/benchmarks, tf_cnn_benchmarks/models/alexnet_model.py): images of 227 x 227, of
-    which the first convolution takes every fourth place without padding, and 384 channels in the
-    fourth (torchvision's has 256). No local response normalisation, and no dropout (see
-    `Perceptron`).
+    The one-tower network of Krizhevsky 2014 (arXiv 1404.5997) as in TensorFlow's benchmarks
+    (tensorflow/benchmarks, tf_cnn_benchmarks/models/alexnet_model.py): 227 x 227 images, a first
+    convolution with stride 4 and no padding, and 384 channels in the fourth (torchvision's has
+    256). No local response normalisation, and no dropout (see `Perceptron`).
     """
 
     def __init__(self, config: ImageNetworkConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
@@ -74,7 +73,7 @@ class AlexNet(Network, names=("alexnet",)):
 
 
 def _places_left(side: int) -> int:
-    """Places along a side of `side` pixels that the linear layers see: 6 of 227."""
+    """Places along a side of `side` pixels that the linear layers see: 6 for 227."""
     side = (side - SIZES[0]) // 4 + 1
     for _ in POOLED:
         side = (side - 3) // 2 + 1

@@ -5,8 +5,8 @@ backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused attentio
 separate matrix products and softmax, on any device and in any type.
 
 Shapes: B batch, S query tokens, T key tokens, H heads of queries, G heads of keys and values,
-R heads of queries per head of keys and values, K size of a head, J of a head of values, N parts of
-a sequence as long as a window W.
+R heads of queries per head of keys and values, K size of a head, J size of a head of values, N
+parts of a sequence, each as long as a window W.
 """
 
 from dataclasses import replace
@@ -90,24 +90,24 @@ def causal_attention(
 ) -> jax.Array:
     """Causal attention of every token over itself and those before it, [B, S, H, K].
 
-    The softmax is in float32 in both kinds; unfused, scores are rounded to their type before it.
-    An unresolved "auto" is unfused. Over the context axis it is that of `context_attention`, but
+    Both kinds compute the softmax in float32; unfused attention rounds scores to their type first.
+    An unresolved "auto" is unfused. Over the context axis it is that of `context_attention`, except
     for unfused attention with "all_gather": queries stay sharded, keys and values of all tokens
-    are gathered, and tokens have their own order.
+    are gathered, and tokens keep their natural order.
 
     Args:
         q_BSHK: queries.
         k_BSGK: keys, each shared by H / G heads of queries: H is a multiple of G.
-        v_BSGK: values; their heads may be of another size.
+        v_BSGK: values; the size of their heads may differ.
         kind: fused or unfused.
         remat: "selective" and "selective_op" save only queries, keys and values for the backward
             pass.
         window: tokens that a token attends to, itself and those just before it; None for all.
-            Unfused, a sequence of several windows is computed in parts of that many tokens, each of
-            which sees itself and the part before (Beltagy et al. 2020, arXiv 2004.05150, section
-            3): scores are [B, H, S, 2 W].
-        sinks_H: a score of each head that takes a share of its softmax and adds nothing (gpt-oss,
-            arXiv 2508.10925); unfused alone.
+            Unfused attention computes a sequence of several windows in parts of that many tokens,
+            each of which sees itself and the part before (Beltagy et al. 2020, arXiv 2004.05150,
+            section 3): scores are [B, H, S, 2 W].
+        sinks_H: one score per head that takes a share of its softmax and adds nothing (gpt-oss,
+            arXiv 2508.10925); unfused only.
     """
     strategy, packed = constraints().context_strategy, documents()
     segments_BS = None if packed is None else packed.segment_ids_BS
@@ -127,8 +127,8 @@ def causal_attention(
 
 
 def goes_by_blocks(strategy: ContextStrategy, kind: AttentionKind) -> bool:
-    """Whether attention over context shards goes by blocks of keys, in the order of
-    `sharding.zigzag_chunks`: unfused, gathered keys are attended to at once."""
+    """Whether attention over context shards proceeds by blocks of keys, in the order of
+    `sharding.zigzag_chunks`; unfused attention attends to all gathered keys at once."""
     return strategy == "ring" or (strategy == "all_gather" and kind == "fused")
 
 
@@ -158,7 +158,7 @@ def _unfused(
         attend = jax.named_scope(window_scope(window, 2 * window))(attend)
     elif window is not None or sinks_H is not None or is_packed:
         attend = partial(_masked, segments_BS=segments_BS, window=window, sinks_H=sinks_H)
-        if window is not None:  # by which the FLOP that the model needs are counted
+        if window is not None:  # the FLOP that the model needs are counted by this name
             attend = jax.named_scope(window_scope(window, k_BSGK.shape[1]))(attend)
     else:
         attend = _ungrouped if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
@@ -182,7 +182,7 @@ def _masked(
     window: int | None,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Attention of every token over its window and document, the scores of all tokens masked."""
+    """Attention of every token over its window and document, by masking the scores of all."""
     queries, keys = q_BSHK.shape[1], k_BSGK.shape[1]
     is_seen_BST = _seen(queries, keys, window)[None]
     if segments_BS is not None:
@@ -198,8 +198,8 @@ def _seen(queries: int, keys: int, window: int | None) -> jax.Array:
 
 
 def _places(queries: int, keys: int) -> jax.Array:
-    """Places of queries among keys: where these are of all tokens of a sample and those of one
-    device along context, it has them in their own order."""
+    """Places of queries among keys; where keys are of all tokens of a sample and queries of one
+    device along context, tokens are in their natural order."""
     place = jnp.arange(queries)
     return place if queries == keys else place + jax.lax.axis_index(CONTEXT) * queries
 
@@ -212,7 +212,7 @@ def _in_parts(
     window: int,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Attention of every token over its window, the scores of two parts of the sequence at once."""
+    """Attention of every token over its window, with scores over two parts of the sequence."""
 
     def parts(heads: jax.Array) -> jax.Array:
         return heads.reshape(heads.shape[0], -1, window, *heads.shape[2:])
@@ -242,7 +242,7 @@ def _attended(
     is_seen_BST: jax.Array,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Softmax of masked scores in float32, scores of sinks beside them, and what it mixes."""
+    """Values mixed by the softmax, in float32, of masked scores and of sinks if there are any."""
     batch, tokens, heads, size = q_BSHK.shape
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, tokens, groups, heads // groups, size)
@@ -286,17 +286,18 @@ def _kernel(
 ) -> jax.Array:
     """cuDNN's causal attention of whole samples, each token over its window.
 
-    Of several documents the mask is added to the scores, in their type [B, 1, S, S], with the
-    window, which the kernel does not have beside it: the products of all pairs of causal tokens are
-    computed. cuDNN also takes the lengths of documents, and skips what is between them, for as many
-    as there are at most in any example; that number a run does not know.
+    With several documents, a mask [B, 1, S, S] in the type of the scores is added to them. It
+    includes the window, which the kernel does not support alongside a mask: the products of all
+    pairs of causal tokens are computed. cuDNN also accepts the lengths of documents, and skips what
+    is between them, but needs the largest number of documents of any example, which a run does not
+    know.
     """
     if segments_BS is not None:
         tokens = q_BSHK.shape[1]
         is_seen_BST = same_document(segments_BS, segments_BS) & _seen(tokens, tokens, window)[None]
         bias_B1ST = cudnn.combine_bias_and_mask(None, is_seen_BST[:, None], q_BSHK.dtype)
         none = jnp.zeros(0, q_BSHK.dtype)
-        # JAX's public function would have the kernel write a gradient of the mask, as large as it.
+        # JAX's public function would make the kernel write a gradient as large as the mask.
         return cudnn._dot_product_attention(
             q_BSHK,
             k_BSGK,
@@ -304,7 +305,7 @@ def _kernel(
             bias_B1ST,
             *(none,) * 6,  # lengths, offsets and page tables
             q_BSHK.shape[-1] ** -0.5,
-            42,  # seed, of no dropout
+            42,  # seed, unused: no dropout
             0.0,
             (True, False),
             cudnn.MaskType.CAUSAL,
@@ -318,7 +319,7 @@ def _kernel(
         if window is not None:
             attend = partial(attend, local_window_size=(window - 1, 0))
         return attend(q_BSHK, k_BSGK, v_BSGJ)
-    # cuDNN has heads of values of another size from Hopper on; the function above refuses them.
+    # From Hopper on cuDNN accepts heads of values of another size; the function above does not.
     return cudnn.dot_product_attention(  # type: ignore[return-value]  one of them
         q_BSHK,
         k_BSGK,

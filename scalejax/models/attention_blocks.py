@@ -2,9 +2,10 @@
 
 A block returns its result with the log-sum-exp of its scores, with which results of the same
 queries over other keys are merged (Milakov & Gimelshein 2018, arXiv 1805.02867, algorithm 3; Dao
-2023, "FlashAttention-2", arXiv 2307.08691, section 3.1). The gradient of a block takes the merged
-result and log-sum-exp: the shares of its scores are then those of the whole. By cuDNN's kernels,
-which keep no scores, or by plain products and a softmax in float32, on any device.
+2023, "FlashAttention-2", arXiv 2307.08691, section 3.1). The gradient of a block uses the merged
+result and log-sum-exp, so that the shares of its scores are those of the whole. Blocks are computed
+by cuDNN's kernels, which keep no scores, or by plain products and a softmax in float32, on any
+device.
 
 Shapes: B batch, S query tokens, T key tokens, H heads of queries, G heads of keys and values, R
 heads of queries per head of keys and values, K size of a head.
@@ -51,7 +52,7 @@ def block_result(
 ) -> BlockResult:
     """Attention of a block of queries over a block of keys.
 
-    A query all of whose keys are of other documents has a log-sum-exp so low that its result has no
+    A query whose keys all belong to other documents has a log-sum-exp so low that its result has no
     share in a merged one.
 
     Args:
@@ -59,8 +60,8 @@ def block_result(
         q_BSHK: queries.
         k_BTGK: keys, each shared by H / G heads of queries.
         v_BTGK: values.
-        is_causal: whether queries see the keys up to their own place; as many of both.
-        segments: documents of queries and keys, which do not see each other; None for one.
+        is_causal: whether queries see only keys up to their own place; needs as many of both.
+        segments: documents of queries and keys; a query sees only its own. None for one document.
     """
     if kind == "fused":
         mask = None if segments is None else same_document(*segments)[:, None]
@@ -168,14 +169,14 @@ def _fused_gradients(
     is_causal: bool,
     segments: Segments | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """cuDNN's gradient of a block; bound as JAX's own rule binds it, with a log-sum-exp and a
-    result that are not of this block alone."""
+    """cuDNN's gradient of a block, bound as by JAX's own rule, but with the log-sum-exp and the
+    result over all blocks."""
     cudnn, bias = _cudnn(), jnp.zeros(0, q_BSHK.dtype)
     none = bias
     if segments is not None:
         mask = same_document(*segments)[:, None]
         bias = cudnn.combine_bias_and_mask(None, mask, q_BSHK.dtype)
-    # A function of scores, which JAX has known since 0.12 and older ones refuse.
+    # A function of scores, a parameter that JAX has since 0.12 and older versions refuse.
     newer = {"score_mod": None} if _takes_score_mod(cudnn) else {}
     dq, dk, dv = getattr(cudnn, _BACKWARD).bind(
         q_BSHK,
@@ -232,7 +233,7 @@ def _flat(each_BGRS: jax.Array) -> jax.Array:
 
 
 def _of_token(each_BHS: jax.Array) -> jax.Array:
-    """Factors as they multiply values, [B, S, H, 1]."""
+    """Factors in the layout of values, [B, S, H, 1]."""
     return each_BHS.swapaxes(1, 2)[..., None]
 
 

@@ -34,7 +34,7 @@ class Attention(nnx.Module):
         dtype = jnp.dtype(config.compute_dtype)
         _, hidden, heads = config.size
         self.remat: Remat = config.remat
-        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
+        # Heads are a dimension of their own, so that the tensor axis divides only them.
         self.qkv = nnx.LinearGeneral(
             hidden, (3, heads, hidden // heads), dtype=dtype, kernel_init=INIT, rngs=rngs
         )
@@ -74,7 +74,7 @@ class Block(nnx.Module):
 
 
 class MaskedWordHead(nnx.Module):
-    """From a masked place to the embedding of its word: a linear layer, GELU, a normalisation."""
+    """Maps a masked place to the embedding of its word: a linear layer, GELU, a normalisation."""
 
     def __init__(self, config: BertConfig, vocabulary: int, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
@@ -144,7 +144,7 @@ class Bert(Network, names=("bert_base", "bert_large")):
         places_SD = constrained(self.places.embedding.astype(self.dtype), P(None, None))
         segments_2D = constrained(self.segments.embedding.astype(self.dtype), P(None, None))
         separators_BS = (inputs == SEPARATOR_TOKEN).astype(jnp.int32)
-        # A separator ends its segment: only what comes after it is of the second.
+        # A separator ends its segment: only what comes after it is in the second.
         is_second_BS = separators_BS.cumsum(axis=1) > separators_BS
         x_BSD = jnp.take(words_VD, inputs, axis=0, mode="clip")
         x_BSD = x_BSD + places_SD[None, : inputs.shape[1]]
@@ -173,8 +173,8 @@ class Bert(Network, names=("bert_base", "bert_large")):
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
 def _gelu(x: jax.Array) -> jax.Array:
-    """GELU by the error function, as BERT has it; its backward pass computes it again from `x`,
-    for otherwise a scan would keep several intermediate results of the width of `x`."""
+    """GELU by the error function, as in BERT; recomputed from `x` in the backward pass: otherwise
+    a scan would keep several intermediate results of the width of `x`."""
     return jax.nn.gelu(x, approximate=False)
 
 

@@ -63,12 +63,12 @@ def with_added(
         added_BSD = normalised(post_norm, constrained_residual(added_BSD))  # type: ignore[arg-type]
     added_BSD = dropped(added_BSD if scale == 1 else added_BSD * scale)
     x_BSD = constrained_residual(x_BSD + added_BSD)
-    # Else the all-reduce over tensor would be repeated in the backward pass.
+    # Otherwise the all-reduce over tensor would be repeated in the backward pass.
     return kept(x_BSD) if axis_size(TENSOR) > 1 else x_BSD
 
 
 def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rngs) -> _Block:
-    """`count` blocks in one, each parameter of shape (count, ...); a key of its own for each."""
+    """`count` blocks as one, each parameter of shape (count, ...); each block has its own key."""
     return nnx.vmap(lambda key: build(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
 
 
@@ -83,21 +83,21 @@ def through_blocks(
     first: int = 0,
     total: int | None = None,
 ) -> jax.Array:
-    """The residual stream after every one of the stacked `blocks`, [B, S, D].
+    """The residual stream after all of the stacked `blocks`, [B, S, D].
 
     One compiled block is scanned: program and compile time do not grow with depth. Where layers
-    alternate, one period of them is scanned, and what is left of the last one comes after it.
+    alternate, one period of them is scanned, and the layers of an incomplete period follow.
 
     Args:
         blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D], and with a period
-            has `at_place`, itself as the layer at a place in the period.
+            has `at_place`, which returns it as the layer at a place in the period.
         x_BSD: the residual stream before the first.
         dtype: type in which matrices are multiplied.
         remat: what the backward pass recomputes; "selective" is implemented by the block.
         period: layers after which the kinds of layers repeat.
-        is_staged: whether stages of a pipeline each hold some of them; otherwise each computes all
+        is_staged: whether each stage of a pipeline holds some of them; otherwise each computes all
             of them, for its share of the microbatches.
-        first: number of the first among the layers of the network.
+        first: number of the first one among the layers of the network.
         total: layers of the network; None if these are all.
     """
     scanned, stacked = _scanned(blocks, dtype, remat, period, first, total)
@@ -115,9 +115,9 @@ def through_reporting_blocks(
     first: int = 0,
     total: int | None = None,
 ) -> tuple[jax.Array, Any]:
-    """The residual stream after every one of the stacked `blocks`, [B, S, D], and what each
-    reports, [layers, ...]; in a pipeline of each microbatch, [microbatches, layers, ...]. A block
-    maps [B, S, D] to (the same, its report); arguments as for `through_blocks`."""
+    """The residual stream after all of the stacked `blocks`, [B, S, D], and what each reports,
+    [layers, ...], in a pipeline for each microbatch, [microbatches, layers, ...]. A block maps
+    [B, S, D] to (the same, its report); arguments as for `through_blocks`."""
     scanned, stacked = _scanned(blocks, dtype, remat, period, first, total)
     return _through(scanned, stacked, x_BSD, remat, is_staged, is_reporting=True)
 
@@ -148,7 +148,7 @@ def _scanned(
 ) -> tuple[Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]], nnx.State]:
     """The scan over stacked `blocks`, and the parameters to scan over."""
     structure, stacked = nnx.split(blocks)
-    # Before the scan: once, and not for every pass over a block; gradients of all blocks
+    # Cast before the scan: once, not in every pass over a block; gradients of all blocks
     # are then stacked in the compute type too, half the memory of float32.
     stacked = jax.tree_util.tree_map_with_path(partial(cast_kernel, dtype), stacked)
 
@@ -170,7 +170,7 @@ def _in_periods(
     structure: nnx.GraphDef, remat: DecoderRemat, period: int
 ) -> Callable[[nnx.State, jax.Array], tuple[jax.Array, Any]]:
     """A function of stacked layers and the residual stream that scans whole periods of layers, each
-    of which is at its place in the period, and then passes the layers that are left."""
+    layer at its place in the period, and then passes through the remaining layers."""
 
     def at(place: int) -> Callable[..., tuple[jax.Array, Any]]:
         def block(x_BSD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:

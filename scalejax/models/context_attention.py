@@ -1,20 +1,21 @@
 """Causal attention of tokens that are sharded over the context axis.
 
-Three ways, `layout.context_strategy`. "ring": each device attends to its own keys, and then to
-those of every other device, which travel from neighbour to neighbour while the last are used (Liu
-et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889, algorithm 1).
-"all_gather": the same blocks, of keys that are all-gathered first (Grattafiori et al. 2024, "The
+`layout.context_strategy` is one of three. "ring": each device attends to its own keys, and then to
+those of every other device, which travel from neighbour to neighbour while the previous ones are
+used (Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889, algorithm 1).
+"all_gather": the same blocks, with keys that are all-gathered first (Grattafiori et al. 2024, "The
 Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). "all_to_all": heads are sharded over
-context in place of tokens, so that attention itself sees whole samples (Jacobs et al. 2023,
+context instead of tokens, so that attention itself sees whole samples (Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv 2309.14509, section 3).
 
-The first two go block by block (`attention_blocks`), and the backward pass goes round once more, so
-that memory is linear in the tokens of a device. Under a causal mask every device has the same work
-because of the order of tokens, `sharding.zigzag_chunks`: of 2C chunks, device i holds chunks i and
-2C - 1 - i. Its own tokens are causal among themselves as they lie. Of the keys of another device j,
-if j < i, both of its chunks see the first and none sees the second; else its second chunk sees both
-and its first none. Either way these are two blocks of whole chunks without a mask, so that no block
-needs a mask with an offset, which cuDNN does not have, and no product is computed and thrown away.
+The first two proceed block by block (`attention_blocks`), and the backward pass repeats the blocks,
+so that memory is linear in the tokens of a device. Under a causal mask every device has the same
+work because of the order of tokens, `sharding.zigzag_chunks`: of 2C chunks, device i holds chunks i
+and 2C - 1 - i. Among its own tokens the causal mask is the usual one. With keys of another device
+j, if j < i, both chunks of device i see the first chunk of j and neither sees the second; otherwise
+its second chunk sees both and its first neither. Either way these are two blocks of whole chunks
+without a mask, so that no block needs a mask with an offset, which cuDNN does not have, and no
+product is computed and discarded.
 
 Shapes: B batch, S tokens of a device, H heads of queries, G heads of keys and values, K size of a
 head, C devices along context.
@@ -86,17 +87,17 @@ def attention_over_heads(
     attend: Callable[..., jax.Array],
     segments_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention [B, S, H, K] with heads sharded over context meanwhile, by all-to-alls.
+    """Causal attention [B, S, H, K], with heads sharded over context during it by all-to-alls.
 
-    Where C is more than the heads of keys of a device, each head is sent to all the devices whose
-    queries read it: C / G times.
+    Where C exceeds the number of heads of keys of a device, each head is sent to all the devices
+    whose queries read it: C / G times.
 
     Args:
         q_BSHK: queries of all tokens; C divides the heads of a device.
         k_BSGK: keys; C divides the heads of a device or is a multiple of them.
         v_BSGK: values.
-        attend: causal attention of whole samples for some heads, of queries, keys, values and the
-            documents of all tokens.
+        attend: causal attention of whole samples for some heads; takes queries, keys, values and
+            the documents of all tokens.
         segments_BS: documents of the tokens, if examples hold several.
     """
     shards = axis_size(CONTEXT)
@@ -113,12 +114,12 @@ def attention_over_heads(
 
 
 def _by_head(heads_BSHK: jax.Array) -> jax.Array:
-    """Some of the heads for all tokens, of all heads for some tokens."""
+    """Some of the heads for all tokens, from all heads for some tokens."""
     return lax.all_to_all(heads_BSHK, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
 
 
 def _repeated(heads_BSHK: jax.Array, shards: int) -> jax.Array:
-    """Heads, each as often as makes one for every device, if they are fewer."""
+    """Heads, each repeated so that there is one for every device, if there are fewer."""
     copies = max(1, shards // heads_BSHK.shape[2])
     return heads_BSHK if copies == 1 else jnp.repeat(heads_BSHK, copies, axis=2)
 
@@ -178,7 +179,7 @@ def _forward(
     def of_others(
         time: Any, keys: _Keys, results: tuple[BlockResult, ...]
     ) -> tuple[BlockResult, ...]:
-        """Results of both chunks with the keys of the device that is `time` places before."""
+        """Results of both chunks, the keys of the device `time` places before merged in."""
         first, second = results
         keys_first, keys_second = _chunks(keys)
         block = attend(
@@ -210,7 +211,7 @@ def _forward(
 
         carry = (start, _sent_on(_Keys(k, v, segments)))
         (results, keys), _ = _scanned(step, carry, 1, shards - 1)
-        first, second = of_others(shards - 1, keys, results)  # which are not sent on
+        first, second = of_others(shards - 1, keys, results)  # these keys are not sent on
     else:
         gathered = _gathered(_Keys(k, v, segments))
 
@@ -233,9 +234,9 @@ def _backward(
     saved: tuple[Any, ...],
     gradient: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of queries, keys and values, and None, that of documents.
+    """Gradients of queries, keys and values, and None for documents.
 
-    The queries' are summed in float32. Those of keys and values are summed in their type, as which
+    Gradients of queries are summed in float32; those of keys and values in their own type, in which
     they travel: round the ring one step behind their keys, or in a reduce-scatter.
     """
     q, own, out, log_sums = saved
@@ -254,7 +255,7 @@ def _backward(
     start = (_halves(dq.astype(jnp.float32)), (dk, dv))
 
     def of_others(time: Any, keys: _Keys, dq: _Pair) -> tuple[_Pair, _Pair]:
-        """`dq` with the keys of the device that is `time` places before, and their gradients."""
+        """`dq` with the keys of the device `time` places before added, and their gradients."""
         keys_first, keys_second = _chunks(keys)
         dq_second, *dkv_first = differentiate(
             q_second,
@@ -325,7 +326,7 @@ _blockwise.defvjp(_forward, _backward)
 
 
 def _sent_on(keys: Any) -> Any:
-    """What the device before sent of its keys and values, or of their gradients."""
+    """Keys and values, or their gradients, received from the device before."""
     shards = lax.axis_size(CONTEXT)
     ring = [(place, (place + 1) % shards) for place in range(shards)]
     return lax.ppermute(keys, CONTEXT, ring)
@@ -344,7 +345,7 @@ def _picked(gathered: _Keys, place: jax.Array) -> _Keys:
 
 
 def _placed(sums: _Pair, made: _Pair, place: jax.Array) -> _Pair:
-    """`sums` with the gradients of the keys and values of one device."""
+    """`sums` with the gradients of the keys and values of one device put in their place."""
     return jax.tree.map(
         lambda every, each: lax.dynamic_update_index_in_dim(every, each, place, 0), sums, made
     )
@@ -365,7 +366,7 @@ def _of_both(of_queries: jax.Array | None, of_keys: jax.Array | None) -> Segment
 
 
 def _chunks(arrays: Any) -> tuple[Any, Any]:
-    """A tree of arrays of a device's tokens as two, of its two chunks."""
+    """A tree of arrays of a device's tokens as two trees, one for each of its chunks."""
     leaves, structure = jax.tree.flatten(arrays)
     first, second = zip(*map(_halves, leaves), strict=True)
     return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)

@@ -10,7 +10,7 @@ from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.sharding import constrained_by_row
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
-"""He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017
+"""He's initialisation by outgoing connections, not truncated, as in Goyal et al. 2017
 (arXiv 1706.02677, section 5.1) and torchvision."""
 
 
@@ -79,9 +79,9 @@ class Unit(nnx.Module):
 
 
 def max_pool(images: jax.Array, *, size: int, stride: int, padding: int = 0) -> jax.Array:
-    """The largest of each square neighbourhood of [batch, height, width, channels]."""
+    """The maximum over each square neighbourhood of [batch, height, width, channels]."""
     around = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    # In float16 XLA takes the gradient apart before it partitions, and gathers the batch for it.
+    # In float16 XLA decomposes the gradient before it partitions, and gathers the batch for it.
     is_widened = images.dtype == jnp.float16
     pooled = jax.lax.reduce_window(
         images.astype(jnp.float32) if is_widened else images,
@@ -95,7 +95,7 @@ def max_pool(images: jax.Array, *, size: int, stride: int, padding: int = 0) -> 
 
 
 def classifier(width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """The last layer: weights drawn with standard deviation 0.01 (Goyal et al. 2017), float32
+    """The last layer: weights drawn with standard deviation 0.01 (Goyal et al. 2017), and float32
     sums, so that logits do not lose bits before the loss."""
     return nnx.Linear(
         width,
@@ -113,10 +113,10 @@ def classified(head: nnx.Linear, hidden: jax.Array) -> jax.Array:
 
 
 class Perceptron(nnx.Module):
-    """The three linear layers with which networks of before 2015 end, ReLU between them.
+    """The three linear layers, with ReLU between them, at the end of networks from before 2015.
 
-    The first takes every place of every channel; weights of the two hidden layers are drawn as
-    He et al. 2015 (arXiv 1502.01852) do, so that depth keeps the variance. No dropout: it is
+    The first takes every place of every channel; weights of the two hidden layers are drawn as in
+    He et al. 2015 (arXiv 1502.01852), so that depth keeps the variance. No dropout: it is
     element-wise work on two rows per image, under 0.1 % of a step.
     """
 

@@ -26,7 +26,7 @@ TOKENS = P(TENSOR, FSDP)
 """Sharding of the token embedding: the vocabulary over tensor, as in Megatron (arXiv 1909.08053);
 the width, which is more often divisible, over fsdp."""
 JOIN = P(FSDP, None)
-"""Sharding of the matrix of multi-token prediction; its rows over fsdp, and whole over tensor."""
+"""Sharding of the matrix of multi-token prediction: rows over fsdp, replicated over tensor."""
 
 
 class CausalNetwork(Network):
@@ -49,7 +49,7 @@ class CausalNetwork(Network):
     before_mtp: int = 0
     """Layers before the block of multi-token prediction."""
     total: int | None = None
-    """Layers, with the block of multi-token prediction, the last; None if `blocks` are all."""
+    """Layers, the last being the block of multi-token prediction; None if `blocks` are all."""
     tokens: nnx.Embed
     """Token embedding."""
     blocks: nnx.Module
@@ -57,9 +57,9 @@ class CausalNetwork(Network):
     norm: nnx.LayerNorm | nnx.RMSNorm
     """Norm before the output layer."""
     output: nnx.Embed
-    """The output layer where it is one of its own."""
+    """The output layer, if it is not the token embedding."""
     mtp_join: nnx.LinearGeneral
-    """With multi-token prediction: from twice the width to the width, and the three below."""
+    """For multi-token prediction, as are the three below: from twice the width to the width."""
     mtp_norms: nnx.List
     """Norms of the residual stream and of the next token before they are joined."""
     mtp_blocks: nnx.Module
@@ -79,8 +79,8 @@ class CausalNetwork(Network):
         """Logits [B, S, V] of the token after each of `inputs` [B, S], and of the one after that.
 
         h' = M [norm(h); norm(embedding of the next token)] goes through one block, a norm of its
-        own and the output layer, which is shared. Stages of a pipeline each compute the block for
-        some of the microbatches.
+        own and the shared output layer. Each stage of a pipeline computes the block for some of the
+        microbatches.
 
         Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, equations 21 to 23.
 
@@ -130,7 +130,7 @@ class CausalNetwork(Network):
         return self.through_first_blocks(self._embedded(self._table(self.tokens, TOKENS), inputs))
 
     def through_first_blocks(self, x_BSD: jax.Array) -> jax.Array:
-        """The residual stream after blocks before `blocks` and unlike them; here there are none."""
+        """The residual stream after the unlike blocks before `blocks`; here there are none."""
         return x_BSD
 
     def through_blocks(self, x_BSD: jax.Array) -> jax.Array:
@@ -161,9 +161,9 @@ class CausalNetwork(Network):
         x_BSD: jax.Array,
         norm: nnx.LayerNorm | nnx.RMSNorm | None = None,
     ) -> jax.Array:
-        # In the compute type, then cast up for the loss: so are the products of their gradients.
+        # In the compute type, then cast up for the loss: gradients are multiplied in it too.
         normalised_BSD = constrained_for_head((norm or self.norm)(x_BSD))
-        if self.logit_scale != 1:  # of the narrower of the two
+        if self.logit_scale != 1:  # on the narrower of the two
             normalised_BSD = normalised_BSD * self.logit_scale
         logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
         return constrained_for_head(logits_BSV).astype(jnp.float32)

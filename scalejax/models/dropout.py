@@ -1,8 +1,8 @@
 """Dropout and stochastic depth: what training leaves out of the residual stream, sample by sample.
 
-A mask is drawn of the number of its sample, its layer and its place, so that it is the same however
-samples, tokens and widths are split over devices. Networks are traced in the context of the numbers
-of their samples; without any, as in evaluation, nothing is left out.
+A mask is drawn from the number of its sample, its layer and its place, so that it is the same
+however samples, tokens and widths are split over devices. Networks are traced in the context of the
+numbers of their samples; without these, as in evaluation, nothing is left out.
 Shapes: B batch, S tokens, D hidden.
 """
 
@@ -19,7 +19,7 @@ from scalejax.config.training import DropoutConfig
 from scalejax.models.sharding import constrained_residual, in_token_order
 
 _BEFORE_LAYERS = 2**20
-"""Number of the embedding among the layers: more than there are."""
+"""Number of the embedding among the layers: greater than that of any layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ def _set(drawing: _Drawing | None) -> Iterator[None]:
 
 
 def dropping(config: DropoutConfig | None, numbers_B: jax.Array | None) -> Any:
-    """Context in which networks are traced for samples of these numbers, uint32, drawn anew for
-    each update; without them nothing is left out."""
+    """Context in which networks are traced for samples with these numbers, uint32, which are drawn
+    again for each update; without them nothing is left out."""
     if config is None or numbers_B is None:
         return _set(None)
     return _set(_Drawing(config, numbers_B, places=[]))
 
 
 def numbered(stacked: Any, first: int = 0, total: int | None = None) -> Any:
-    """Parameters of stacked layers, with the number of each beside them if it is asked for: from
-    `first`, of `total` layers of the network; None if these are all."""
+    """Parameters of stacked layers, with the number of each layer if the context needs it: from
+    `first`, of `total` layers of the network (None if these are all)."""
     if _DRAWING.get() is None:
         return stacked
     count = jax.tree.leaves(stacked)[0].shape[0]
@@ -63,7 +63,7 @@ def numbered(stacked: Any, first: int = 0, total: int | None = None) -> Any:
 
 @contextmanager
 def in_layer(layer: Any) -> Iterator[Any]:
-    """Context of one of the layers that `numbered` made, whose parameters it gives."""
+    """Context of one of the layers that `numbered` made; yields its parameters."""
     if (drawing := _DRAWING.get()) is None:
         yield layer
         return
@@ -74,8 +74,8 @@ def in_layer(layer: Any) -> Iterator[Any]:
 
 def dropped(x_BSD: jax.Array) -> jax.Array:
     """What a layer adds to the residual stream, or the embedding before all layers, with entries
-    left out at the rate of the context, and in a layer of whole samples at that of its depth;
-    divided by the share that stays."""
+    dropped at the rate of the context and, in a layer, whole samples at the rate of its depth;
+    divided by the share that is kept."""
     drawing = _DRAWING.get()
     if drawing is None or drawing.places is None:
         return x_BSD

@@ -27,18 +27,18 @@ STAGES = (
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 )
-"""Blocks, side of the kernel, stride of the first block, channels inside over those that come in,
-and channels that go out (Tan & Le 2019, arXiv 1905.11946, table 1)."""
+"""Blocks, side of the kernel, stride of the first block, ratio of inner to input channels, and
+output channels (Tan & Le 2019, arXiv 1905.11946, table 1)."""
 EPSILON = 1e-3
 """Added to a variance before its root (`batch_norm_epsilon` in TensorFlow's efficientnet_lite)."""
 
 
 class Depthwise(nnx.Module):
-    """A convolution of each channel by itself, padded as TensorFlow's "SAME".
+    """A separate convolution of each channel, padded as TensorFlow's "SAME".
 
-    As a sum of shifted products, and not XLA's grouped convolution, which on a CPU takes several
-    times as long; a GPU's compiler makes one kernel of the sum. FLOP of the model, which are
-    those of products of matrices and of convolutions, leave it out: 9 % of this network's.
+    Computed as a sum of shifted products, not as XLA's grouped convolution, which takes several
+    times as long on a CPU; a GPU's compiler makes one kernel of the sum. The FLOP of the model,
+    which count matrix products and convolutions, leave it out: 9 % of this network's.
     """
 
     def __init__(self, channels: int, *, size: int, stride: int, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -55,10 +55,10 @@ class Depthwise(nnx.Module):
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def depthwise(inputs: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     """The convolution of every channel of `inputs` [batch, height, width, channels] with its part
-    of `kernel` [side, side, channels], summed in float32, in the type of the inputs.
+    of `kernel` [side, side, channels], summed in float32, returned in the type of the inputs.
 
-    Its gradient by the inputs is such a convolution too: left to JAX it would be a sum of padded
-    arrays, which takes minutes to compile.
+    Its gradient with respect to the inputs is such a convolution too: left to JAX it would be a sum
+    of padded arrays, which takes minutes to compile.
     """
     size, total = len(kernel), jnp.zeros((), jnp.float32)
     for place, seen in enumerate(_shifted(inputs, size, stride)):
@@ -104,8 +104,8 @@ def _depthwise_backward(
         for each in _shifted(inputs, size, stride)
     ]
     spans, around = _windows(sides, size, stride)
-    # Holes between the gradients where windows jump, and as much around as the kernel reaches;
-    # all of it padded already, so that the convolution below has its result within.
+    # Zeros between the gradients where windows skip places, and around them as far as the kernel
+    # reaches, so that the convolution below needs no more padding.
     edges = []
     for side, span, (before, _) in zip(sides, spans, around, strict=True):
         edges.append((size - 1 - before, side - span + before, stride - 1))
@@ -145,7 +145,7 @@ class Unit(nnx.Module):
 def pointwise(
     width_in: int, width_out: int, *, dtype: jnp.dtype, bn: BatchNormScope, rngs: nnx.Rngs
 ) -> Unit:
-    """A 1x1 convolution, as the product of matrices that it is, and its BatchNorm."""
+    """A 1x1 convolution, computed as a matrix product, and its BatchNorm."""
     layer = nnx.Linear(
         width_in, width_out, use_bias=False, dtype=dtype, kernel_init=HE_NORMAL, rngs=rngs
     )
@@ -153,8 +153,8 @@ def pointwise(
 
 
 class Block(nnx.Module):
-    """Channels widened, each convolved by itself, and narrowed again; added to the input where
-    the shape stays."""
+    """Widens the channels, convolves each separately, and narrows them again; added to the input
+    where the shape is unchanged."""
 
     def __init__(
         self,

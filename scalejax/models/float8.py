@@ -2,29 +2,29 @@
 
 An operand is divided by a scale, so that its largest value is near the largest of the type, rounded
 to 8 bits, and multiplied by the scale again in the product. Scales are powers of two, so that these
-multiplications are exact, and the products of a CPU, which computes them in bfloat16, are of the
-same numbers as those of 8-bit units, into which XLA's compiler for NVIDIA GPUs turns the pattern.
+multiplications are exact, and a CPU, which computes the products in bfloat16, multiplies the same
+numbers as the 8-bit units for which XLA's compiler for NVIDIA GPUs recognises the pattern.
 Activations and matrices are in e4m3 (largest value 448), gradients in e5m2 (57,344); in the block
 formats all are in e4m3.
 
-- "float8": one scale for each operand, of its present values (per-tensor current scaling;
+- "float8": one scale for each operand, from its current values (per-tensor current scaling;
   Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433).
-- "float8_delayed": one for each operand, of the largest value (amax) that it had in the last steps
-  (per-tensor delayed scaling; `DelayedScaling` of NVIDIA's Transformer Engine, with its algorithm
-  "max", a margin of 0 and e5m2 gradients). It is known before the operand is; values beyond it
-  become the largest of the type.
-- "float8_blockwise": one for 128 values along the sum, and for 128 x 128 of a matrix
+- "float8_delayed": one for each operand, from the largest value (amax) that it had in the last
+  steps (per-tensor delayed scaling; `DelayedScaling` of NVIDIA's Transformer Engine, with its
+  algorithm "max", a margin of 0 and e5m2 gradients). It is known before the operand is; values
+  beyond it become the largest of the type.
+- "float8_blockwise": one for every 128 values along the sum, and for every 128 x 128 of a matrix
   (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
-- "mxfp8": one for 32 values along the sum (Open Compute Project 2023, "OCP Microscaling Formats
-  (MX) Specification", version 1.0; Rouhani et al. 2023, arXiv 2310.10537).
+- "mxfp8": one for every 32 values along the sum (Open Compute Project 2023, "OCP Microscaling
+  Formats (MX) Specification", version 1.0; Rouhani et al. 2023, arXiv 2310.10537).
 
 Knows arrays; nothing of layers and meshes. Where the compiler shards an operand, its largest value
 is that of all shards. Where the data axis is manual (`layout.mode` other than "jit", and ZeRO 2,
-several microbatches or the noise scale over data), each device along it scales its own rows, but in
-"float8_delayed", whose scales are of all devices. Gradients there, and over context in a pipeline
-of a timetable, are those of the loss of a device's own rows or tokens, so many times as large as
-there are such devices: histories of gradients hold them so, and a run that goes on with more of
-these devices clips in its first step.
+several microbatches or the noise scale over data), each device along it scales its own rows, except
+in "float8_delayed", whose scales are those of all devices. Gradients there, and over context in a
+pipeline with a timetable, are those of the loss of a device's own rows or tokens, larger by a
+factor of the number of such devices: histories of gradients hold these values, and a run that
+resumes with more of these devices clips in its first step.
 """
 
 import math
@@ -48,7 +48,7 @@ _BLOCKS: dict[Float8Type, int] = {"float8_blockwise": 128, "mxfp8": 32}
 
 _FRACTION_BITS, _BIAS = 23, 127
 _FRACTION = (1 << _FRACTION_BITS) - 1
-"""Of float32: bits of the fraction, their mask, and what is added to its exponents (IEEE 754)."""
+"""Bits of the fraction of float32, their mask, and the bias of its exponents (IEEE 754)."""
 
 
 class Quantised(NamedTuple):
@@ -61,19 +61,19 @@ class Quantised(NamedTuple):
 
 
 def quantised(array: jax.Array, dtype: Any, axes: tuple[int, ...] | None = None) -> Quantised:
-    """`array` with one scale for all values, or for those along each of `axes`."""
+    """`array` with one scale for all values, or one for all values along `axes`."""
     top = np.float32(jnp.finfo(dtype).max)
     largest = jnp.max(jnp.abs(array), axis=axes, keepdims=axes is not None).astype(jnp.float32)
     power, inverse = _power_and_inverse(largest, top)
-    # Not finite stays so: what overflowed before is not hidden.
+    # What is not finite stays so: earlier overflow is not hidden.
     scale = jnp.where(jnp.isfinite(largest), power, largest)
     narrow = jnp.clip(array.astype(jnp.float32) * inverse, -top, top)
     return Quantised(narrow.astype(dtype), scale)
 
 
 def _power_and_inverse(largest: jax.Array, top: np.float32) -> tuple[jax.Array, jax.Array]:
-    """The least power of two that brings `largest` down to `top`, and 1 over it; in bits: exp2 is
-    not exact everywhere, and 0 below its least normal number."""
+    """The smallest power of two that brings `largest` down to `top`, and 1 over it; computed in
+    bits, as exp2 is not exact everywhere, and 0 below the smallest normal number."""
     bits, top_bits = lax.bitcast_convert_type(largest, jnp.int32), top.view(np.int32)
     is_above = (bits & _FRACTION) > (top_bits & _FRACTION)
     biased = (bits >> _FRACTION_BITS) - (top_bits >> _FRACTION_BITS) + is_above + _BIAS
@@ -86,7 +86,7 @@ def _power_and_inverse(largest: jax.Array, top: np.float32) -> tuple[jax.Array, 
 
 
 def quantised_by(array: jax.Array, dtype: Any, scale: jax.Array) -> Quantised:
-    """`array` with this scale, whatever its values; what is not finite stays so."""
+    """`array` with the given scale, whatever its values; what is not finite stays so."""
     top = np.float32(jnp.finfo(dtype).max)
     scaled = array.astype(jnp.float32) * (1 / scale)
     narrow = jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -top, top), scaled)
@@ -94,7 +94,7 @@ def quantised_by(array: jax.Array, dtype: Any, scale: jax.Array) -> Quantised:
 
 
 def of_tensor(array: jax.Array, dtype: Any, scale: jax.Array | None) -> Quantised:
-    """`array` with `scale`, or that of its values if it is None."""
+    """`array` with `scale`, or if that is None with a scale from its values."""
     return quantised(array, dtype) if scale is None else quantised_by(array, dtype, scale)
 
 
@@ -103,17 +103,17 @@ def amax(array: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(array)).astype(jnp.float32)
 
 
-# Delayed scaling: statistics of each linear layer, of its input, its matrix and the gradient of its
-# output, in this order; in the state of the run as those of BatchNorm are.
+# Delayed scaling: statistics of each linear layer for its input, its matrix and the gradient of its
+# output, in this order; part of the state of the run, as those of BatchNorm are.
 
 SCALES, AMAX_HISTORY = "float8_scales", "amax_history"
 """Names of the statistics: the scales of the step, [..., 3], and the largest values of the last
-steps, the last one first, [..., 3, steps]."""
+steps, the latest first, [..., 3, steps]."""
 
 
 def initial_history(lead: tuple[int, ...], steps: int) -> dict[str, jax.Array]:
-    """The statistics of a layer before the first step, whose scales are 1, as Transformer Engine's;
-    `lead` is their shape before that of one layer."""
+    """The statistics of a layer before the first step, with scales of 1 as in Transformer Engine;
+    `lead` is the leading part of their shape, before that of one layer."""
     return {
         SCALES: jnp.ones((*lead, 3), jnp.float32),
         AMAX_HISTORY: jnp.zeros((*lead, 3, steps), jnp.float32),
@@ -121,7 +121,7 @@ def initial_history(lead: tuple[int, ...], steps: int) -> dict[str, jax.Array]:
 
 
 def is_scales(path: Sequence[Any]) -> bool:
-    """Whether a leaf of a tree is scales, by its path."""
+    """Whether the leaf of a tree at this path holds scales."""
     return any(getattr(entry, "key", None) == SCALES for entry in path)
 
 
@@ -133,9 +133,8 @@ def scales_of(statistics: PyTree) -> PyTree:
 
 
 def with_present_scales(average: PyTree, statistics: PyTree) -> PyTree:
-    """The average of statistics over updates with the scales and histories of the present ones: a
-    mean would begin at scales of 1, thousands of times those of matrices, and keep them for long.
-    """
+    """The average of statistics over updates, but with the present scales and histories: a mean
+    would begin at scales of 1, thousands of times those of matrices, and retain them for long."""
 
     def chosen(path: Sequence[Any], mean: jax.Array, present: jax.Array) -> jax.Array:
         is_own = any(getattr(entry, "key", None) in (SCALES, AMAX_HISTORY) for entry in path)
@@ -145,11 +144,12 @@ def with_present_scales(average: PyTree, statistics: PyTree) -> PyTree:
 
 
 def with_amaxes(statistics: PyTree, amaxes: PyTree) -> PyTree:
-    """The statistics of a network after a step: its largest values at the head of the histories,
-    and scales by the largest of each. A history of zeros, and what is not finite, leaves a scale.
+    """The statistics of a network after a step: the step's largest values at the head of the
+    histories, and scales from the largest value of each history. A scale stays as it is if its
+    history holds only zeros, or a value that is not finite.
 
     Args:
-        statistics: those before it.
+        statistics: those before the step.
         amaxes: the largest values of the step, in place of the scales as `scales_of` gives them.
     """
     if not isinstance(statistics, dict) or SCALES not in statistics:
@@ -170,7 +170,7 @@ def with_amaxes(statistics: PyTree, amaxes: PyTree) -> PyTree:
 
 
 def for_each_use(scales: jax.Array | None, uses: int) -> Iterator[jax.Array | None]:
-    """`scales` for as many products that share them, whose largest values are those of all."""
+    """`scales` for each of `uses` products that share them; their largest values are combined."""
     return iter([None] * uses if scales is None else _apart(scales, uses))
 
 
@@ -215,12 +215,12 @@ def along_sum(
     Args:
         array: the operand.
         letters: its letters in the equation.
-        result: the letters of the result: those of the operand that it lacks are summed over.
+        result: the letters of the result; letters of the operand that it lacks are summed over.
         recipe: which values share a scale.
         dtype: the 8-bit type.
         is_matrix: whether it is a matrix of parameters, whose blocks are squares in
             "float8_blockwise".
-        scale: that of "float8_delayed"; None in the other formats.
+        scale: the scale in "float8_delayed"; None in the other formats.
     """
     if recipe not in _BLOCKS:
         return restored(of_tensor(array, dtype, scale), array.dtype)

@@ -43,7 +43,7 @@ from scalejax.models.sharding import (
 
 def _brought(parameter: jax.Array, kept: PartitionSpec) -> jax.Array:
     """`parameter`, all-gathered over fsdp; constrained to its shards first, so that it is gathered
-    in its present type, not in the one it was cast from."""
+    in its current type, not in the one it was cast from."""
     return constrained(constrained(parameter, kept), _whole(kept))
 
 
@@ -86,11 +86,11 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.Array:
     """Embedding lookup: rows of `table`, one per index; its gradient sums over rows of the batch.
 
-    The compiler by itself would send the gradients of the rows instead, in an all-to-all.
+    Left to itself, the compiler would send the gradients of the rows instead, in an all-to-all.
 
     Args:
         table: an embedding [rows, width], gathered.
-        indices: of any shape; those beyond the table are clipped to its last row.
+        indices: any shape; indices beyond the table are clipped to its last row.
         used: sharding of the gathered table.
     """
     if is_partly_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
@@ -190,7 +190,7 @@ def _product(
 def _product_forward(
     equation: str, kept: PartitionSpec, activations: CustomVJPPrimal, kernel: CustomVJPPrimal
 ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array]]:
-    """The product, and what its gradients need: without that of a frozen matrix no activations."""
+    """The product, and what its gradients need: no activations if the matrix is frozen."""
     result = _product(equation, kept, activations.value, kernel.value)
     saved = activations.value if kernel.perturbed else None
     return result, (saved, kernel.value)  # type: ignore[return-value]
@@ -229,16 +229,16 @@ def _float8_product(
     scales: jax.Array | None,
 ) -> jax.Array:
     """The product in 8-bit floating point (`scalejax.models.float8`): the operands of all three
-    products, forward and of both gradients, are rounded to it; results are not.
+    products, one forward and two for gradients, are rounded to it; results are not.
 
     Args:
         equation: equation of the einsum.
         kept: sharding of the matrix, which is all-gathered in each pass, before it is rounded;
-            None for one that is gathered already.
+            None if it is gathered already.
         recipe: which values share a scale.
         activations: rows of the batch.
         kernel: the matrix, in the type of the activations.
-        scales: those of "float8_delayed", of activations, matrix and gradient; their own gradient
+        scales: scales of activations, matrix and gradient in "float8_delayed"; their own gradient
             is the largest values of the three. None in the other formats.
     """
     (rows, matrix), result = _letters(equation)
@@ -331,8 +331,8 @@ def _with_whole_gradient(product_BSD: jax.Array) -> jax.Array:
     """`product_BSD`, whose gradient is gathered over tensor for all tokens.
 
     With sequence parallelism the product is reduce-scattered over tokens. Its gradient is gathered
-    here once, for the gradients of both operands; the compiler by itself would gather the operand
-    for that of the kernel, and compute all of it on every device.
+    here once, for the gradients of both operands; left to itself, the compiler would gather the
+    operand for the kernel's gradient, and compute all of that on every device.
     """
     return product_BSD
 
@@ -350,10 +350,10 @@ def linear(
     x: jax.Array,
     remat: DecoderRemat,
 ) -> jax.Array:
-    """`layer` applied to `x` in its type, with a kernel sharded over fsdp.
+    """`layer` applied to `x`, in the type of `x`, with a kernel sharded over fsdp.
 
     Where the block is recomputed in its backward pass, one all-gather serves recomputation and
-    gradients; else the kernel is gathered in each pass, and not saved in between.
+    gradients; otherwise the kernel is gathered in each pass, and not saved in between.
 
     Args:
         layer: a kernel and an optional bias.
@@ -394,18 +394,18 @@ def adapted(
 
 
 def recipe_of(layer: nnx.Module) -> Float8Type | None:
-    """In which 8-bit format the layer's products are; None if they are in the compute type."""
+    """The 8-bit format of the layer's products; None if they are in the compute type."""
     return getattr(layer, "float8_recipe", None)
 
 
 def scales_of_layer(layer: nnx.Module) -> jax.Array | None:
-    """The scales of a layer in "float8_delayed"; None of others."""
+    """The scales of a layer in "float8_delayed"; None in other formats."""
     return getattr(layer, SCALES)[...] if recipe_of(layer) == "float8_delayed" else None
 
 
 def in_float8(network: nnx.Module, recipe: Float8Type, history: int) -> None:
-    """Compute the linear layers of the blocks of `network` in 8-bit floating point, with that many
-    steps of history in "float8_delayed"."""
+    """Compute the linear layers of the blocks of `network` in 8-bit floating point, with `history`
+    steps remembered in "float8_delayed"."""
     for path, layer in nnx.iter_modules(network):
         if path and path[0] == "blocks" and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             layer.float8_recipe = recipe  # type: ignore[attr-defined]  a static attribute more

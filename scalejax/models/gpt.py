@@ -32,11 +32,11 @@ PROJECTION = DOWN = P((TENSOR, FSDP), None)
 PLACES = P(None, FSDP)
 """How matrices are split. Over tensor as in Megatron (arXiv 1909.08053): heads and inner width,
 so that each half of a block needs one sum over it. Over fsdp the first dimension, whose parts are
-gathered without being transposed; of places the width, as of tokens."""
+gathered without being transposed; for places the width, as for tokens."""
 
 
 def block_rules(over_layers: str | None) -> PartitionRules:
-    """The rules above for stacked blocks whose layers are split over a mesh axis, or None."""
+    """The rules above for stacked blocks; layers are split over a mesh axis, or not if None."""
     return (
         (r"qkv/kernel$", P(over_layers, *QKV)),
         (r"qkv/bias$", P(over_layers, *QKV[1:])),
@@ -56,7 +56,7 @@ class Attention(nnx.Module):
         self.query_scale = config.query_scale
         self.kind: AttentionKind = config.attention
         self.remat: DecoderRemat = config.remat
-        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
+        # Heads are a dimension of their own, so that the tensor axis divides only them.
         self.qkv = nnx.LinearGeneral(
             config.hidden,
             (3, config.heads, head_size),
@@ -87,7 +87,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers, usually four times as wide between, with GELU (the tanh form of GPT-2)."""
+    """Two linear layers, usually four times as wide in between, with GELU (GPT-2's tanh form)."""
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
@@ -108,7 +108,7 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Each token by itself, [B, S, D]."""
+        """Each token, transformed separately, [B, S, D]."""
         inner_BSF = linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)
         inner_BSF = kept(named(constrained_between(inner_BSF), "mlpwi"))
 
@@ -126,7 +126,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 class Block(PreNormBlock):
-    """One of its blocks."""
+    """A block of GPT-2."""
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         self.added_scale = 1 / config.depth_ratio
@@ -196,7 +196,7 @@ def _hidden_init(config: GptConfig) -> Initializer:
 
 def _residual_init(config: GptConfig) -> Initializer:
     """Smaller for the two layers per block that add to the residual, so that its variance does
-    not grow with depth (Radford et al. 2019, section 2.3); where they are scaled by depth, as small
-    as in the base."""
+    not grow with depth (Radford et al. 2019, section 2.3); where these are scaled by depth, as
+    small as in the base network."""
     base_layers = config.layers / config.depth_ratio
     return nnx.initializers.normal(INIT_STD / (2 * base_layers * config.width_ratio) ** 0.5)

@@ -1,8 +1,8 @@
-"""Weights in safetensors: of files in this network's own names, and of model folders of a hub.
+"""Weights in safetensors: files in the network's own names, and model folders of a hub.
 
-A folder holds `config.json` and the tensors of a PyTorch network under its names; of GPT-2 and
-the Llama family (Llama, Mistral, Qwen2, Qwen3) they are put together as scalejax's networks have
-them. Knows names and layouts of arrays; nothing of training. Nothing is downloaded, and nothing
+A folder holds `config.json` and the tensors of a PyTorch network under its names; those of GPT-2
+and the Llama family (Llama, Mistral, Qwen2, Qwen3) are assembled into the parameters of scalejax's
+networks. Knows names and layouts of arrays; nothing of training. Nothing is downloaded, and nothing
 that is read can run.
 
 Source: the format of github.com/huggingface/safetensors ("Format"), names and layouts of
@@ -22,7 +22,7 @@ from scalejax.config.model import DecoderConfig, GptConfig, LlamaConfig, ModelCo
 from scalejax.core.errors import ConfigError, refusal
 
 INDEX = "model.safetensors.index.json"
-"""The file that says which file of a folder holds which tensor, where there are several."""
+"""The file that says which file of a folder holds which tensor, if there are several files."""
 _TYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -37,14 +37,14 @@ _TYPES: dict[str, Any] = {
 _LARGEST_HEADER = 100_000_000
 """Bytes of a header; the format's own library refuses more."""
 _BUFFERS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
-"""Ends of names of what older versions of transformers stored and no network learns."""
+"""Name endings of buffers that older versions of transformers stored and no network learns."""
 _LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 
 Index = tuple[slice, ...]
 
 
 class Part(NamedTuple):
-    """One parameter of a network, as a file has it."""
+    """One parameter of a network, as stored in a file."""
 
     shape: tuple[int, ...]
     """Its whole shape."""
@@ -108,8 +108,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def hub_parts(folder: Path, model: ModelConfig) -> dict[str, Part]:
-    """The parameters of `model` in a model's folder, by their paths in the network; what is none of
-    them by its own name.
+    """The parameters of `model` in a model's folder, by their paths in the network; any other
+    tensor by its own name.
 
     Raises:
         ConfigError: if `model` is no such network, or differs from what `config.json` says.
@@ -145,7 +145,7 @@ def hub_parts(folder: Path, model: ModelConfig) -> dict[str, Part]:
 
 
 Recipe = tuple[tuple[str, ...], Callable[..., np.ndarray]]
-"""Names of the tensors of a parameter, `{}` in them for the layer, and what is made of them."""
+"""Names of the tensors of a parameter, with `{}` for the layer, and how they are combined."""
 
 
 def _put_together(
@@ -182,7 +182,7 @@ def _part(
         return whole(of_layer(0))
 
     def read(index: Index) -> np.ndarray:
-        """Layer by layer: what all layers of a large network have together is in no memory."""
+        """Layer by layer: all layers of a large network together would fit in no memory."""
         chosen = range(len(of_layers))[index[0]]
         return np.stack([of_layer(layer)[index[1:]] for layer in chosen])
 
@@ -194,7 +194,7 @@ def _as_is(array: np.ndarray) -> np.ndarray:
 
 
 def _gpt2(model: GptConfig) -> dict[str, Recipe]:
-    """Of `Conv1D` layers, whose matrices are [in, out] as here."""
+    """Recipes for `Conv1D` layers, whose matrices are [in, out] as here."""
     heads, size = model.heads, model.hidden // model.heads
     block = {
         "attention_norm/scale": "ln_1.weight",
@@ -227,7 +227,7 @@ def _gpt2(model: GptConfig) -> dict[str, Recipe]:
 
 
 def _llama(model: LlamaConfig) -> dict[str, Recipe]:
-    """Of `nn.Linear` layers, whose matrices are [out, in]."""
+    """Recipes for `nn.Linear` layers, whose matrices are [out, in]."""
     groups, size = model.kv_heads, model.head_size
 
     def heads(*arrays: np.ndarray) -> np.ndarray:
@@ -266,11 +266,11 @@ def _llama(model: LlamaConfig) -> dict[str, Recipe]:
     }
 
 
-# What config.json says, against the fields of the model.
+# Comparison of config.json with the fields of the model.
 
 
 class _Field(NamedTuple):
-    """A field of the model, and what it must be by an entry of `config.json`."""
+    """A field of the model, and its value, which an entry of `config.json` must equal."""
 
     name: str
     value: Any
@@ -291,7 +291,7 @@ def _gpt2_fields(model: GptConfig) -> dict[str, _Field]:
 
 
 _LLAMA_DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
-"""Of transformers' `LlamaConfig`."""
+"""Defaults of transformers' `LlamaConfig`."""
 
 
 def _llama_fields(model: LlamaConfig, kind: str) -> dict[str, _Field]:
@@ -314,7 +314,7 @@ def _llama_fields(model: LlamaConfig, kind: str) -> dict[str, _Field]:
 
 
 def _flat(described: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` with what it says of rotary positions at its top, as all versions."""
+    """`config.json` with its rotary settings at the top level, whichever version wrote it."""
     heads = described.get("num_attention_heads")
     flat: dict[str, Any] = {"num_key_value_heads": heads, **described}
     for table in ("rope_scaling", "rope_parameters"):

@@ -34,7 +34,7 @@ class TowerPlan(NamedTuple):
     pool: Literal["mean", "max"] | None = None
     """Pooling before them: mean over 3x3, or maximum with stride 2."""
     is_forked: bool = False
-    """Whether the last two convolutions stand side by side, both after the one before them."""
+    """Whether the last two convolutions are parallel, both applied to the one before them."""
 
 
 class Tower(nnx.Module):
@@ -69,7 +69,7 @@ class Tower(nnx.Module):
         self.width_out = sum(widths[-2:]) if plan.is_forked else widths[-1]
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> list[jax.Array]:
-        """The tower's result; of a forked one, two."""
+        """The tower's result; two results if it is forked."""
 
         def applied(unit: Unit, hidden: jax.Array) -> jax.Array:
             return jax.nn.relu(unit(hidden, is_training=is_training))
@@ -192,7 +192,7 @@ STEM = (
     (TowerPlan((Layer(80), Layer(192, 3, is_padded=False)), pool="max"),),
     (TowerPlan((), pool="max"),),
 )
-"""299 pixels come to 35 places, in modules of one tower."""
+"""Modules of one tower that take 299 pixels to 35 places."""
 MODULES = (
     _with_5x5(32),
     _with_5x5(64),
@@ -214,9 +214,9 @@ MODULES = (
     _with_forks(),
     _with_forks(),
 )
-"""The modules of the network, those that halve the places between the three kinds."""
+"""The modules of the network: three kinds, separated by modules that halve the places."""
 
 
 def _mean_pool(images: jax.Array) -> jax.Array:
-    """The mean of each place and its neighbours, those beyond the border left out."""
+    """The mean over each place and its neighbours, without those beyond the border."""
     return nnx.avg_pool(images, (3, 3), padding="SAME", count_include_pad=False)

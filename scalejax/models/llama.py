@@ -1,9 +1,9 @@
-"""Llama's decoder-only transformer with scanned blocks, what decoders of today have instead, and
-the partition rules.
+"""Llama's decoder-only transformer with scanned blocks, the variants of current decoders, and the
+partition rules.
 
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads of keys and values,
-N heads of queries for each of those and the two, K size of a head, J of a head of values, L width
-of a latent, F width between linear layers.
+N heads of queries per head of keys and values, plus these two, K size of a head, J size of a head
+of values, L width of a latent, F width between linear layers.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ PROJECTION = DOWN = P((TENSOR, FSDP), None)
 GATED = P(FSDP, None, TENSOR)
 UP = P(FSDP, TENSOR)
 LATENT, OF_LATENT = P(FSDP, None), P(FSDP, TENSOR, None)
-"""How matrices are split: as those of gpt, heads of queries with their head of keys and values;
+"""How matrices are split: as in gpt, heads of queries together with their head of keys and values;
 latents are whole on every device of the tensor axis, the heads made of them are not."""
 
 
@@ -79,8 +79,8 @@ class Attention(nnx.Module):
         self.rotated = round(head_size * block.rope_fraction)
         self.query_scale = config.query_scale
         self.norms_every_head = block.qk_norm == "head"
-        # One matrix, so that gradients of its operand are summed over tensor once. Heads that
-        # read the same keys are a dimension, so that the tensor axis divides them and no more.
+        # One matrix, so that gradients of its operand are summed over tensor once. Heads are
+        # grouped by the keys that they read, so that the tensor axis divides only the groups.
         per_pair = config.heads // config.kv_heads
         self.qkv = _layer(
             config,
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         return named(out_BSD, "out_proj")
 
     def _normalised(self, norm: nnx.RMSNorm, heads_BSHK: jax.Array) -> jax.Array:
-        """Queries or keys through their norm: each head by itself, or all of a token together."""
+        """Normalised queries or keys: each head separately, or all of a token together."""
         if self.norms_every_head:
             return normalised(norm, heads_BSHK)
         flat_BSF = heads_BSHK.reshape(*heads_BSHK.shape[:2], -1)
@@ -138,11 +138,11 @@ class Attention(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention whose keys and values are made of one latent of each token.
+    """Causal self-attention whose keys and values are computed from one latent per token.
 
-    c = RMSNorm(x W_dkv) [B, S, L]; of it every head has a key without position and a value; beside
-    that a key has a rotated part, x W_kr, which is the same for all heads. Queries are made of a
-    latent of their own, or of the residual stream.
+    c = RMSNorm(x W_dkv) [B, S, L]; from it every head computes a key without position and a value.
+    A key also has a rotated part, x W_kr, which is the same for all heads. Queries are computed
+    from a latent of their own, or from the residual stream.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1 and appendix C.
     """
@@ -208,8 +208,8 @@ def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
     """Heads with rotary position embedding, whose products depend on relative positions.
 
     Element i of the first half of a head and element i of the second are rotated together, by
-    position x theta^(-2i / K), in float32. Of a head of more than `rotated` entries the first so
-    many are rotated as a head of that size, and the others are not.
+    position x theta^(-2i / K), in float32. If a head has more than `rotated` entries, the first
+    `rotated` are rotated as a head of that size, and the others are not.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2; the pairs as in Hugging Face's
     transformers (those of the paper, and of Llama's own code, are neighbours: the same network
@@ -234,7 +234,7 @@ def _rotated(heads_BSHK: jax.Array, theta: float, rotated: int) -> jax.Array:
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers whose product, one of them through the activation function, goes through a
+    """Two parallel linear layers, one with an activation function, whose product goes through a
     third (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -244,7 +244,7 @@ class FeedForward(nnx.Module):
         self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Each token by itself, [B, S, D]."""
+        """Each token, transformed separately, [B, S, D]."""
         gate_BSF, up_BSF = map(constrained_between, self._gate_and_up(x_BSD))
         gate_BSF = kept(gate_BSF)
 
@@ -276,19 +276,19 @@ class FeedForward(nnx.Module):
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
 def _swiglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
-    """The gate through SiLU, times the other; computed again in the backward pass."""
+    """SiLU of the gate, times the other; recomputed in the backward pass."""
     return jax.nn.silu(gate_BSF) * up_BSF
 
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _geglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
-    """The gate through GELU (tanh form), times the other; computed again in the backward pass."""
+    """GELU (tanh form) of the gate, times the other; recomputed in the backward pass."""
     return jax.nn.gelu(gate_BSF, approximate=True) * up_BSF
 
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _gated_squared_relu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
-    """The square of the gate through ReLU, times the other; computed again likewise."""
+    """The squared ReLU of the gate, times the other; recomputed in the backward pass."""
     return jnp.square(jax.nn.relu(gate_BSF)) * up_BSF
 
 
@@ -324,7 +324,7 @@ class UngatedFeedForward(nnx.Module):
         self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Each token by itself, [B, S, D]."""
+        """Each token, transformed separately, [B, S, D]."""
         up_BSF = linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)
         up_BSF = kept(named(constrained_between(up_BSF), "mlpwi"))
 
@@ -335,7 +335,7 @@ class UngatedFeedForward(nnx.Module):
 
 
 class Block(PreNormBlock):
-    """One of its blocks."""
+    """A block of Llama."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -359,7 +359,7 @@ class Block(PreNormBlock):
 
 
 class RoutedBlock(Block):
-    """One of its blocks whose feed-forward layer is a mixture of experts."""
+    """A block whose feed-forward layer is a mixture of experts."""
 
     def __init__(self, config: LlamaConfig, moe: MoeConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -426,7 +426,7 @@ class Llama(CausalNetwork, names=("llama",)):
             self.mtp_norm = _norm(config, rngs)
 
     def _positioned(self, x_BSD: jax.Array) -> jax.Array:
-        """Embedded tokens, scaled where the config says so; positions are the blocks'."""
+        """Embedded tokens, scaled if the config says so; blocks encode positions."""
         return x_BSD if self.embedding_scale is None else x_BSD * self.embedding_scale
 
     def through_first_blocks(self, x_BSD: jax.Array) -> jax.Array:
@@ -461,8 +461,8 @@ class Llama(CausalNetwork, names=("llama",)):
         return x_BSD
 
     def through_mtp_block(self, x_BSD: jax.Array) -> jax.Array:
-        """The residual stream after the block of multi-token prediction; what its router reports
-        comes after that of the others, if these have been computed."""
+        """The residual stream after the block of multi-token prediction; the report of its router
+        follows those of the other blocks, if these have been computed."""
         if self.moe is None:
             return super().through_mtp_block(x_BSD)
         x_BSD, reports = through_reporting_blocks(
@@ -502,7 +502,7 @@ class Llama(CausalNetwork, names=("llama",)):
 
 
 def _count_loads(blocks: nnx.Module, moe: MoeConfig, reports: RouterReport) -> None:
-    """Add the loads of a forward pass to those of the step, where its state has them."""
+    """Add the loads of a forward pass to those of the step, if its state counts them."""
     if moe.counts_loads:
         load = blocks.feed_forward.load  # type: ignore[attr-defined]  of a RoutedBlock
         load[...] = load[...] + load_of_all(reports)
@@ -517,7 +517,7 @@ def _layer(
     *,
     use_bias: bool = False,
 ) -> nnx.LinearGeneral:
-    """A linear layer, without a bias unless it is asked for."""
+    """A linear layer, without a bias unless it is requested."""
     return nnx.LinearGeneral(
         inputs,
         outputs,
@@ -544,6 +544,6 @@ def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> 
 
 
 def _residual(config: LlamaConfig) -> Initializer:
-    """Initialiser as gpt's, smaller for the two layers per block that add to the residual."""
+    """Initialiser as in gpt: smaller for the two layers per block that add to the residual."""
     base_layers = config.layers / config.depth_ratio
     return nnx.initializers.normal(INIT_STD / (2 * base_layers * config.width_ratio) ** 0.5)

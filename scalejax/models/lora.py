@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA) of the linear layers of a network.
 
 A frozen matrix W [in, out] is trained as W + scale x A B, with A [in, rank] and B [rank, out]: the
-layer computes x W + scale x (x A) B, and W + A B is never formed. A begins random and B at zero,
-so that training begins at the network that was given.
+layer computes x W + scale x (x A) B, and W + A B is never formed. A starts random and B at zero,
+so that training starts from the given network.
 
 Knows layers and how their matrices are split; nothing of which parameters learn, nor of steps.
 
@@ -21,7 +21,7 @@ from scalejax.config.training import LoraConfig
 from scalejax.core.errors import ConfigError, unknown_name
 
 ADAPTERS = ("lora_a", "lora_b")
-"""Last parts of the paths of A [in, rank] and B [rank, out], beside the "kernel" they adapt."""
+"""Last parts of the paths of A [in, rank] and B [rank, out], next to the "kernel" they adapt."""
 
 _init_of_a = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """Uniform within 1 / sqrt(in), as the paper's published code (microsoft/LoRA, `reset_parameters`:
@@ -41,9 +41,9 @@ class AdaptedLayer(Protocol):
 
 
 def add_adapters(config: LoraConfig, network: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Give the stacked linear layers of `network` that `config` names their adapters.
+    """Add adapters to the stacked linear layers of `network` that `config` names.
 
-    Each becomes an `AdaptedLayer`, as which `scalejax.models.fsdp.linear` applies it.
+    Each becomes an `AdaptedLayer`, which `scalejax.models.fsdp.linear` recognises.
 
     Raises:
         ConfigError: if the network has no such layer.
@@ -63,7 +63,7 @@ def add_adapters(config: LoraConfig, network: nnx.Module, rngs: nnx.Rngs) -> Non
             continue
         count, inputs, *outputs = layer.kernel[...].shape
         a_shape, b_shape = (count, inputs, config.rank), (count, config.rank, *outputs)
-        # A fan-in of one layer: the first dimension counts them.
+        # The fan-in of one layer: the first dimension counts layers.
         one = jnp.stack([_init_of_a(rngs.params(), a_shape[1:], jnp.float32) for _ in range(count)])
         adapted = cast(AdaptedLayer, layer)
         adapted.lora_a = nnx.Param(one)
@@ -76,7 +76,7 @@ def adapter_specs(kept: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
     its outputs too, and the rank of B over fsdp where that splits the inputs.
 
     Args:
-        kept: of [in, out...], or of [layers, in, out...] with the layers over the pipeline.
+        kept: sharding of [in, out...], or of [layers, in, out...] with layers over the pipeline.
     """
     axes = tuple(kept)
     layers = axes[:1] if axes[:1] == (PIPELINE,) else ()

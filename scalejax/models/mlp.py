@@ -45,7 +45,7 @@ class Mlp(Network, names=("mlp",)):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Megatron's pairs (arXiv 1909.08053): by column, then by row, one sum for the two."""
+        """Megatron's pairs (arXiv 1909.08053): split by column, then by row, with one sum."""
         return (
             (r"layers/\d*[02468]/kernel$", P(FSDP, TENSOR)),
             (r"layers/\d*[02468]/bias$", P(TENSOR)),

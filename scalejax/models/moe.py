@@ -1,18 +1,18 @@
 """Mixtures of experts: a feed-forward layer in which each token goes through some of many experts.
 
-A router scores the experts for each token, and the token's result is the weighted sum of those of
-the experts with the highest scores. Experts lie along the expert axis of the mesh, which shards the
-rows of the batch as well, so that tokens travel:
+A router scores the experts for each token, and the token's result is the weighted sum of the
+results of the experts with the highest scores. Experts are sharded over the expert axis of the
+mesh, which shards the rows of the batch as well, so that tokens travel:
 
 - Dropless (`capacity_factor` absent): devices along the axis gather each other's tokens, compute
   those of their own experts, and reduce-scatter the sums (Megatron's all-gather dispatcher). Tokens
-  are sorted by expert and multiplied in blocks of rows of one expert, whose number follows the
-  loads. Nothing is padded to the worst case in which all tokens choose one device.
-- With a capacity: each expert takes a stated number of tokens of each sample, in their order;
-  tokens are sent to their experts and back in two all-to-alls, experts per token x capacity factor
-  / expert axis times the bytes of gathering them all. Shapes do not depend on the loads.
+  are sorted by expert and multiplied in blocks of rows of one expert; the number of blocks follows
+  the loads. Nothing is padded to the worst case, in which all tokens choose one device.
+- With a capacity: each expert takes a fixed number of tokens of each sample, in their order;
+  tokens are sent to their experts and back in two all-to-alls, with experts per token x capacity
+  factor / expert axis times the bytes of gathering them all. Shapes do not depend on the loads.
 
-Everything is computed in a `shard_map` over all axes, its collectives written out. Knows nothing of
+Everything is computed in a `shard_map` over all axes, with explicit collectives. Knows nothing of
 other layers, nor of how losses and loads are applied.
 
 Shapes: B batch, S tokens, T all tokens of a device, D hidden, E experts, K experts per token, F
@@ -49,7 +49,7 @@ EXPERT_GATED = P(EXPERT, FSDP, None, TENSOR)
 EXPERT_DOWN = P(EXPERT, (TENSOR, FSDP), None)
 SHARED_GATED = P(FSDP, None, TENSOR)
 SHARED_DOWN = P((TENSOR, FSDP), None)
-"""How matrices are split: those of an expert as those of a dense layer, experts over their axis."""
+"""How matrices are split: within an expert as in a dense layer, experts over the expert axis."""
 
 PARTITION_RULES: PartitionRules = (
     (r"experts/gated/kernel$", P(PIPELINE, *EXPERT_GATED)),
@@ -57,7 +57,7 @@ PARTITION_RULES: PartitionRules = (
     (r"shared/gated/kernel$", P(PIPELINE, *SHARED_GATED)),
     (r"shared/down/kernel$", P(PIPELINE, *SHARED_DOWN)),
 )
-"""Partition rules of its stacked parameters; the router is replicated."""
+"""Partition rules of the stacked parameters; the router is replicated."""
 
 
 def is_of_experts(path: Any) -> bool:
@@ -74,15 +74,14 @@ class Routing(NamedTuple):
     weights_BSK: jax.Array
     """Weight of the result of each, float32."""
     scores_BSE: jax.Array
-    """Scores of all experts, float32, their sum 1."""
+    """Scores of all experts, float32, summing to 1."""
     logits_BSE: jax.Array
     """Logits of the router, float32."""
 
 
 class RouterReport(NamedTuple):
-    """What a layer tells of its routing; means and sums over the tokens of a forward pass on all
-    devices: of each microbatch by itself, as in Megatron-LM, not of all that make a global batch.
-    """
+    """What a layer reports about its routing: means and sums over the tokens of a forward pass on
+    all devices, of each microbatch separately, as in Megatron-LM, not of the global batch."""
 
     auxiliary_loss: jax.Array
     """experts x sum of (share of assignments x mean score); 1 where loads are even."""
@@ -91,22 +90,22 @@ class RouterReport(NamedTuple):
     load_E: jax.Array
     """Assignments of each expert, float32."""
     dropped_share: jax.Array
-    """Assignments beyond the capacity of their expert, over all."""
+    """Assignments beyond the capacity of their expert, over all assignments."""
 
 
 class Routers(nnx.Variable):
-    """The `RouterReport` of a forward pass, of all layers, stacked: [layers, ...], or in a pipeline
-    of each microbatch by itself, [microbatches, layers, ...]."""
+    """The `RouterReport` of a forward pass, stacked over layers: [layers, ...], or in a pipeline
+    also over microbatches, [microbatches, layers, ...]."""
 
 
 def load_of_all(reports: RouterReport) -> jax.Array:
-    """Assignments of each expert of each layer, of all microbatches, [L, E]."""
+    """Assignments of each expert of each layer, summed over microbatches, [L, E]."""
     load = reports.load_E
     return load.reshape(-1, *load.shape[-2:]).sum(axis=0) if load.ndim > 2 else load
 
 
 def with_later_layers(reports: RouterReport, later: RouterReport) -> RouterReport:
-    """Reports of some layers, and then of others after them."""
+    """Reports of some layers, followed by those of `later` ones."""
     axis = reports.z_loss.ndim - 1
     return jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), reports, later)
 
@@ -115,23 +114,23 @@ ROUTER_METRICS = ("auxiliary_loss", "router_z_loss", "expert_load", "dropped_sha
 """Metrics of a step with experts."""
 
 WINDOW_METRIC = "expert_load_of_window"
-"""Another, where `load_window` is given."""
+"""A further metric, if `load_window` is given."""
 
 
 def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What the routers of a network add to the loss after its forward pass, and their metrics;
     means over microbatches where a pipeline had several.
 
-    Metrics are of losses without their weights, means over layers, so that 1 is even balance; of
-    "expert_load" the largest of any expert over the mean of its layer; and of "dropped_share" the
-    mean over layers.
+    Metrics of losses are without their weights, means over layers, so that 1 is even balance;
+    "expert_load" is the largest load of any expert over the mean of its layer, and "dropped_share"
+    the mean over layers.
     """
     report: RouterReport = network.routers.get_value()  # type: ignore[attr-defined]  of a routed network
     return weighed_losses(report, moe).mean(), router_metrics(report)
 
 
 def weighed_losses(report: RouterReport, moe: MoeConfig) -> jax.Array:
-    """What routers add to the loss, the sum over layers; of each microbatch where reports are."""
+    """What routers add to the loss, summed over layers; for each microbatch if reports are."""
     router = moe.router
     loss = router.z_loss_weight * report.z_loss.sum(axis=-1)
     if router.balance == "auxiliary_loss":
@@ -151,14 +150,14 @@ def router_metrics(report: RouterReport) -> dict[str, jax.Array]:
 
 
 def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[str, jax.Array]]:
-    """The statistics of a network after a step, in which counting begins anew, and metrics of them.
+    """The statistics of a network after a step, with counts of loads reset, and metrics of them.
 
     Where experts are balanced by a bias, it is moved against their loads in that step's global
     batch: bias += bias_update_rate x sign(mean load - load), or, with `bias_update` "error",
     bias_update_rate x (mean load - load) / mean load.
 
-    With a window of loads its metric is of the last whole one, the largest of all layers; 0 before
-    the first.
+    With a window of loads its metric is that of the last complete window, the largest of all
+    layers; 0 before the first.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664,
     algorithm 1 and section 4.3.
@@ -194,12 +193,12 @@ def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[
 
 
 def _fullest(load_LE: jax.Array) -> jax.Array:
-    """Load of the fullest expert of each layer over the mean, [L]; of microbatches [M, L]."""
+    """Load of the fullest expert of each layer over the mean, [L]; with microbatches [M, L]."""
     return load_LE.max(axis=-1) / load_LE.mean(axis=-1)
 
 
 class Matrix(nnx.Module):
-    """A matrix that is multiplied where the layer says, without a bias."""
+    """A matrix, without a bias, that its layer multiplies itself."""
 
     def __init__(self, shape: tuple[int, ...], init: Initializer, rngs: nnx.Rngs):
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -240,7 +239,7 @@ class MoeFeedForward(nnx.Module):
             self.shared = Experts(config, (), moe.shared_experts * moe.expert_hidden, rngs)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, RouterReport]:
-        """Each token through its experts, [B, S, D]; and what the router says of all tokens.
+        """The result of its experts for each token, [B, S, D], and the router's report on all.
 
         With sequence parallelism tokens are sharded over tensor before and after.
         """
@@ -294,7 +293,7 @@ class MoeFeedForward(nnx.Module):
             own: the axes over which there is more than one device.
             x_BSD: tokens of the device.
             router_DE: the router.
-            bias_E: of the experts, where they are balanced by it.
+            bias_E: bias of the experts, if they are balanced by one.
             matrices: shards of the matrices in the compute type.
         """
         parts = {
@@ -304,7 +303,7 @@ class MoeFeedForward(nnx.Module):
             )
             for name, pair in matrices.items()
         }
-        # A block that is computed again gathers them again with it.
+        # A recomputed block gathers them again as well.
         is_again = is_recomputed(self.remat)
         if is_again:
             parts = {name: tuple(map(_gathered, pair)) for name, pair in parts.items()}
@@ -333,10 +332,10 @@ class MoeFeedForward(nnx.Module):
     def _reported(
         self, own: "_Axes", routing: Routing, loads_BE: jax.Array, kept: jax.Array
     ) -> RouterReport:
-        """What the router says of the tokens of all devices.
+        """The router's report on the tokens of all devices.
 
         Losses are linear in what depends on parameters: where the data axis is manual outside, the
-        mean of gradients over it is that of the loss over all.
+        mean of gradients over it is the gradient of the loss over all.
         """
         load_E = own.summed(loads_BE.sum(axis=0))
         share_E = lax.stop_gradient(load_E / load_E.sum())
@@ -371,8 +370,8 @@ class _Axes(NamedTuple):
     used: frozenset[str]
     """The axes."""
     inner: frozenset[str]
-    """Those of them that are manual in the layer only: over others, which are manual around it,
-    gradients and metrics are averaged there."""
+    """Those that are manual only within the layer: over the others, which are manual around it,
+    gradients and metrics are averaged outside."""
     is_zigzag: bool
     """Whether each device along context has two chunks of a sample (`zigzag_chunks`)."""
 
@@ -384,12 +383,12 @@ class _Axes(NamedTuple):
         return lax.all_gather(array, axis, axis=dimension, tiled=True)
 
     def summed(self, array: jax.Array) -> jax.Array:
-        """The sum of `array` over the devices that have other tokens."""
+        """The sum of `array` over the devices that hold different tokens."""
         axes = tuple(axis for axis in (*BATCH_AXES, CONTEXT) if axis in self.used)
         return lax.psum(array, axes) if axes else array
 
     def mean(self, value: jax.Array) -> jax.Array:
-        """The mean of a value over the devices along `inner` axes that have other tokens."""
+        """The mean of a value over the devices along `inner` axes that hold different tokens."""
         axes = tuple(axis for axis in (*BATCH_AXES, CONTEXT) if axis in self.inner)
         return lax.pmean(value, axes) if axes else value
 
@@ -409,9 +408,9 @@ class _Whole(NamedTuple):
 class _Sharded(NamedTuple):
     """A matrix, as a device holds it.
 
-    What multiplies it gathers it in the forward pass and again in the backward pass, which keep
-    shards for each other: of a policy of `jax.checkpoint` that gathers again, a loop over blocks
-    would keep nothing (jax 0.10.2).
+    Its products gather it in the forward pass and again in the backward pass, and keep only the
+    shard in between: with a policy of `jax.checkpoint` that gathers again, a loop over blocks would
+    keep nothing (jax 0.10.2).
     """
 
     shard: jax.Array
@@ -421,7 +420,7 @@ class _Sharded(NamedTuple):
 
 
 def _gathered(matrix: _Sharded) -> _Sharded:
-    """`matrix`, gathered once: what multiplies it keeps all of it."""
+    """`matrix`, gathered once: its products keep all of it."""
     return _Sharded(matrix.whole(matrix.shard), matrix.whole._replace(dimension=None))
 
 
@@ -456,7 +455,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _scattered(whole: _Whole, shard: jax.Array, of_matrix: jax.Array) -> jax.Array:
-    """The gradient of a shard of that of the matrix: summed over fsdp."""
+    """The gradient of a shard, from that of the matrix: summed over fsdp."""
     (of_shard,) = jax.linear_transpose(whole, shard)(of_matrix)
     return of_shard
 
@@ -465,8 +464,8 @@ def _scattered(whole: _Whole, shard: jax.Array, of_matrix: jax.Array) -> jax.Arr
 def _summed_over_tensor(partial_BSD: jax.Array) -> jax.Array:
     """The sum of every device's part over tensor.
 
-    A `shard_map` gives each device along an axis that its result does not name an equal part of the
-    gradient; by itself the sum's transpose would be a second sum, of equal parts.
+    Along an axis that its result does not name, a `shard_map` gives each device an equal part of
+    the gradient; left to JAX, the sum's transpose would be a second sum, of equal parts.
     """
     return lax.psum(partial_BSD, TENSOR)
 
@@ -485,7 +484,7 @@ def routed(
     Args:
         x_BSD: tokens.
         router_DE: logits are products with its columns.
-        bias_E: added to the scores for the choice, and not in the weights; None for none.
+        bias_E: added to the scores to choose experts, but not in the weights; None for none.
         moe: the numbers of experts, and how they are chosen.
     """
     config, (batch, tokens, _) = moe.router, x_BSD.shape
@@ -533,8 +532,8 @@ def _dropless(
     *,
     is_kept: bool,
 ) -> jax.Array:
-    """Every token through its experts; partial sums over tensor, [B, S, D]. With `is_kept` the
-    backward pass may read products of the forward pass, which it does not run again."""
+    """The results of experts for every token, partial sums over tensor, [B, S, D]. With `is_kept`
+    the backward pass may read products of the forward pass instead of recomputing them."""
     width, per_token = x_BSD.shape[-1], routing.experts_BSK.shape[-1]
     x_TD = own.gathered(x_BSD.reshape(-1, width), EXPERT, 0)
     weights_TK = own.gathered(routing.weights_BSK.reshape(-1, per_token), EXPERT, 0)
@@ -581,12 +580,12 @@ class _Blocks(NamedTuple):
     per_token: int
     """Experts that each token goes through."""
     is_kept: bool
-    """Whether the products before the activation function are kept for the backward pass; else it
-    computes them again, as it does where the block is computed again. They take the room of all
-    assignments that a device can have, which only without an expert axis is about what it has."""
+    """Whether the products before the activation function are kept for the backward pass; otherwise
+    it recomputes them, as it does where the block is recomputed. They take memory for the most
+    assignments that a device can have, about what it does have only without an expert axis."""
 
     def count(self, experts: int) -> int:
-        """Most blocks of a device."""
+        """Most blocks that a device can have."""
         return (self.most + experts * (self.rows - 1)) // self.rows
 
     def at_even_load(self, experts: int) -> int:
@@ -598,9 +597,9 @@ class _Table(NamedTuple):
     """Where the blocks of each expert lie among sorted assignments."""
 
     blocks_E: jax.Array
-    """Blocks of each expert and those before it."""
+    """Blocks of each expert and of those before it, summed."""
     ends_E: jax.Array
-    """Assignments of each expert and those before it."""
+    """Assignments of each expert and of those before it, summed."""
     sizes_E: jax.Array
     """Assignments of each expert."""
 
@@ -612,8 +611,8 @@ def _table(blocks: _Blocks, sizes_E: jax.Array) -> _Table:
 def _rows(
     blocks: _Blocks, table: _Table, index: jax.Array, tokens_A: jax.Array, weights_A: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Expert of a block; of its rows the assignments, tokens and weights: beyond the expert's last,
-    indices beyond the arrays, and weight 0."""
+    """Expert of a block, and the assignments, tokens and weights of its rows; rows beyond the
+    expert's last have indices beyond the arrays, and weight 0."""
     expert = jnp.searchsorted(table.blocks_E, index, side="right", method="compare_all")
     size, end = table.sizes_E[expert], table.ends_E[expert]
     before = table.blocks_E[expert] - -(-size // blocks.rows)
@@ -626,8 +625,8 @@ def _rows(
 def _over_blocks(
     blocks: _Blocks, table: _Table, body: Callable[[jax.Array, Any], Any], start: Any
 ) -> Any:
-    """`body` for each block. The name says how many there are at even loads, by which the compiled
-    loop is costed (`scalejax.xla.reader`)."""
+    """Run `body` for each block. The scope's name says how many blocks there are at even loads, by
+    which the compiled loop is costed (`scalejax.xla.reader`)."""
     experts = table.sizes_E.size
     even = BlocksAtEvenLoad(
         blocks=blocks.at_even_load(experts),
@@ -652,9 +651,9 @@ def _grouped(
 ) -> jax.Array:
     """The weighted sum of the experts' results for each token, [T, D], in the type of tokens.
 
-    `lax.ragged_dot` says the same of one product, but XLA computes it as if every token went
-    through every expert, on CPU and NVIDIA GPUs (jax 0.10.2): experts / experts per token times
-    the work. Here a loop multiplies blocks of rows of one expert.
+    `lax.ragged_dot` expresses one such product, but XLA computes it as if every token went through
+    every expert, on CPU and NVIDIA GPUs (jax 0.10.2): experts / experts per token times the work.
+    Here a loop multiplies blocks of rows of one expert.
 
     Args:
         blocks: how assignments are cut.
@@ -662,7 +661,7 @@ def _grouped(
         x_TD: tokens.
         tokens_A: token of each assignment, sorted by expert.
         weights_A: weight of each.
-        sizes_E: assignments of each expert; those after their sum are of no expert here.
+        sizes_E: assignments of each expert here; those after their sum belong to none of them.
         gated_shard: gate and up projections, [E, D, 2, F] when gathered.
         down_shard: down projections, [E, F, D] when gathered.
     """
@@ -719,7 +718,7 @@ def _grouped_backward(
         hidden_RNF = _expanded(x_TD, tokens_R, gated_EDNF, expert) if kept is None else kept[index]
         inner_RF, to_hidden = jax.vjp(_swiglu, hidden_RNF)
         of_result_RD = _taken(gradient_TD, tokens_R)
-        # Of the result before its weight, whose gradient is then a sum over the inner width.
+        # Before the result's weight, whose gradient is then a sum over the inner width.
         of_inner_RF = jnp.einsum("rd,fd->rf", of_result_RD, down_EFD[expert])
         products_RF = inner_RF.astype(jnp.float32) * of_inner_RF.astype(jnp.float32)
         of_weights_A = of_weights_A.at[rows_R].set(products_RF.sum(axis=-1), mode="drop")
@@ -761,8 +760,8 @@ def _expanded(
 
 
 def _float32(equation: str, *factors: jax.Array) -> jax.Array:
-    """The product in float32; of factors in 16 bits, which XLA multiplies to it on GPUs, and on CPU
-    only once they are cast ("Unsupported element type for DotThunk", jax 0.10.2)."""
+    """The product in float32. Factors in 16 bits are multiplied as they are on GPUs, but XLA needs
+    them cast on CPU ("Unsupported element type for DotThunk", jax 0.10.2)."""
 
     def cast(*factors: jax.Array) -> jax.Array:
         return jnp.einsum(equation, *(each.astype(jnp.float32) for each in factors))
@@ -775,11 +774,11 @@ def _float32(equation: str, *factors: jax.Array) -> jax.Array:
 
 @partial(jax.checkpoint, prevent_cse=False)  # a loop or a scan already prevents it
 def _swiglu(hidden_XNF: jax.Array) -> jax.Array:
-    """The gate [..., 0, F] through SiLU, times the other; computed again in the backward pass."""
+    """SiLU of the gate [..., 0, F], times the other; recomputed in the backward pass."""
     return jax.nn.silu(hidden_XNF[..., 0, :]) * hidden_XNF[..., 1, :]
 
 
-# With a capacity: buffers of stated size.
+# With a capacity: buffers of fixed size.
 
 
 def _within_capacity(
@@ -791,8 +790,8 @@ def _within_capacity(
     gated_EDNF: _Sharded,
     down_EFD: _Sharded,
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens through their experts, the first of each sample up to the capacity; partial sums over
-    tensor, [B, S, D]; and the share of assignments kept.
+    """The results of experts for tokens, the first of each sample up to the capacity, partial sums
+    over tensor, [B, S, D]; and the share of assignments kept.
 
     Over context a device holds part of a sample: it counts the tokens of earlier parts, and has
     room for the capacity or for all of its own tokens, whichever is less.
@@ -806,7 +805,7 @@ def _within_capacity(
     earlier_BHE = _earlier_loads(own, routing.experts_BSK, moe.experts, parts)
 
     def slots(chosen_A: jax.Array, load_E: jax.Array, earlier_HE: jax.Array) -> jax.Array:
-        """The assignment in each place of the buffers of a sample; one beyond all if empty."""
+        """The assignment in each place of the buffers of a sample; an index beyond all if empty."""
         order_A = jnp.argsort(chosen_A, stable=True)
         sorted_A = chosen_A[order_A]
         place_A = jnp.arange(order_A.size) - (jnp.cumsum(load_E) - load_E)[sorted_A]
@@ -846,7 +845,7 @@ def _within_capacity(
 def _earlier_loads(own: _Axes, experts_BSK: jax.Array, experts: int, parts: int) -> jax.Array:
     """Assignments of each expert by tokens of a sample on other devices that come before those
     here, [B, H, E]: H is 2 where a device holds two chunks of the sample (`zigzag_chunks`), and
-    counts for the second, besides those before it, less those of the first."""
+    the count before the second leaves out those of the first, which is on this device."""
     batch = experts_BSK.shape[0]
     chunks = 2 if own.is_zigzag else 1
     if parts == 1:

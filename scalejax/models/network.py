@@ -39,9 +39,9 @@ _NETWORKS: dict[str, type["Network"]] = {}
 class Network(nnx.Module):
     """The base of every network, built-in or a user's own.
 
-    A class that begins `class Mlp(Network, names=("mlp",))` is the network of these values of
+    A class that begins `class Mlp(Network, names=("mlp",))` is the network for these values of
     `model.name`, and is built as `Mlp(config, dataset, rngs=...)`, with `bn=` as well if
-    `has_batch_norm` of the config says so.
+    `has_batch_norm` of the config is true.
 
     A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
     with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
@@ -57,8 +57,8 @@ class Network(nnx.Module):
     """First parts of the paths of stacked parameters, whose first dimension counts layers:
     layer-wise optimizers treat each index as a layer."""
     fused: ClassVar[tuple[tuple[str, int], ...]] = ()
-    """Layers whose kernel holds several matrices side by side, by name, with the dimension, of the
-    kernel of one layer, that counts them."""
+    """Names of layers whose kernel holds several matrices side by side, with the dimension of one
+    layer's kernel that counts them."""
 
     def __init_subclass__(cls, names: tuple[str, ...] = (), **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -76,11 +76,11 @@ class Network(nnx.Module):
 
     @staticmethod
     def output_layers(config: Any) -> tuple[str, ...]:
-        """Paths of the layers that make the logits, beside those with a part named "head": Muon,
+        """Paths of the layers that compute logits, besides those with a part named "head": Muon,
         SOAP and Shampoo leave them, and layers named "depthwise", to AdamW.
 
         Args:
-            config: of the network.
+            config: config of the network.
         """
         return ()
 
@@ -188,7 +188,7 @@ def import_network(config: CustomConfig) -> type[Network]:
     """The class at "module:Class"; modules are found in the working directory too.
 
     Raises:
-        ConfigError: if there is no such module or class, it is no `Network`, or is not called
+        ConfigError: if there is no such module or class, it is no `Network`, or cannot be called
             as one.
     """
     path = config.path

@@ -40,9 +40,9 @@ class BatchNormScope:
 class BatchNorm(nnx.Module):
     """Subtracts the mean and divides by the standard deviation of each channel (the last axis).
 
-    In training both are of the samples of a group that count, computed in float32, and the running
+    In training both are computed in float32 over the samples of a group that count, and the running
     statistics move toward the groups' average, or toward each group in turn; a group without a
-    sample that counts moves them nowhere. In evaluation the running statistics are used.
+    sample that counts does not move them. In evaluation the running statistics are used.
     The running variance is that of the population (divided by n, as in TensorFlow and Flax).
 
     Inside `shard_map` with `scope.axis_name=None` every device ends with running statistics of
@@ -66,7 +66,7 @@ class BatchNorm(nnx.Module):
         self.scope = scope
         self.dtype = dtype
         self.epsilon = epsilon
-        self.is_frozen = False  # if so, it is in training what it is in evaluation
+        self.is_frozen = False  # if so, it computes in training what it does in evaluation
         self.row_weights: jax.Array | None = nnx.data(None)  # of the batch; None if all rows count
         self.scale = nnx.Param(scale_init(rngs.params(), (features,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
@@ -131,7 +131,7 @@ class BatchNorm(nnx.Module):
 
 
 def moving_norms(network: nnx.Module) -> list[BatchNorm]:
-    """Every BatchNorm of `network` that training normalises by the batch: none that is frozen."""
+    """Every BatchNorm of `network` that normalises by the batch in training: those not frozen."""
     modules = (module for _, module in nnx.iter_modules(network))
     return [each for each in modules if isinstance(each, BatchNorm) and not each.is_frozen]
 
@@ -144,8 +144,8 @@ def weigh_rows(network: nnx.Module, weights: jax.Array) -> None:
 
 
 def normalised(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """`norm(x)`, recomputed from `x` in the backward pass: it would save six intermediate results
-    otherwise, half of them in float32."""
+    """`norm(x)`, recomputed from `x` in the backward pass: otherwise it would save six intermediate
+    results, half of them in float32."""
     structure, params = nnx.split(norm)
 
     def apply(params: nnx.State, x: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Documents that share the sequence of an example: which token is of which, and at what place.
+"""Documents that share the sequence of an example: the document of each token and its place there.
 
-A token attends to its own document alone, and positions begin anew at each (the document mask of
-Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; packing of
+A token attends only to its own document, and positions restart in each (the document mask of
+Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2; packing in
 MaxText). Networks are traced in the context of their documents; without any, an example is one
-document. Shapes: B batch, S tokens of queries, T of keys.
+document. Shapes: B batch, S tokens of queries, T tokens of keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ def documents() -> Documents | None:
 
 
 def documents_of(batch: Mapping[str, Any]) -> Documents | None:
-    """The documents of a batch, in the order in which context shards hold its tokens; None where it
+    """The documents of a batch, in the order in which context shards hold its tokens; None if it
     holds none."""
     if SEGMENT_IDS not in batch:
         return None
@@ -53,5 +53,5 @@ def documents_of(batch: Mapping[str, Any]) -> Documents | None:
 
 
 def same_document(of_queries_BS: jax.Array, of_keys_BT: jax.Array) -> jax.Array:
-    """Whether a query and a key are of one document, bool [B, S, T]."""
+    """Whether a query and a key are of the same document, bool [B, S, T]."""
     return of_queries_BS[:, :, None] == of_keys_BT[:, None, :]

@@ -9,15 +9,15 @@ The backward pass runs in reverse. All microbatches go forward before the first 
 With several chunks the schedule is interleaved: a stage holds that many parts of the network, and a
 microbatch passes through all stages once per chunk (Narayanan et al. 2021, arXiv 2104.04473,
 section 2.2). Microbatches enter in groups, one for each stage, and groups follow each other without
-a gap. The bubble is stages - 1 ticks of microbatches x chunks + stages - 1; what stages compute in
-it is discarded.
+a gap. The bubble is stages - 1 of the microbatches x chunks + stages - 1 ticks; what stages compute
+in it is discarded.
 
-Where stages do not divide the layers, the first ones hold one more than the others. All wait for
-those at each tick; meanwhile a shorter stage runs a layer of zeros, which adds nothing to the
-residual stream. These zeros are no parameters and are not trained.
+Where stages do not divide the layers, the first ones hold one more than the others. All stages wait
+for these at each tick; meanwhile a shorter stage runs a layer of zeros, which adds nothing to the
+residual stream. These zeros are not parameters and are not trained.
 
-Layers unlike the rest, such as dense ones before those with experts, belong to no stage: all stages
-compute them, each for its share of the microbatches.
+Layers that differ from the rest, such as dense ones before those with experts, belong to no stage:
+all stages compute them, each for its share of the microbatches.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def through_stages(
     *,
     is_reporting: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """The residual stream after all blocks, [B, S, D], and what they report of each microbatch, in
+    """The residual stream after all blocks, [B, S, D], and their reports on each microbatch, in
     the order of the network, [microbatches, layers, ...].
 
     Parameters are stored in the order of the network whatever the chunks, so that checkpoints are
@@ -60,12 +60,12 @@ def through_stages(
             whose parameters are zeros adds nothing.
         stacked: parameters of all blocks, layers first.
         x_BSD: the residual stream before the first block.
-        stages: devices along the pipeline axis; times the chunks, where there are several, they
-            divide the layers.
+        stages: devices along the pipeline axis; with several chunks, stages x chunks divides the
+            layers.
         remat: what the backward pass recomputes of each block, as `blocks` implements it.
         is_reporting: whether blocks report something, as those with experts do. Stages are then
-            manual, and not a dimension over which blocks are mapped: of a loop whose length depends
-            on the data, that would copy all results in each round.
+            manual, not a dimension over which blocks are mapped: a mapped loop whose length depends
+            on the data would copy all results in each iteration.
     """
     chunks, microbatches = constraints().chunks, constraints().microbatches
     counts = stage_layers(jax.tree.leaves(stacked)[0].shape[0], stages)
@@ -89,7 +89,7 @@ def through_stages(
         return every(_picked(dealt, chunk_P), state_PBSD, documents_PBS)
 
     def documents_at(time: jax.Array) -> Documents | None:
-        """Those of the microbatch that each stage computes."""
+        """The documents of the microbatch that each stage computes."""
         group_P, place_P = jnp.divmod(jnp.maximum(time - here, 0), stages * chunks)
         which_P = jnp.minimum(group_P * stages + place_P % stages, microbatches - 1)
         return jax.tree.map(lambda leaf: _by_stage(leaf[which_P]), documents_MBS)
@@ -120,7 +120,7 @@ def through_stages(
     x_BSD = constrained_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
 
     def of_layers(report_TPL: jax.Array) -> jax.Array:
-        # First to all stages, in which each has all indices below.
+        # Replicated to all stages first, so that each has all indices below.
         report_TPL = constrained(report_TPL, P())
         report_MCPL = report_TPL[entered_MC[..., None] + np.arange(stages), np.arange(stages)]
         return of_dealt_layers(report_MCPL, counts)
@@ -152,9 +152,9 @@ def _over_stages(own: Callable[..., Any], in_specs: Any, out_specs: P) -> Callab
 def shared_by_stages(
     blocks: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x_BSD: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The residual stream after blocks that belong to no stage, [B, S, D], and what they report of
+    """The residual stream after blocks that belong to no stage, [B, S, D], and their reports on
     each microbatch, [microbatches, layers, ...]: each stage computes its share of the microbatches,
-    or all of them where stages do not divide them. Other arguments as of `through_stages`."""
+    or all of them where stages do not divide them. Other arguments as for `through_stages`."""
 
     microbatches = constraints().microbatches
     is_divided = microbatches % axis_size(PIPELINE) == 0
@@ -187,8 +187,8 @@ def _either(is_entering_P: jax.Array, entering_BSD: jax.Array, handed_PBSD: jax.
 
 
 def dealt_to_stages(leaf: jax.Array, chunks: int, counts: tuple[int, ...]) -> jax.Array:
-    """[layers, ...] as [chunks, stages, layers of a chunk, ...], sharded over the stages; zeros
-    where a stage has fewer layers than others, of which `counts` says how many each has."""
+    """[layers, ...] as [chunks, stages, layers of a chunk, ...], sharded over the stages, with
+    zeros where a stage has fewer layers than others; `counts` are the layers of each stage."""
     rest, most = leaf.shape[1:], max(counts)
     if min(counts) < most:
         parts, start = [], 0
@@ -197,7 +197,7 @@ def dealt_to_stages(leaf: jax.Array, chunks: int, counts: tuple[int, ...]) -> ja
             parts.append(jnp.pad(part, [(0, 0), (0, most - count), *[(0, 0)] * len(rest)]))
             start += count * stages
         leaf = jnp.concatenate(parts)
-        # Before stages take theirs: its gradient is then put in parts again as a whole, once.
+        # Before stages take their parts: the gradient is then split into them as a whole, once.
         leaf = constrained(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
     elif chunks > 1 and axis_size(PIPELINE) > 1:
         return _exchanged(leaf, chunks)
@@ -276,7 +276,7 @@ def _rounds(chunks: int, stages: int) -> tuple[_Round, ...]:
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(layers, stages) of neighbouring stages of equally many layers, in order."""
+    """(layers, stages) of neighbouring stages with equally many layers, in order."""
     return [(count, len(list(stages))) for count, stages in itertools.groupby(counts)]
 
 

@@ -38,11 +38,11 @@ _BLOCK_UNITS = {
 
 def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
     """The weights that `model.pretrained` names, on devices; None in place of those to initialise:
-    all without `pretrained`, otherwise a last layer of other classes.
+    all without `pretrained`, otherwise a last layer with other classes.
 
     Args:
         model: the network; without `pretrained`, nothing is read.
-        shapes: tree of shapes with shardings, its paths those of the network.
+        shapes: tree of shapes with shardings, with the paths of the network.
 
     Raises:
         ConfigError: if the package is not installed, or its file is not the published one.
@@ -55,7 +55,7 @@ def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
         value = _value(tensors, parameter_path(path)).astype(leaf.dtype)
         if value.shape != leaf.shape and parameter_path(path).startswith(f"{HEAD}/"):
             return None
-        # By every process for its own devices, from a file that is the same in each.
+        # Each process reads for its own devices, from a file that is the same in all.
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
     return tree_map_with_path(read, shapes)

@@ -32,7 +32,7 @@ def kept(activations: jax.Array) -> jax.Array:
 
 
 def is_recomputed(remat: DecoderRemat) -> bool:
-    """Whether the backward pass recomputes what its policy does not save of a whole block."""
+    """Whether the backward pass recomputes whole blocks, but for what the policy saves."""
     return remat not in ("none", "selective")
 
 
@@ -40,8 +40,8 @@ def recomputed(block: Callable[..., Any], remat: DecoderRemat) -> Callable[..., 
     """`block` with its backward pass recomputing according to `remat`.
 
     "full": saves only its input. "selective_op": saves its input, activations marked `kept`, and
-    results of attention. "selective" is implemented by the blocks themselves. By name: what it
-    saves or offloads.
+    results of attention. "selective" is implemented by the blocks themselves. `SavedActivations`
+    names what is saved or offloaded.
     """
     if not is_recomputed(remat):
         return block
@@ -59,8 +59,8 @@ def recomputed(block: Callable[..., Any], remat: DecoderRemat) -> Callable[..., 
 
 
 def recomputed_with_picks(blocks: Callable[..., Any], remat: DecoderRemat) -> Callable[..., Any]:
-    """`blocks`, a sequence that first picks its parameters from more chunks, with the picking
-    redone in the backward pass; each `recomputed` block recomputes as by itself.
+    """`blocks`, a sequence that first picks its parameters from several chunks, with the pick
+    repeated in the backward pass; each `recomputed` block recomputes as it would alone.
 
     Otherwise every tick would save its picked parameters. With "none" and "selective" it still
     does, which is most of the memory where a microbatch has fewer tokens than the blocks are wide:
@@ -68,7 +68,7 @@ def recomputed_with_picks(blocks: Callable[..., Any], remat: DecoderRemat) -> Ca
     """
     if not is_recomputed(remat):
         return blocks
-    # The policy around blocks stands in place of their own.
+    # The policy around blocks replaces their own.
     return jax.checkpoint(blocks, prevent_cse=False, policy=_policy(remat))
 
 
@@ -96,7 +96,7 @@ def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
 
 
 def _by_name(names: SavedActivations) -> Callable[..., Any]:
-    """Policy that saves and offloads activations by name, and a block's input unless it is
+    """Policy that saves and offloads activations by name, and saves a block's input unless it is
     offloaded."""
     is_input_away = "decoder_layer_input" in names.offload
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -109,7 +109,7 @@ def _by_name(names: SavedActivations) -> Callable[..., Any]:
     goes_by_blocks = is_zigzag()
 
     def of_operation(primitive: Any, *values: Any, **params: Any) -> Any:
-        # With its statistics, or the backward pass would compute it again for them.
+        # With its statistics, for which the backward pass would otherwise recompute it.
         if primitive.name == _FUSED_ATTENTION and not goes_by_blocks:
             return policy(_naming(), name="context")
         return policy(primitive, *values, **params)
@@ -124,8 +124,8 @@ def _naming() -> Any:
 
 
 def _policy(remat: DecoderRemat) -> Callable[..., Any]:
-    """Policy of recomputed blocks. Where attention goes by blocks, it marks its merged result, and
-    no block's own is saved."""
+    """Policy of recomputed blocks. Where attention proceeds by blocks, it marks its merged result,
+    and the results of single blocks are not saved."""
     if remat == "minimal_offloaded":
         return _by_name(SavedActivations(offload=PRODUCT_NAMES))
     if isinstance(remat, SavedActivations):

@@ -32,7 +32,7 @@ from scalejax.core.errors import ConfigError, refusal, unknown_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConstraints:
-    """How a run divides tokens and microbatches, as far as a network must know it."""
+    """How a run divides tokens and microbatches, as far as a network needs to know."""
 
     is_sequence_parallel: bool = False
     """Whether tokens are sharded over the tensor axis between layers (sequence parallelism)."""
@@ -66,8 +66,8 @@ def constraints() -> ShardingConstraints:
 
 
 def axis_size(axis: str) -> int:
-    """Devices along `axis` of the mesh in the context; 1 without such a mesh, and in a stage of a
-    pipeline along its axis."""
+    """Devices along `axis` of the mesh in the context; 1 without such a mesh, and 1 along the
+    pipeline axis within a stage."""
     mesh = jax.sharding.get_abstract_mesh()
     is_stage = axis == PIPELINE and PIPELINE in mesh.manual_axes
     return mesh.shape[axis] if is_of_layout(mesh) and not is_stage else 1
@@ -86,7 +86,7 @@ def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     of the batch or the rows to the parameters; this constraint enforces the first. It needs the
     mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing without a mesh of a
     `Layout`, or where its axes are manual (`shard_map`). The data, pipeline, expert and context
-    axes may be manual: each shard of the batch, or stage, is then constrained over the others.
+    axes may be manual: each shard of the batch, or stage, is then constrained over the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not is_of_layout(mesh):
@@ -172,8 +172,8 @@ def constrained_for_head(activations: jax.Array) -> jax.Array:
 
 def constrained_between(activations: jax.Array) -> jax.Array:
     """Intermediate activations of a tensor-parallel layer [batch, tokens, heads or inner width,
-    ...], sharded over tensor; unchanged without sequence parallelism, in which the compiler might
-    shard the tokens instead."""
+    ...], sharded over tensor, as with sequence parallelism the compiler might shard the tokens
+    instead; unchanged without it."""
     if not constraints().is_sequence_parallel:
         return activations
     rest = (None,) * (activations.ndim - 3)
@@ -190,7 +190,7 @@ def constrained_keys(k_BTHK: jax.Array) -> jax.Array:
 
 
 def is_zigzag() -> bool:
-    """Whether tokens are in the order of `zigzag_chunks`, in which attention goes by blocks."""
+    """Whether tokens are in the order of `zigzag_chunks`, in which attention proceeds by blocks."""
     return constraints().is_zigzag and axis_size(CONTEXT) > 1
 
 
@@ -210,21 +210,20 @@ def zigzag_chunks(shards: int) -> np.ndarray:
 
 def in_token_order(array: jax.Array, axis: int = 1) -> jax.Array:
     """`array` with the tokens of whole samples along `axis` put in the order in which context
-    shards hold them; unchanged where that is their own order, and where the context axis is manual:
-    the tokens of a device were put in order before.
+    shards hold them; unchanged where that is their natural order, and where the context axis is
+    manual: the tokens of a device were put in order before.
 
-    Of token numbers, targets and positions, once a step: 4 bytes a token that every device of a
-    context group has. Inside of attention it would be queries, keys, values and results, in every
-    block, between devices, forward and backward: of queries alone more bytes than the ring moves
-    with few devices and many heads of queries for each of keys.
+    Token numbers, targets and positions are put in order, once per step: 4 bytes per token, which
+    every device of a context group has. Inside attention, queries, keys, values and results would
+    have to move between devices in every block, forward and backward: queries alone are more bytes
+    than the ring moves with few devices and many heads of queries per head of keys.
     """
     return array if _has_own_tokens() else _ordered(array, axis)
 
 
 def of_own_tokens(array: jax.Array, axis: int) -> jax.Array:
-    """What `array`, which every device has for all tokens of a sample along `axis`, holds of the
-    tokens at hand: of all of them `in_token_order`, of a device's where the context axis is manual.
-    """
+    """The part of `array`, which every device has for all tokens of a sample along `axis`, for the
+    tokens at hand: all, `in_token_order`, or those of a device where the context axis is manual."""
     ordered = _ordered(array, axis)
     if not _has_own_tokens():
         return ordered
@@ -242,7 +241,7 @@ def of_all_tokens(array: jax.Array) -> jax.Array:
     spec = without(mesh.manual_axes, PartitionSpec(BATCH_AXES, None, TENSOR, None))
     spec = PartitionSpec(*spec[: array.ndim])
     spec = divisible("the tokens", spec, array.shape, mesh.shape)
-    # In a `shard_map` over the others: the compiler need not divide a gather.
+    # In a `shard_map` over the other axes: the compiler need not partition a gather.
     return jax.shard_map(
         lambda own: jax.lax.all_gather(own, CONTEXT, axis=1, tiled=True),
         in_specs=spec,
@@ -253,12 +252,12 @@ def of_all_tokens(array: jax.Array) -> jax.Array:
 
 
 def sample_tokens(tokens: int) -> int:
-    """Tokens of a sample of which so many are at hand: more where the context axis is manual."""
+    """Tokens of a sample with `tokens` at hand: more if the context axis is manual."""
     return tokens * axis_size(CONTEXT) if _has_own_tokens() else tokens
 
 
 def summed_over_tokens(of_samples: jax.Array) -> jax.Array:
-    """Sums over the tokens at hand of each sample as those over all of its tokens."""
+    """Sums over all tokens of each sample, from those over the tokens at hand."""
     return jax.lax.psum(of_samples, CONTEXT) if _has_own_tokens() else of_samples
 
 
@@ -291,7 +290,7 @@ def _constrained_tokens(activations: jax.Array, axes: tuple[str, ...]) -> jax.Ar
 def divisible(
     name: str, rule: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """`rule` without axes that do not divide their dimension; of several, minor ones go first."""
+    """`rule` without axes that do not divide their dimension; minor axes are dropped first."""
     if len(rule) > len(shape):
         accepted = f"the parameter has {len(shape)} dimensions, its partition rule {len(rule)}"
         raise ConfigError(refusal(name, shape, accepted))

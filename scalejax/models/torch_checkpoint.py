@@ -1,8 +1,8 @@
-"""Reads PyTorch checkpoints of the format before 1.6, without PyTorch and without trusting them.
+"""Reads PyTorch checkpoints in the format before 1.6, without PyTorch and without trusting them.
 
 Such a file is five pickles and then the bytes of each storage. A pickle may call any function that
 it names: here it may name only the few classes of a dictionary of tensors, each replaced by a
-substitute of this module, and everything else is refused. Knows no networks.
+substitute in this module, and everything else is refused. Knows no networks.
 
 Source: torch/serialization.py, `_legacy_save` (tag v1.5.0).
 """
@@ -24,7 +24,7 @@ from scalejax.core.errors import ConfigError, refusal
 MAGIC_NUMBER, PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
 """The first two pickles of every such file (`MAGIC_NUMBER`, `PROTOCOL_VERSION`)."""
 _ELEMENT_TYPES = {"FloatStorage": np.dtype("<f4"), "LongStorage": np.dtype("<i8")}
-"""Data types by class of a storage; its bytes are little-endian."""
+"""Data types by class of storage, whose bytes are little-endian."""
 
 
 @dataclass(slots=True)
@@ -124,8 +124,8 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         TypeError,
         AttributeError,
         LookupError,
-        OverflowError,  # of a pickle or a stride
-        MemoryError,  # of a pickle: no more is asked for here than the file has
+        OverflowError,  # from a pickle or a stride
+        MemoryError,  # from a pickle: this module requests no more than the file has
         struct.error,
         pickle.UnpicklingError,
     ) as error:

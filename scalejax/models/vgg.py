@@ -19,9 +19,9 @@ HIDDEN = 4096
 class Vgg(Network, names=("vgg16",)):
     """Stages of 3x3 convolutions with ReLU, each halved by a pool; three linear layers.
 
-    Without the dropout between the linear layers (see `Perceptron`). Convolutions have biases,
-    no BatchNorm, and He's initialisation, where the paper's authors trained
-    in steps, and found later that random initialisation does without.
+    Without the dropout between the linear layers (see `Perceptron`). Convolutions have biases, no
+    BatchNorm, and He's initialisation; the paper's authors trained in steps, and later found that
+    random initialisation makes this unnecessary.
 
     Source: Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D.
     """

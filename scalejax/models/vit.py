@@ -31,10 +31,10 @@ QKV_INIT = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
 PLACES_INIT = nnx.initializers.normal(0.02)
 """Initialiser of position embeddings (google-research/vision_transformer, models_vit.py)."""
 EPSILON = 1e-6
-"""Added to a variance before its root (Flax's default, which the published code takes)."""
+"""Added to a variance before its root (Flax's default, which the published code uses)."""
 
 PATCHES = P(FSDP, None)
-"""How the first matrix is split; the others are as those of gpt."""
+"""How the first matrix is split; the others are split as in gpt."""
 
 
 class Attention(nnx.Module):
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
         dtype, hidden = jnp.dtype(config.compute_dtype), config.hidden
         self.remat: Remat = config.remat
-        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
+        # Heads are a dimension of their own, so that the tensor axis divides only them.
         shape = (3, config.heads, hidden // config.heads)
         self.qkv = nnx.LinearGeneral(hidden, shape, dtype=dtype, kernel_init=QKV_INIT, rngs=rngs)
         self.projection = nnx.Linear(hidden, hidden, dtype=dtype, kernel_init=INIT, rngs=rngs)
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers with GELU (the tanh form, which the published code takes)."""
+    """Two linear layers with GELU (the tanh form, which the published code uses)."""
 
     def __init__(self, config: VitConfig, *, rngs: nnx.Rngs):
         self.remat: Remat = config.remat
@@ -69,7 +69,7 @@ class FeedForward(nnx.Module):
         self.down = layer(config.inner_width, config.hidden)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Each place by itself, [B, S, D]."""
+        """Each place, transformed separately, [B, S, D]."""
         inner_BSF = gelu(kept(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
         return linear(self.down, "bsf,fd->bsd", DOWN, inner_BSF, self.remat)
 
@@ -92,7 +92,7 @@ class Block(nnx.Module):
 
 
 class Vit(Network, names=("vit",)):
-    """Patches in a row behind a class token, blocks, and the classes from that token.
+    """A class token followed by patches, blocks, and the classes from that token.
 
     The published convolution over patches is a product here: its window is its stride.
 

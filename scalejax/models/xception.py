@@ -12,7 +12,7 @@ from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import constrained_by_row, per_device
 
 STEM = (32, 64)
-"""Channels of the two whole convolutions at the entry."""
+"""Channels of the two ordinary convolutions at the entry."""
 ENTRY = (128, 256, 728)
 """Channels of the entry's three blocks, each of which halves the places."""
 MIDDLE, MIDDLE_BLOCKS = 728, 8
@@ -24,7 +24,7 @@ TAIL = (1536, 2048)
 
 
 class SeparableUnit(nnx.Module):
-    """A 3x3 convolution of each channel by itself, then a 1x1 over channels, then BatchNorm."""
+    """A separate 3x3 convolution of each channel, then a 1x1 over channels, then BatchNorm."""
 
     def __init__(
         self, width_in: int, width_out: int, *, dtype: jnp.dtype, bn: BatchNormScope, rngs: nnx.Rngs
@@ -74,7 +74,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """`inputs` plus what the block has learned to add, at half the places if it halves."""
+        """`inputs` plus what the block has learned to add, at half the places if `is_halved`."""
         hidden = inputs
         for unit in self.units:
             hidden = unit(jax.nn.relu(hidden), is_training=is_training)

@@ -1,6 +1,6 @@
 """Pictures for files: schedules, predictions against measurements, Pareto fronts, sweeps.
 
-Of plans and benches the charts of their pages are drawn: `report.html.plan`, `report.html.bench`.
+Plans and benches use the charts of their pages: `report.html.plan`, `report.html.bench`.
 Knows results; nothing of files, which `save_picture` writes.
 """
 
@@ -26,15 +26,15 @@ from scalejax.validation import RowResult
 _MOST_POINTS = 2000
 """Most points of a curve; more add nothing visible."""
 _MOST_CURVES = 20
-"""Most curves that colour and dash can tell apart."""
+"""Most curves that colour and dash can distinguish."""
 _SHAPES = ("circle", "triangle-up", "square", "diamond")
-"""Shapes of families: the next one where there are more than colours."""
+"""Shapes of families: the next one is used once all colours are."""
 _FAR = 5
 """Ratio of largest to smallest time above which the axis is logarithmic."""
 _WIDTH, _HEIGHT = 640, 380
-"""Pixels."""
+"""Size of a picture, pixels."""
 _ENDS = ("y", "low", "high")
-"""Of a point its mean, and the ends of its interval."""
+"""Fields of a point: its mean and the ends of its interval."""
 _LOGARITHMIC, _NEAR = alt.Scale(type="log", nice=False), alt.Scale(zero=False)
 
 
@@ -54,9 +54,9 @@ def schedule(learning_rates: Sequence[float], *, epochs: Sequence[float]) -> Spe
 def scatter(results: Sequence[RowResult], *, title: str = "step times") -> Spec:
     """Predicted against measured step times, one colour and mark for each family.
 
-    On the line in the middle the two are equal; between the dotted ones they differ by less
-    than a quarter. The legend has the rows and the median absolute error of each family; rows
-    without a prediction, or without a time to compare with, are counted under the title.
+    On the line in the middle the two are equal; between the dotted lines they differ by less
+    than a quarter. The legend has the number of rows and the median absolute error of each family;
+    rows without a prediction, or without a time to compare with, are counted under the title.
 
     Args:
         results: results of the rows of a ledger.
@@ -116,7 +116,7 @@ def _family_label(family: str, pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def time_and_memory(candidates: Sequence[Candidate], *, title: str) -> Spec:
-    """Memory of strategies that fit over their step time, with the Pareto front of the two."""
+    """Memory against step time of the strategies that fit, with the Pareto front of the two."""
     stride = max(1, len(candidates) // _MOST_POINTS)
     every = f"one in {stride:,} of " if stride > 1 else ""
     some = f"{every}{len(candidates):,} strategies that fit"
@@ -149,9 +149,9 @@ def time_and_memory(candidates: Sequence[Candidate], *, title: str) -> Spec:
 def final_accuracies(rows: Sequence[RunRow]) -> Spec:
     """Final accuracy of each arm of a sweep over the numeric field with the most values.
 
-    Of validation data if there are any, else of test data. Points are single runs; lines join
-    means, bars are 95 % intervals over seeds. Arms of one place are drawn side by side. A run that
-    diverged is in no mean: it is a cross at the bottom. Unfinished runs are left out.
+    On validation data if there are any, else on test data. Points are single runs; lines join
+    means, bars are 95 % intervals over seeds. Arms with the same x are drawn side by side. A run
+    that diverged is in no mean but is a cross at the bottom. Unfinished runs are left out.
     """
     found = [arm for arm in arms(rows) if arm.rows]
     x_name = _numeric_field(found)
@@ -194,9 +194,9 @@ def final_accuracies(rows: Sequence[RunRow]) -> Spec:
 
 
 def _beside(place: float, rank: float, places: Sequence[float], count: int) -> float:
-    """Where an arm is drawn that shares its place with others: `rank` from the middle of `count`,
-    at steps of 2.5 % of the axis, which is logarithmic where all `places` are positive, and all of
-    them within half the smallest gap."""
+    """Where an arm is drawn that shares its place with others: `rank` steps from the middle of
+    `count`. A step is 2.5 % of the axis, or less if all would not fit into half the smallest gap;
+    the axis is logarithmic if all `places` are positive."""
     is_logarithmic = places[0] > 0
     ticks = [math.log2(each) if is_logarithmic else each for each in places]
     gaps = [after - before for before, after in pairwise(ticks)]
@@ -209,7 +209,7 @@ def accuracy_curves(rows: Sequence[RunRow]) -> Spec:
 
     Once some seeds have ended, the mean of the rest is a separate dotted line labelled with their
     number: otherwise the mean would rise because the worst are gone. A run that diverged is in no
-    mean, and a cross at the bottom, where it ended. Unfinished runs are left out.
+    mean but is a cross at the bottom, where it ended. Unfinished runs are left out.
     """
     every = [arm for arm in arms(rows) if arm.rows]
     found = every[:_MOST_CURVES]
@@ -258,7 +258,7 @@ def _part(found: Sequence[Arm]) -> str:
 
 
 def _numeric_field(found: Sequence[Arm]) -> str | None:
-    """The varied field with only numeric values and the most of them; None if there is none."""
+    """The varied field with the most values, all numeric; None if there is no such field."""
     numbers: dict[str, set[float]] = {}
     for name in found[0].varied if found else ():
         values = [arm.varied[name] for arm in found]
@@ -279,8 +279,8 @@ def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple
 
 
 def _spread(values: Sequence[float]) -> Row:
-    """Mean of accuracies, and the ends of its bar, cut to 0..1, which a single value has none of;
-    None of no value."""
+    """Mean of accuracies, and the ends of its bar, cut to 0..1; a single value has no bar, and
+    without values all are None."""
     found = t_interval(values)
     if found is None:
         return {"y": None, "low": None, "high": None, "seeds": 0}
@@ -297,7 +297,7 @@ def _intervals(what: str, points: Sequence[Row]) -> str:
 
 
 def _bars(points: Sequence[Row]) -> str:
-    """What ends of bars are, in words; empty if there is none."""
+    """What the ends of bars are, in words; empty if there are no bars."""
     counts = {row["seeds"] for row in points if row["low"] is not None}
     if not counts:
         return ""
@@ -307,13 +307,13 @@ def _bars(points: Sequence[Row]) -> str:
 
 
 def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
-    """The axis of accuracies in per cent, as tables have them."""
+    """The axis of accuracies, in per cent as in tables."""
     axis = alt.Axis(labelExpr="format(100 * datum.value, '~g') + ' %'")
     return alt.Y(f"{field}:Q", title=title, scale=scale, axis=axis)
 
 
 def _within_shares(points: Sequence[Row], *, has_crosses: bool) -> alt.Scale:
-    """The scale of accuracies: what is drawn, and below it room for crosses."""
+    """The scale of accuracies: it covers what is drawn, and leaves room for crosses below."""
     values = [float(row[name]) for row in points for name in _ENDS if row.get(name) is not None]  # type: ignore[arg-type]
     if not values:
         return _NEAR
@@ -330,16 +330,16 @@ def _crosses(base: alt.Chart, lost: Sequence[Row]) -> alt.Chart:
 
 
 def _said(found: Sequence[Arm], *more: str) -> alt.TitleParams:
-    """The title of a chart: a line for each text, and what its crosses are if there are any."""
+    """The title of a chart: a line for each text, and one on crosses if there are any."""
     count = sum(len(arm.diverged) for arm in found)
     crosses = f"crosses: diverged ({counted(count, 'run')}, in no mean)" if count else ""
     return alt.TitleParams([text for text in (*more, crosses) if text], fontWeight="normal")
 
 
 def coordinates(found: CoordinateCheck) -> Spec:
-    """Mean absolute change of activations over the steps of a coordinate check, over the size of
-    the network: a line for the embedding, the last block and the logits of each parametrization,
-    both axes logarithmic. A change that is 0 or not finite is left out."""
+    """Mean absolute change of activations during a coordinate check against the size of the
+    network: a line for the embedding, the last block and the logits of each parametrization, on
+    logarithmic axes. A change that is 0 or not finite is left out."""
     layers = list(dict.fromkeys(each.layer for each in found.coordinates))
     shown = (layers[0], layers[-2], LOGITS)
     rows: list[Row] = [
@@ -358,32 +358,32 @@ def coordinates(found: CoordinateCheck) -> Spec:
 # For print.
 
 PrintWidth = Literal["column", "page"]
-"""Width of a figure in print: of a column, or of the page."""
+"""Width of a figure in print: a column, or the page."""
 _INCHES: dict[PrintWidth, float] = {"column": 3.25, "page": 6.75}
-"""Widths of a column and of the text by ICML's instructions to authors."""
+"""Widths of a column and of the text in ICML's instructions to authors."""
 _PRINT_HEIGHT = 2.3
-"""Inches."""
+"""Height of a figure without its legend, inches."""
 POINTS = 72
-"""Points of an inch, which are the pixels of a figure for print."""
+"""Points per inch; a point is a pixel of a figure for print."""
 COLOR_BLIND_SAFE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours that every kind of colour-blind reader tells apart (Okabe & Ito 2008, as in Wong 2011,
-Nature Methods 8, 441)."""
+"""Colours that every kind of colour-blind reader can distinguish (Okabe & Ito 2008, as in Wong
+2011, Nature Methods 8, 441)."""
 _FONT = "Liberation Sans"
-"""The font, which has the widths of Arial and Helvetica; PDF files hold what they use of it."""
+"""The font, which has the widths of Arial and Helvetica; PDF files embed the glyphs they use."""
 _SMALL, _USUAL, _LEAST = 7, 8, 5
-"""Points of letters: of labels, of titles of axes, and where names are long."""
+"""Font sizes in points: of labels, of titles of axes, and the smallest for long names."""
 _BESIDE_LEGEND = 60
-"""Points beside the names of a legend: the axis on its left, and the symbols."""
+"""Points across that names in a legend cannot use: the axis on the left, and the symbols."""
 _LINE_WIDTH = 1.1
-"""Points."""
+"""Width of lines, points."""
 _LETTER_WIDTH = 0.55
 """Mean width of a letter over its height."""
 
 
 def for_print(figure: Spec, width: PrintWidth) -> Spec:
-    """A figure of a sweep as a paper prints it: as wide as a column or the page, of small letters,
-    in colours that colour-blind readers tell apart, its legend below the axes and never over data.
-    A pixel is a point."""
+    """A figure of a sweep for a paper: as wide as a column or the page, in small letters and
+    colours that colour-blind readers can distinguish, with its legend below the axes and never over
+    data. A pixel is a point."""
     spec = copy.deepcopy(figure)
     across = round(_INCHES[width] * POINTS)
     names = _labels(spec)
@@ -404,8 +404,8 @@ def for_print(figure: Spec, width: PrintWidth) -> Spec:
 
 
 def _print_config(letters: float, columns: int, room: float) -> Spec:
-    """Vega-Lite's config of a figure for print, its legend below the axes: its letters in points,
-    its columns, and the width of a name."""
+    """Vega-Lite's config of a figure for print, with the legend below the axes: font size in
+    points, columns, and width of a name in the legend."""
     return {
         "font": _FONT,
         "axis": {
@@ -430,18 +430,18 @@ def _print_config(letters: float, columns: int, room: float) -> Spec:
 
 
 _PANEL_HEIGHT = {"column": 78, "page": 92}
-"""Points of a panel of a study."""
+"""Height of a panel of a study, points."""
 _BESIDE_PANELS = 56
-"""Points beside all panels: the axis on their left, and the names of rows on their right."""
+"""Points left and right of all panels: the axis, and the names of rows."""
 _BETWEEN_PANELS = 8
-"""Points."""
+"""Gap between panels, points."""
 
 
 def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth) -> Spec:
-    """The test metric of a study over the batch, for print: a panel for each optimizer and scaling
-    rule, a line for each warmup. Points are means, bars 95 % t intervals over seeds (both values
-    of two), side by side where they share a batch; a run that diverged is in no mean, and a cell
-    with one has a cross at the bottom. A pixel is a point."""
+    """The test metric of a study against the batch, for print: a panel for each optimizer and
+    scaling rule, a line for each warmup. Points are means, bars 95 % t intervals over seeds (with
+    two seeds, both values), side by side at the same batch. Means leave out runs that diverged; a
+    cell with such runs has a cross at the bottom. A pixel is a point."""
     metric = study.metrics[1]
     is_accuracy = study.measure == "accuracy"
     names = [_warmup_in_words(each) for each in study.warmups]
@@ -476,9 +476,9 @@ def study_panels(study: Study, results: Sequence[CellResult], width: PrintWidth)
 
 
 def sharpness_panels(study: Study, results: Sequence[CellResult], width: PrintWidth) -> Spec:
-    """The sharpness along runs for print, where it was measured: over epochs, the geometric mean of
-    seeds that did not diverge, a line for each warmup, a panel for each optimizer, scaling rule and
-    batch; dotted, up to where SGD of that rate is stable."""
+    """Sharpness over epochs, if it was measured, for print: the geometric mean of seeds that did
+    not diverge, a line for each warmup, a panel for each optimizer, scaling rule and batch; the
+    dotted line is the limit up to which SGD at that rate is stable."""
     names = [_warmup_in_words(each) for each in study.warmups]
     is_several = len(study.optimizers) > 1
     rows: list[Row] = []
@@ -531,8 +531,8 @@ def sharpness_panels(study: Study, results: Sequence[CellResult], width: PrintWi
 
 
 def _bounded(rows: Sequence[Row], singles: Sequence[Row]) -> list[Row]:
-    """The ends of the intervals, those of three seeds that go far beyond all single runs cut
-    to thrice the range of these, so that they do not hide it; the rows say which are."""
+    """The ends of the intervals. Those that go far beyond all single runs, as with three seeds, are
+    cut to three times the range of these, so that they do not hide it; the rows say which are."""
     values = [float(each["y"]) for each in singles]  # type: ignore[arg-type]
     room = max(values, default=0) - min(values, default=0) or 0.02
     least, most = min(values, default=0) - room, max(values, default=0) + room
@@ -572,8 +572,8 @@ def _panels(
     near: alt.Scale,
     width: PrintWidth,
 ) -> Spec:
-    """The figure of points and intervals: on a page a column for each of several optimizers, else
-    one for each rule."""
+    """The figure of points and intervals: on a page, one column per optimizer if there are several;
+    otherwise one per rule."""
     optimizers = list(dict.fromkeys(each.cell.optimizer.name for each in results))
     rules = list(dict.fromkeys(_RULES[each.cell.scaling] for each in results))
     sides = [("optimizer", optimizers), ("rule", rules)]
@@ -645,7 +645,7 @@ def _panels(
 
 
 def _panel_width(width: PrintWidth, columns: int) -> int:
-    """Points of a panel of `columns` beside each other."""
+    """Width in points of one of `columns` panels side by side."""
     across = round(_INCHES[width] * POINTS)
     return (across - _BESIDE_PANELS - _BETWEEN_PANELS * (columns - 1)) // columns
 
@@ -659,8 +659,8 @@ def _framed(
     names: Sequence[str],
     width: PrintWidth,
 ) -> Spec:
-    """Panels for print: `layers` of `rows`, by the values of two fields, with what is `said` above
-    them, and `names` in the legend below."""
+    """Panels for print: `layers` of `rows`, by the values of two fields, with the texts `said`
+    above them, and `names` in the legend below."""
     header = {"title": None, "labelFontSize": _USUAL, "labelColor": "black", "labelPadding": 3}
     longest = max(map(len, names)) * _LETTER_WIDTH * _SMALL
     room = round(_INCHES[width] * POINTS) - _BESIDE_LEGEND
@@ -693,8 +693,8 @@ def _framed(
 
 
 def _style(spec: Spec, names: Sequence[str]) -> None:
-    """Give the layers safe colours, dashes that tell lines of one colour apart, thin lines, and a
-    legend that the config places; none of a single line, which a caption names."""
+    """Give the layers safe colours, dashes that distinguish lines of one colour, thin lines, and a
+    legend that the config places, unless there is a single line, which a caption names."""
     safe = list(COLOR_BLIND_SAFE)
     dashes = [DASHES[place // len(safe) % len(DASHES)] for place in range(len(names))]
     layers = spec.get("layer", [spec])

@@ -34,9 +34,9 @@ class ModelRow:
     parameters: int
     """Parameters, as published."""
     active_parameters: int | None
-    """Parameters that a token goes through, of a mixture of experts; None if not published."""
+    """Parameters of a mixture of experts that a token goes through; None if not published."""
     tokens_per_sample: int | None
-    """Tokens of a sample while it was pretrained; None of images."""
+    """Tokens of a sample while it was pretrained; None for images."""
     global_batch: int | None
     """Samples per update as published; None if not kept here."""
     total_tokens: int | None
@@ -84,7 +84,7 @@ class FrameworkRow:
     name: str
     """The name for --framework."""
     title: str
-    """Its name for people."""
+    """Its full name."""
     year: int
     """Year of its software."""
 
@@ -111,7 +111,7 @@ def frameworks(every: Iterable[Framework]) -> FrameworkList:
 @document("hardware")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareList(Tabular):
-    """Entries of the catalogue, whole, with the source of each number."""
+    """Entries of the catalogue in full, with the source of each number."""
 
     clusters: tuple[Cluster, ...] = ()
     """Clusters, each with its chip, links, network and library."""
@@ -169,7 +169,7 @@ class ScheduleTable(Tabular):
     """The learning rate of a run, update by update."""
 
     learning_rates: tuple[float, ...]
-    """Of each update, the first first."""
+    """The rate of each update, in order."""
     epochs: tuple[float, ...]
     """Epochs before each update."""
 
@@ -184,7 +184,7 @@ class ScheduleTable(Tabular):
 @document("resolved_run")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRunTable(Tabular):
-    """A run on so many devices."""
+    """A run on a given number of devices."""
 
     run: ResolvedRun
     """Its config, layout and batches."""
@@ -195,7 +195,7 @@ class ResolvedRunTable(Tabular):
     peak_learning_rate: float
     """Largest learning rate."""
     notes: tuple[str, ...]
-    """What may surprise."""
+    """Remarks on what may be unexpected."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """One row of all fields."""
@@ -236,18 +236,18 @@ class Calibrated(Tabular):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """How a run went, from its first session to its last; what it has none of is None."""
+    """How a run went, from its first session to its last; what it lacks is None."""
 
     name: str
     """Name of the run."""
     folder: str
     """Folder of its record."""
     status: Status | None
-    """How it ended, or is."""
+    """How it ended, or its current status."""
     cause: DivergenceCause | None
     """Why it diverged."""
     message: str | None
-    """The same in words."""
+    """The cause in words."""
     steps: int
     """Updates made."""
     epochs: float
@@ -255,19 +255,19 @@ class RunSummary:
     elapsed_seconds: float
     """Time since training began."""
     loss: float | None
-    """Loss of the last update that was measured; None of a run that diverged, as the next four."""
+    """Loss of the last update measured; like the next four fields, None if the run diverged."""
     validation_loss: float | None
-    """Of its last evaluation of validation data."""
+    """Loss in its last evaluation on validation data."""
     validation_accuracy: float | None
-    """The same, 0..1."""
+    """Accuracy in that evaluation, 0..1."""
     test_loss: float | None
-    """Of its last evaluation of test data."""
+    """Loss in its last evaluation on test data."""
     test_accuracy: float | None
-    """The same, 0..1."""
+    """Accuracy in that evaluation, 0..1."""
     step_seconds: float | None
     """Median measured time of an update."""
     predicted_step_seconds: float | None
-    """The same as predicted before training."""
+    """The time of an update as predicted before training."""
     life: tuple[LifeStage, ...]
     """Life of a batch of the last epoch, stage by stage; empty if it was not measured."""
 
@@ -277,8 +277,8 @@ def run_summary(record: RunRecord, prediction: Prediction | None, name: str) -> 
 
     Args:
         record: its measurements.
-        prediction: that of before training.
-        name: what it is called.
+        prediction: the one from before training.
+        name: name of the run.
     """
     last, change = record.measurements[-1:], record.statuses[-1:]
     epochs = [each.epoch for each in (*record.training, *record.monitored)]
@@ -342,8 +342,8 @@ class ReportContents(Tabular):
     """Its plans."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The runs, a row for each; without any the predictions, a row for each number of devices;
-        without these the plans, a row for each point."""
+        """The runs, a row for each; if there are none, the predictions, a row for each number of
+        devices; if there are none of these, the plans, a row for each point."""
 
         def rows(found: Sequence[ScalingPrediction | Plan]) -> list[dict[str, JsonValue]]:
             return [{"title": each.title, **row} for each in found for row in each.to_rows()]
@@ -367,14 +367,14 @@ def report_contents(sources: Sources, page: str) -> ReportContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceRow:
-    """Input of a host with a number of workers."""
+    """Input of a host with a certain number of workers."""
 
     workers: int
     """Worker processes; 0 for threads of the training process."""
     samples_per_second: float
-    """Samples delivered to the host's devices."""
+    """Samples per second delivered to the host's devices."""
     limit: Limit
-    """What it is bounded by."""
+    """What bounds it."""
     stage_seconds: dict[str, float]
     """Processor seconds of a sample, by stage."""
 
@@ -382,14 +382,14 @@ class PaceRow:
 @document("input_bench")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBench(Tabular):
-    """The input of a run on this host, measured."""
+    """The input of a run as measured on this host."""
 
     rates: InputRates
-    """Rates of its stages, with which is predicted."""
+    """Rates of its stages, which predictions use."""
     paces: tuple[PaceRow, ...]
-    """How fast it is with so many workers."""
+    """How fast it is, by number of workers."""
     life: tuple[LifeStage, ...]
-    """The life of a batch, measured beside predicted."""
+    """The life of a batch, measured and predicted."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """A row for each number of workers."""
@@ -399,7 +399,7 @@ class InputBench(Tabular):
 def input_bench(
     rates: InputRates, paces: Iterable[tuple[int, InputPace]], life: Sequence[LifeStage]
 ) -> InputBench:
-    """What was measured of a host, with its pace by number of workers."""
+    """What was measured on a host, with its pace by number of workers."""
     return InputBench(
         rates=rates,
         paces=tuple(
@@ -417,14 +417,14 @@ def input_bench(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
-    """A layout at a setting of a page."""
+    """A layout at one setting of a page."""
 
     setting: Setting
     """The setting."""
     layout: str
     """Parallelism, microbatch and recompute, in words."""
     step_seconds: float
-    """Time of an update, the median."""
+    """Median time of an update."""
     p10_step_seconds: float | None
     """Lower end of its band."""
     p90_step_seconds: float | None
@@ -436,25 +436,25 @@ class SettingRow:
     peak_memory_bytes: int
     """Peak memory of a device."""
     fits: bool
-    """Whether that fits."""
+    """Whether that memory fits."""
     origin: Origin
     """Where the step is from: the compiled program, the closed form of a framework with kernels of
-    its own, or a closed form that was not compiled, which is not what `predict` says."""
+    its own, or a closed form that was not compiled and differs from what `predict` says."""
     closed_form_seconds: float | None
-    """Time of a compiled step by its closed form."""
+    """Time of a compiled step according to its closed form."""
 
 
 @document("page")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContents(Tabular):
-    """What a page to play with can show."""
+    """What an interactive page can show."""
 
     page: str
     """The HTML file."""
     page_bytes: int
     """Its size."""
     tokens: float
-    """Tokens that it begins with."""
+    """Tokens that it starts with."""
     tokens_per_sample: int
     """Tokens of a sample."""
     layouts: tuple[SettingRow, ...]
@@ -467,7 +467,7 @@ class PageContents(Tabular):
 
 
 def page_contents(grid: SettingsGrid, page: str, page_bytes: int, tokens: float) -> PageContents:
-    """What the page of these settings, a file of so many bytes, can show."""
+    """What the page of these settings, a file of `page_bytes`, can show."""
     return PageContents(
         page=page,
         page_bytes=page_bytes,

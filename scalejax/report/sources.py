@@ -132,7 +132,7 @@ class RunSource:
     record: RunRecord
     """The measurements."""
     prediction: Prediction | None
-    """The prediction written before training; None if there is no file of it."""
+    """The prediction written before training; None if there is no such file."""
     time: TimeAccount | None = None
     """Time accounting of its wall time; None if it was not recorded."""
     emulation: Emulation | None = None
@@ -141,14 +141,14 @@ class RunSource:
     """Failures, restarts and checkpoints observed in the run, as inputs of the failure model; None
     if there are too few."""
     damage: str | None = None
-    """How the record differs from what was written; None if it does not, or nothing tells."""
+    """How the record differs from what was written; None if it does not, or if that is unknown."""
 
     @property
     def model_goodput(self) -> float | None:
         """Goodput that the failure model predicts from the observed failures; None if unknown."""
         try:
             return self.failures.goodput if self.failures else None
-        except ConfigError:  # such a run never ends, and this one may not have
+        except ConfigError:  # such a run never ends, and this one may not have either
             return None
 
     @property
@@ -158,7 +158,7 @@ class RunSource:
 
     @property
     def slow_note(self) -> str | None:
-        """Explanation of steps that took far longer than predicted; None if they did not."""
+        """Explanation if steps took far longer than predicted; None if they did not."""
         if self.prediction is None or self.step_seconds is None:
             return None
         return slow_note(self.prediction, self.step_seconds)
@@ -206,7 +206,7 @@ class SweepSource:
     rows: tuple[RunRow, ...]
     """Status and results of each run, from its whole record."""
     runs: tuple[RunSource, ...]
-    """Runs that have a record; a family is the runs that differ only in their seed."""
+    """Runs that have a record; runs that differ only in their seed are a family."""
     kept_every: int
     """`runs` keeps one logged update in this many: with many runs, all of them would make a page of
     many megabytes."""
@@ -253,7 +253,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     """The runs, sweeps, benches and predictions at `paths`.
 
     Raises:
-        ConfigError: if there is none, or a path is neither a folder of a run, sweep or bench nor
+        ConfigError: if there are none, or a path is neither a folder of a run, sweep or bench nor
             a prediction.
     """
     if not paths:
@@ -309,7 +309,7 @@ def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
 
 
 def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
-    """`record` with one logged update in `kept_every`, and all other lines."""
+    """`record` with one logged update in `kept_every`, but all other lines."""
     updates = count()
     lines = tuple(
         line
@@ -357,7 +357,7 @@ _MARKS = {
     "predictions": "scaling_prediction",
     "step_seconds": "prediction",
 }
-"""A field that only one kind has, for files of versions that did not write their kind."""
+"""A field that only one kind has, for files from versions that did not write their kind."""
 
 
 def _guessed_kind(path: Path) -> str | None:

@@ -1,7 +1,7 @@
 """The folder of a study of warmup: data, figure, tables, the text of its protocol, its commands.
 
-All of it follows from the study and the records of its runs, and holds no reading of a clock: a
-study that is repeated writes the same bytes.
+Everything follows from the study and the records of its runs, without clock readings: repeating a
+study writes the same bytes.
 """
 
 import math
@@ -57,11 +57,11 @@ def write_study(
     width: PrintWidth,
     cores: int | None,
 ) -> list[str]:
-    """Write every file of the study but its sweeps; `cores` are those of each process, on which
-    bits depend, None where an accelerator trains.
+    """Write every file of the study but its sweeps; `cores` is the number per process, on which
+    bits depend, or None if an accelerator trains.
 
-    Returns: the names of what is written: of figures in each format, tables, texts, and the folder
-        of the data.
+    Returns: the names of what is written: figures in each format, tables, texts, and the folder of
+        the data.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -116,7 +116,7 @@ def _heading(metric: str) -> str:
 
 
 def _to(study: Study) -> str:
-    """What differences are to."""
+    """What differences refer to."""
     baseline = study.baseline.text
     return "to no warmup" if baseline == "none" else f"to {baseline}"
 
@@ -190,7 +190,7 @@ def latex(study: Study, results: Sequence[CellResult]) -> str:
 
 
 def _tex(text: str) -> str:
-    """`text` as LaTeX: its signs escaped, ± and minus as mathematics."""
+    """`text` as LaTeX: special characters escaped, ± and minus in math mode."""
     escaped = re.sub(r"([%_&#$])", r"\\\1", text)
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped).replace("±", r"$\pm$")
 
@@ -212,14 +212,14 @@ def _cells(study: Study, each: CellResult, sharpness: Sequence[SharpnessName]) -
 
 
 def _sharp(found: Interval | None) -> str:
-    """A sharpness with three digits, or the decimals of one."""
+    """A sharpness with three significant digits, and its interval with as many decimals."""
     if found is None:
         return UNKNOWN
     return found.in_words(1, max(0, 2 - math.floor(math.log10(max(abs(found.mean), 1e-3)))))
 
 
 def _difference(study: Study, each: CellResult) -> str:
-    """The paired difference, and how many seeds only one of the two trains with."""
+    """The paired difference, and with how many seeds only one of the two trains."""
     found = _number(study, each.difference(study.metrics[1]), sign="+")
     return "; ".join([found, *only_one_trains(each)])
 
@@ -241,7 +241,7 @@ def protocol(
     results: Sequence[CellResult],
     cores: int | None,
 ) -> str:
-    """What was done, in sentences, as a paper's methods have it."""
+    """What was done, in sentences as in the methods section of a paper."""
     parts = [
         ("Data", _data(study, results)),
         ("Network and training", _network(study)),
@@ -266,7 +266,7 @@ def _given(table: object, without: Sequence[str] = ("name",)) -> str:
 
 
 def _table_of(study: Study, name: str) -> Fields:
-    """A table of the run.toml as it is given, with what flags replace in it."""
+    """A table of the run.toml as given, with the fields that flags replace."""
     table = load_run_file(study.run_file).get(name)
     replaced = {
         field.removeprefix(f"{name}."): value
@@ -312,7 +312,7 @@ def _network(study: Study) -> str:
 
 
 def _not_default(config: RunConfig) -> str:
-    """The fields that are not said elsewhere and differ from their defaults, by dotted name."""
+    """The fields not described elsewhere that differ from their defaults, by dotted name."""
     batch = BatchConfig(
         global_batch=config.batch.global_batch, per_device_batch=config.batch.per_device_batch
     )
@@ -445,7 +445,7 @@ def _software(cores: int | None) -> str:
 
 
 def flags_of(study: Study, width: PrintWidth, cores: int | None) -> list[str]:
-    """The flags of `scalejax study warmup` that give this study, defaults too."""
+    """The flags of `scalejax study warmup` that give this study, including defaults."""
     optimizers = [
         each.name if each.rate is None else f"{each.name}:{each.rate!r}"
         for each in study.optimizers
@@ -466,7 +466,7 @@ def flags_of(study: Study, width: PrintWidth, cores: int | None) -> list[str]:
 
 
 def commands(study: Study, width: PrintWidth, cores: int | None) -> str:
-    """A script that makes the study again, in the folder that it is given."""
+    """A script that repeats the study in the folder that it is given."""
     flags = flags_of(study, width, cores)
     pairs = zip(flags[::2], flags[1::2], strict=True)
     lines = [f"  {name} {shlex.quote(value)}" for name, value in pairs]

@@ -1,4 +1,4 @@
-"""The accuracy page: how far off predictions are, family by framework by chip.
+"""The accuracy page: how far off predictions are, by family, framework and chip.
 
 One self-contained page; a click on a cell lists its rows. Lays out what `validation` computed.
 """
@@ -27,7 +27,7 @@ from scalejax.validation.accuracy import (
 from scalejax.validation.summary import MEMORY, STEP_TIMES
 
 _SHADES = ((0.08, "good"), (0.15, "fair"), (0.3, "poor"))
-"""(largest mean error, class) of the cells' colours; above them "far"."""
+"""(largest mean error, class) of each colour of cells; larger errors are "far"."""
 _STYLE = """<style>
 main { max-width: 80rem; }
 .cells > table { width: 100%; }
@@ -108,7 +108,7 @@ def write_accuracy(
         found: the validation.
         path: the file.
         release: version of scalejax.
-        before: accuracy of an earlier release, which cells are compared with.
+        before: accuracy of an earlier release to compare cells with.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -206,7 +206,7 @@ def _add_section(
     numbers: dict[Key, int],
     before: Accuracy | None,
 ) -> None:
-    """Append the cells of a quantity: a line for each family and framework, a cell for each
+    """Append the cells of a quantity: a line for each family and framework, with a cell for each
     chip."""
     old = {} if before is None else {cell.key: cell for cell in before.cells}
     lines: dict[tuple[str, str], list[AccuracyCell]] = {}
@@ -250,7 +250,7 @@ def _button(cell: AccuracyCell, numbers: dict[Key, int], old: dict[Key, Accuracy
 
 
 def _data(cells: dict[Key, list[Comparison]]) -> str:
-    """The rows of each cell as JSON; sources, which repeat, once."""
+    """The rows of each cell as JSON; sources are listed once, as they repeat."""
     sources: dict[str, int] = {}
     made: list[JsonValue] = [
         {
@@ -266,7 +266,7 @@ def _data(cells: dict[Key, list[Comparison]]) -> str:
 
 
 def _row(each: Comparison, source: int) -> list[JsonValue]:
-    """Cells of a row, the last of them the number of its source."""
+    """Cells of a row; the last is the number of its source."""
 
     def words(value: float | None) -> str:
         if each.key[0] == MEMORY:

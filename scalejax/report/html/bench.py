@@ -35,7 +35,7 @@ RESOURCES: dict[str, Callable[[Usage], float | None]] = {
 }
 """Resources of a process by the title of their axis."""
 _MOST_STEPS = 2000
-"""Points of one chart of step times, beyond which they are thinned out."""
+"""Points of a chart of step times above which they are thinned out."""
 
 
 def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
@@ -78,8 +78,8 @@ def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
 
 
 def throughput(summaries: Sequence[Summary]) -> Spec:
-    """Chart of samples per second over devices, with the intervals of the medians and, dotted, the
-    ideal scaling from the fewest devices; a line for each group of benchmarks."""
+    """Chart of samples per second over devices, a line for each group of benchmarks, with intervals
+    of the medians; dotted lines are ideal scaling from the fewest devices."""
     rows: list[Row] = []
     for label, members in groups(summaries).items():
         ordered = sorted(members, key=lambda each: each.benchmark.settings.devices)
@@ -121,7 +121,7 @@ def _axis(summaries: Sequence[Summary]) -> alt.X:
 
 
 def step_times(summaries: Sequence[Summary]) -> Spec:
-    """Chart of the step times over time, as points, and of their moving averages."""
+    """Chart of step times, as points over time, and of their moving averages."""
     rows: list[Row] = []
     for each in summaries:
         times = [1e3 * seconds for seconds in each.step_seconds]
@@ -137,7 +137,7 @@ def step_times(summaries: Sequence[Summary]) -> Spec:
 
 
 def usage(summaries: Sequence[Summary], resource: str) -> Spec:
-    """Chart of a resource, one of `RESOURCES`, of the first process in each benchmark's first
+    """Chart of one of `RESOURCES`, as used by the first process in each benchmark's first
     round."""
     rows: list[Row] = []
     for each in summaries:
@@ -151,8 +151,8 @@ def usage(summaries: Sequence[Summary], resource: str) -> Spec:
 def save_bench(summaries: Sequence[Summary], folder: Path) -> list[str]:
     """Draw the charts of a bench in files of `folder`; returns the names of the files.
 
-    Of many benchmarks, all but the first are left out where each has its own lines. Without samples
-    of its usage there is no picture of them.
+    If there are many benchmarks, charts with lines for each show only the first of them. Without
+    samples of resource usage there is no picture of it.
 
     Raises:
         ConfigError: if a file cannot be written.

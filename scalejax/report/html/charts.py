@@ -25,7 +25,7 @@ from scalejax.training.record import TrainMeasurement
 Row = dict[str, str | float | None]
 """One point of a chart."""
 Spec = dict[str, Any]
-"""A chart in Vega-Lite's JSON."""
+"""A chart as Vega-Lite JSON."""
 
 PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
 """Colours distinguishable on white, on near-black, and by most colour-blind readers."""
@@ -45,7 +45,7 @@ _WRITERS = {
 
 
 def require_picture(field: str, path: Path) -> None:
-    """Refuse a path whose suffix is no format of pictures.
+    """Refuse a path whose suffix is not a picture format.
 
     Raises:
         ConfigError: naming the formats.
@@ -56,7 +56,7 @@ def require_picture(field: str, path: Path) -> None:
 
 
 def save_picture(spec: Spec, path: Path) -> None:
-    """Write a chart in the format of the suffix of `path`, which `require_picture` accepts.
+    """Write a chart in the format given by the suffix of `path`, which `require_picture` accepts.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -66,8 +66,8 @@ def save_picture(spec: Spec, path: Path) -> None:
 
 
 def save_print(spec: Spec, path: Path) -> None:
-    """Write a figure whose pixels are points, in the format of the suffix of `path`: PDF with its
-    fonts, SVG with its size in points, or PNG of 300 pixels an inch.
+    """Write a figure whose pixels are points, in the format given by the suffix of `path`: PDF with
+    its fonts, SVG with its size in points, or PNG with 300 pixels per inch.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -83,7 +83,7 @@ def save_print(spec: Spec, path: Path) -> None:
 
 
 def _numbered_anew(drawn: str) -> str:
-    """An SVG with its clip paths numbered from 0, whatever was drawn before in this process."""
+    """An SVG with its clip paths numbered from 0, whatever this process drew before."""
     numbers: dict[str, int] = {}
     return re.sub(
         r"\bclip(\d+)\b", lambda found: f"clip{numbers.setdefault(found[1], len(numbers))}", drawn
@@ -96,7 +96,7 @@ def save_charts(specs: Sequence[Spec], path: Path, *, title: str, size: tuple[in
     Raises:
         ConfigError: if the file cannot be written.
     """
-    own = ("$schema", "config", "params")  # of a whole picture; nothing can be clicked in it
+    own = ("$schema", "config", "params")  # belong to whole pictures; PNGs have no clicks
     width, height = size
     charts = [
         {name: each for name, each in spec.items() if name not in own}
@@ -118,8 +118,8 @@ def colored(
 
 
 def zoomable(chart: alt.Chart) -> alt.Chart:
-    """`chart` that is moved by dragging, and zoomed by the wheel with Ctrl alone: without, the
-    wheel scrolls the page."""
+    """`chart` that dragging moves, and the wheel zooms only with Ctrl: without it, the wheel
+    scrolls the page."""
     return chart.add_params(
         alt.selection_interval(bind="scales", zoom="wheel![event.ctrlKey]", name="zoomed")
     )
@@ -138,7 +138,7 @@ def line_chart(
     has_points: bool = False,
     names: Sequence[str] | None = None,
 ) -> alt.Chart:
-    """The chart of `lines`, to lay others over; dashes tell apart lines of one colour.
+    """The chart of `lines`, for overlays; dashes distinguish lines of one colour.
 
     The legend has `names`, in their order, or those of `rows`.
     """
@@ -178,24 +178,24 @@ _PART_COLORS = {
 }
 """Colour of each part of a step, the same in every chart."""
 _OTHER_COMMUNICATION = ("#a8324f", "#6f4a9e", "#f08a96")
-"""Colours of communication over further axes, in order of appearance."""
+"""Colours of communication over other axes, in order of appearance."""
 DASHES = [[1, 0], [7, 5], [2, 5]]
 """Dash patterns of curves that coincide: the first is solid and shows through the others' gaps."""
 _SAME = 0.005
 """Relative difference below which two curves look alike."""
 _LEGEND_WIDTH = 140
-"""Characters in a line of a legend."""
+"""Characters in one line of a legend."""
 _MS = 1e3
 
 
 def monitored_part(run: RunSource) -> Literal["validation", "test"]:
-    """The part of the data that a run evaluates in its course."""
+    """The part of the data that a run evaluates during training."""
     return "validation" if run.config.data.has_validation else "test"
 
 
 def accuracy(runs: Sequence[RunSource], part: str) -> Spec:
-    """Chart of the accuracy of `part` at each evaluation in the course of the runs; one that
-    diverged has none, and a cross where it ended."""
+    """Chart of the accuracy on `part` at each evaluation during the runs; a run that diverged is
+    only a cross where it ended."""
     rows: list[Row] = [
         {"run": run.family, "label": run.label, "epoch": m.epoch, "accuracy": m.accuracy}
         for run in runs
@@ -211,12 +211,12 @@ def accuracy(runs: Sequence[RunSource], part: str) -> Spec:
 
 def training_loss(runs: Sequence[RunSource]) -> Spec:
     """Chart of the loss of each logged minibatch. The axis ends above the losses of runs that did
-    not diverge, else one that did leaves nothing to see of the others; a cross at the top is where
-    one ended."""
+    not diverge, as one that did would otherwise flatten the others; a cross at the top marks where
+    it ended."""
     rows = _logged(runs, "loss", lambda m: m.loss or None)  # 0 has no logarithm
     kept = {run.label for run in runs if not run.has_diverged}
     losses = [float(row["loss"]) for row in rows if row["loss"] and row["label"] in kept]
-    if not losses:  # all diverged: what they began with
+    if not losses:  # all diverged: use their first losses
         losses = [float(each) for run in runs for each in _first_loss(run)]
     most = _ABOVE_LOSSES * max(losses, default=math.inf)
     is_cut = any(float(row["loss"] or 0) > most for row in rows)
@@ -227,7 +227,7 @@ def training_loss(runs: Sequence[RunSource]) -> Spec:
 
 
 _ABOVE_LOSSES = 2.0
-"""Top of the axis of losses over the largest of a run that did not diverge."""
+"""Top of the loss axis over the largest loss of runs that did not diverge."""
 
 
 def _first_loss(run: RunSource) -> list[float]:
@@ -235,7 +235,7 @@ def _first_loss(run: RunSource) -> list[float]:
 
 
 def _lost(runs: Sequence[RunSource]) -> list[Row]:
-    """Where runs that diverged ended."""
+    """Points where runs that diverged ended."""
     return [
         {
             "run": run.family,
@@ -251,13 +251,13 @@ def learning_rate(runs: Sequence[RunSource]) -> Spec:
     """Chart of the learning rate of each logged update."""
     rows = _logged(runs, "rate", lambda m: m.learning_rate)
     y = alt.Y("rate:Q", title="learning rate")
-    # The rate of an update holds from the update before to this one.
+    # The rate of an update holds from the previous update to this one.
     tooltip = alt.Tooltip("rate:Q", format=".4g")
     return _curves(rows, y, tooltip, runs=runs, interpolate="step-before")
 
 
 def noise_scale(runs: Sequence[RunSource]) -> Spec:
-    """Gradient noise scale by updates, of the runs that measured it."""
+    """Gradient noise scale over epochs, for runs that measured it."""
     measured = [run for run in runs if run.measures_noise_scale]
     rows = _logged(measured, "samples", lambda m: m.noise_scale)
     y = alt.Y("samples:Q", title="noise scale (samples)", scale=alt.Scale(type="log"))
@@ -265,8 +265,8 @@ def noise_scale(runs: Sequence[RunSource]) -> Spec:
 
 
 def sharpness(runs: Sequence[RunSource]) -> Spec:
-    """Sharpness by updates, of the runs that measured it, and up to where their optimizer is
-    stable, of AdamW as preconditioned: where they are above 0, as the axis is logarithmic."""
+    """Sharpness over epochs, and the limit up to which the optimizer is stable, for runs that
+    measured it; for AdamW also preconditioned. Only values above 0, as the axis is logarithmic."""
     rows: list[Row] = []
     for run in runs:
         for m in run.record.sharpness:
@@ -290,8 +290,8 @@ def sharpness(runs: Sequence[RunSource]) -> Spec:
 
 
 def expert_load(runs: Sequence[RunSource]) -> Spec:
-    """Load of the fullest expert over the mean, of the runs that have experts: of windows of
-    assignments where these were measured, else of each update."""
+    """Load of the fullest expert over the mean, for runs that have experts: over windows of
+    assignments if these were measured, else for each update."""
     rows: list[Row] = []
     for run in (run for run in runs if run.has_experts):
         windows = _logged([run], "load", lambda m: m.expert_load_of_window)
@@ -302,7 +302,7 @@ def expert_load(runs: Sequence[RunSource]) -> Spec:
 
 
 def input_wait(runs: Sequence[RunSource]) -> Spec:
-    """Part of the time for which devices waited for input, of the runs that measured it."""
+    """Share of the time that devices waited for input, for runs that measured it."""
 
     def share(m: TrainMeasurement) -> float | None:
         waited = m.data_wait_seconds
@@ -339,7 +339,7 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
         for order, (name, seconds) in enumerate(run.time.parts)
     ]
     names = list(dict.fromkeys(str(row["part"]) for row in rows))
-    # Shares add up to 1 but for rounding, at which a nice axis went on to 110 %.
+    # Shares add up to 1 except for rounding, which would extend a nice axis to 110 %.
     whole = alt.Scale(domain=[0, 1], clamp=True)
     axis = alt.Axis(format=".0%")
     x = alt.X("share:Q", title="share of the wall time", stack="zero", axis=axis, scale=whole)
@@ -351,7 +351,7 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
 
 
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
-    """Samples per second against devices, beside a straight line from the smallest count."""
+    """Samples per second against devices, and a straight line from the smallest count."""
     rows: list[Row] = []
     for study in studies:
         first = study.predictions[0]
@@ -384,7 +384,7 @@ def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
 def _over_devices(
     rows: list[Row], studies: Sequence[ScalingPrediction], y: alt.Y, figures: list[Any]
 ) -> alt.Chart:
-    """Line for each study of `rows` (prediction, devices) over device counts."""
+    """A line for each study in `rows` (prediction, devices) over device counts."""
     color = colored("prediction", [study.title for study in studies], columns=1)
     chart = alt.Chart(alt.Data(values=rows)).mark_line(point=True)
     tooltip = ["prediction:N", *figures]
@@ -419,7 +419,7 @@ def time_split(study: ScalingPrediction) -> Spec:
 def _stacked(
     rows: list[Row], y: alt.Y, x: alt.X, color: alt.Color, figures: list[alt.Tooltip]
 ) -> Spec:
-    """Bar for each value of `y`, stacked of `rows` (part, order) along `x`."""
+    """A bar for each value of `y`, stacked from `rows` (part, order) along `x`."""
     field = str(y.shorthand)  # type: ignore[union-attr]
     bars = len({row[field.partition(":")[0]] for row in rows})
     chart = alt.Chart(alt.Data(values=rows)).mark_bar()
@@ -429,7 +429,7 @@ def _stacked(
 
 
 def memory(study: ScalingPrediction) -> Spec:
-    """Chart of the peak memory of a device, beside its capacity."""
+    """Chart of the peak memory of a device and its capacity."""
     rows: list[Row] = [
         {
             "devices": str(each.device_count),
@@ -475,9 +475,9 @@ def _curves(
 ) -> Spec:
     """Line chart over epochs, a colour for each family of runs; a click in the legend picks one.
 
-    Curves that coincide with an earlier one are dashed, so that both are visible. Families have
+    Curves that coincide with an earlier one are dashed, so that both are visible. Families get
     their colours in the order of `runs`, if given, so that charts of the same runs agree. `lost`
-    are crosses, pixels `lost_at` below the top.
+    are crosses, `lost_at` pixels below the top.
     """
     picked = alt.selection_point(fields=["run"], bind="legend")
     drawn = (str(row["run"]) for row in [*rows, *lost])

@@ -1,6 +1,6 @@
 """The explanation of a step time as one HTML page: a waterfall chart, and tables.
 
-Arranges the sections, each plot with a sentence on how to read it; computes no figures.
+Arranges the sections, each plot with a sentence on how to read it; computes no numbers.
 """
 
 from html import escape
@@ -37,7 +37,7 @@ _KINDS = {
     **dict.fromkeys(("attainable rates", "memory", "launch", "host", "overhead"), "the chip"),
     **dict.fromkeys(("contention", "bubble"), "communication"),
 }
-"""Kind of each term besides communication; others are of the site."""
+"""Kind of each term except communication; others belong to the site."""
 _COLORS = {"ideal": 0, "the chip": 1, "communication": 3, "the site": 4}
 
 
@@ -134,7 +134,7 @@ def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
 
 
 def improvements(explained: Explanation) -> Spec:
-    """Chart of the throughput with one property doubled, relative to now."""
+    """Chart of the throughput with one property doubled, relative to the current one."""
     rows: list[Row] = [
         {
             "what": f"{each.change}: {each.meaning}",

@@ -57,7 +57,7 @@
     by("why").showModal();
   }
 
-  // State, which the address holds.
+  // State, which is kept in the address.
   const first = data.start;
   const MOST = { tokens: 1e18, price: 1e6, grid: 1e4 };
   let state = { ...first, prices: {}, layout: null };
@@ -87,7 +87,7 @@
     };
     settle();
   }
-  // A layout that the setting has not is none: the page answers with the best.
+  // A layout that the setting lacks is dropped: the page answers with the best.
   function settle() {
     const names = answers.offered(answers.options(data, state).options).map((each) => each.layout);
     if (!names.includes(state.layout)) state.layout = null;
@@ -101,7 +101,7 @@
     const kept = new URLSearchParams();
     for (const name of ["cluster", "devices", "batch", "tokens", "precision", "network", "framework",
       "layout", "grid"])
-      // An empty value is one that was taken away: no CO2, where the page opens with some.
+      // An empty value is one that was removed: no CO2, if the page opens with some.
       if (state[name] !== (first[name] ?? null)) kept.set(name, state[name] ?? "");
     for (const [name, price] of Object.entries(state.prices)) kept.set(`price.${name}`, price);
     if (location.hash.slice(1) !== String(kept)) history.replaceState(null, "", `#${kept}`);
@@ -134,7 +134,7 @@
       input.value = state[name] ?? "";
     };
   }
-  // Shows at an input that what was typed is refused, and why; that it is not, without words.
+  // Marks an input as refused, and says why; without words, as accepted.
   function mark(input, note, words = "") {
     note.textContent = words;
     if (words) input.setAttribute("aria-invalid", "true");
@@ -223,7 +223,7 @@
   const cluster = (name = state.cluster) => data.clusters.find((each) => each.name === name);
   const colors = (name) => `var(--c${data.clusters.findIndex((each) => each.name === name) % 6})`;
   const signed = (share) => `${share < 0 ? "-" : share > 0 ? "+" : ""}${digits(Math.abs(share) * 100, 2)} %`;
-  // Where a step is from, on its own and in a sentence.
+  // Origin of a step, on its own and in a sentence.
   const origins = (at) => ({
     compiled: ["compiled, as scalejax predict prints it", "the step that XLA's compiler makes of it, which is what scalejax predict prints"],
     kernels: ["as scalejax predict prints it", "the closed form of a framework with kernels of its own, which is what scalejax predict prints"],
@@ -231,7 +231,7 @@
       `a closed form of XLA's step${at.whyNotCompiled ? `; ${at.whyNotCompiled}` : ", which was not compiled"}. It is not what scalejax predict prints${data.off ? `: of the ${whole(data.off[2])} that were compiled it is off by ${signed(data.off[0])} to ${signed(data.off[1])}` : ", which compiles it"}`],
   });
   const origin = (option) => origins(cluster(option.cluster))[option.origin];
-  // What a number says beside it if it is not what `predict` prints.
+  // The remark next to a number that is not what `predict` prints.
   const marked = (option, before) => option.origin === "closed_form" ? [before, make("span", { class: "bad" }, "closed form, not compiled")] : [];
   const source = {
     step: (chosen) => ({
@@ -346,7 +346,7 @@
     fill(id, svg);
     return { svg, x, y, top, bottom: height - bottom, left, right: width - right };
   }
-  // What has a place on a logarithm, with room for the sums of an axis; a price of 0 has none.
+  // Values that a logarithmic axis can show, with a margin for its sums; a price of 0 is not one.
   const isDrawable = (value) => value > 1e-30 && value < 1e30;
   const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
@@ -488,7 +488,7 @@
     drawTable(series);
     drawEnd(found);
     if (focused) {
-      // The dot that has the focus was drawn anew: go on from there, without its words.
+      // The dot that has the focus was redrawn: focus it again, without its tooltip.
       document.querySelector(`[data-dot="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
       hideTip();
     }

@@ -1,7 +1,7 @@
-"""The page to play with: one HTML file of a grid of predictions, with what turns them into answers.
+"""The interactive page: one HTML file with a grid of predictions and the script that queries it.
 
-The table in the page is the simulator's (`planning.settings_grid`); what depends on tokens, prices
-and CO2 alone is computed in the page, as `planning.bill` does. Lays out; predicts nothing.
+The table in the page is the simulator's (`planning.settings_grid`); what depends only on tokens,
+prices and CO2 is computed in the page, as `planning.bill` does. Lays out; predicts nothing.
 """
 
 import json
@@ -38,9 +38,9 @@ _DIGITS = 6
 _MOST_NOTES = 12
 _NETWORK = "network.bytes_per_second"
 _OF_THE_PAGE = ("model.compute_dtype", "batch.global_batch", _NETWORK)
-"""Fields that the controls of the page set, whatever the command was given."""
+"""Fields that the controls of the page set, regardless of what the command was given."""
 ORIGINS = get_args(Origin)
-"""Where a step is from, in the order of the table's indices."""
+"""Origins of a step, in the order of the table's indices."""
 _TERM_WORDS = {
     "compute": "Products and attention, at the rates that the chip reaches with the framework.",
     "memory": "Operations that the bandwidth of the device's memory bounds.",
@@ -61,11 +61,11 @@ class Subject:
     title: str
     """Heading of the page: the network."""
     run: str
-    """What the command `predict` takes for it: a run file."""
+    """Argument of the command `predict` for it: a run file."""
     clusters: tuple[str, ...]
-    """What it takes for each cluster of the grid: a name or a file."""
+    """Its argument for each cluster of the grid: a name or a file."""
     overrides: Mapping[str, JsonValue]
-    """Fields of the run, of hardware and of conditions that were given with the command."""
+    """Fields of the run, of hardware and of conditions that the command was given."""
     tokens: float
     """Tokens to train on."""
     tokens_source: str
@@ -77,7 +77,7 @@ class Subject:
 
 
 def write_explorer(grid: SettingsGrid, subject: Subject, path: Path) -> int:
-    """Write the page, and return its bytes.
+    """Write the page, and return its size in bytes.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -108,7 +108,7 @@ def table(grid: SettingsGrid, subject: Subject) -> dict[str, JsonValue]:
 
     A cell is the index of the reason why a setting has no layout, or a row for each layout:
     its index, step, p10 and p90, MFU, whether it fits, bytes of state, of work and at the peak,
-    goodput, where it is from (index in `ORIGINS`), and (term, seconds) in turn.
+    goodput, origin (index in `ORIGINS`), and then term and seconds in turn.
     """
     axes = grid.axes
     places = {place.cluster.name: at for at, place in enumerate(axes.places)}
@@ -208,7 +208,7 @@ def _rounded(value: float | None, digits: int = _DIGITS) -> float | None:
 
 
 def flags_of(strategy: Strategy) -> str:
-    """The flags with which `predict` has the layout of a strategy, whatever the run file says."""
+    """The flags that give `predict` the layout of a strategy, whatever the run file says."""
     layout = strategy.layout
     values: dict[str, JsonValue] = {
         **SEARCHED_FIELDS,
@@ -227,13 +227,14 @@ def flags_of(strategy: Strategy) -> str:
 
 
 def _flags(values: Mapping[str, JsonValue]) -> str:
-    """Values by field as flags in a shell."""
+    """Values by field as shell flags."""
     words = (word for name, value in values.items() for word in (f"--{name}", flag_text(value)))
     return shlex.join(words)
 
 
 def _given_network(cluster: Cluster, overrides: Mapping[str, JsonValue]) -> float | None:
-    """The rate of a network that was given with the command, which has no multiple there."""
+    """The network rate that the command was given, if any; the page cannot ask for its multiples
+    as such."""
     if cluster.network is None or _NETWORK not in overrides:
         return None
     return cluster.network.bytes_per_second
@@ -270,7 +271,7 @@ def cluster_table(cluster: Cluster, rates: Rates) -> dict[str, JsonValue]:
 
 
 def _sources(cluster: Cluster) -> list[JsonValue]:
-    """Lines "field: source" of a cluster and its chip, but for prices and what CUDA's sizes say."""
+    """Lines "field: source" of a cluster and its chip, except prices, power and CUDA's sizes."""
     lines = [
         f"{owner}, {name}: {source}"
         for owner, sources in (
@@ -284,8 +285,8 @@ def _sources(cluster: Cluster) -> list[JsonValue]:
 
 
 def _off(grid: SettingsGrid) -> list[JsonValue] | None:
-    """The most that the closed form is below and above the compiled steps, and how many these are;
-    None without any."""
+    """How far the closed form is at most below and above the compiled steps, and how many of these
+    there are; None without any."""
     errors = grid.closed_form_errors
     if not errors:
         return None
@@ -345,7 +346,7 @@ def _notes(grid: SettingsGrid) -> list[JsonValue]:
 
 
 def title_of(name: str) -> str:
-    """A network with its parameters, where they are published: "llama3-8b, 8.03 billion
+    """A network with its number of parameters, if published: "llama3-8b, 8.03 billion
     parameters"."""
     preset = PRESETS.get(name)
     if preset is None:

@@ -8,7 +8,7 @@ const answers = (function () {
   const SIZES = { "": 1, k: 1e3, m: 1e6, b: 1e9, g: 1e9, t: 1e12 };
 
   // A number as typed, such as 300B, by the grammar of `parse_count` in core/units.py; null if it
-  // is none.
+  // is not one.
   function parseCount(text) {
     const found = COUNT.exec(text.toLowerCase());
     const value = found ? Number(found[1].replaceAll("_", "")) * SIZES[found[2]] : 0;
@@ -46,7 +46,7 @@ const answers = (function () {
     return Math.max(1, Math.ceil(state.tokens / (state.batch * data.tokensPerSample)));
   }
 
-  // What a run of one layout takes and costs; null where a rate is unknown.
+  // Time and cost of a run with one layout; null if a rate is unknown.
   function bill(data, state, option) {
     const cluster = data.clusters.find((each) => each.name === state.cluster);
     const price = (state.prices || {})[cluster.name] ?? cluster.price;
@@ -66,7 +66,7 @@ const answers = (function () {
     };
   }
 
-  // Layouts that can be chosen: those with the step that `predict` prints, if there are any.
+  // Layouts that can be chosen: if there are any, only those whose step is what `predict` prints.
   function offered(options) {
     const predicted = options.filter((each) => each.origin !== "closed_form");
     return predicted.length ? predicted : options;
@@ -82,7 +82,7 @@ const answers = (function () {
     return { options: bills, chosen: named || bills[0], isBest: !named || named === bills[0] };
   }
 
-  // The best layouts over devices.
+  // The best layout for each number of devices.
   function overDevices(data, state) {
     return data.devices.map((devices) => {
       const own = { ...state, devices };
@@ -90,7 +90,7 @@ const answers = (function () {
     });
   }
 
-  // Where a curve through points (x, y), straight on logarithms between them, is at `value`.
+  // Where a curve through points (x, y), log-log linear between them, reaches `value`.
   function crossing(points, value) {
     for (let i = 1; i < points.length; i++) {
       const [a, b] = [points[i - 1], points[i]];
@@ -101,7 +101,7 @@ const answers = (function () {
     return null;
   }
 
-  // When another cluster, with its best layout, is as cheap or as fast as the chosen one.
+  // At what point another cluster, with its best layout, is as cheap or as fast as the chosen one.
   function breakEven(data, state, other) {
     const mine = answer(data, state).chosen;
     const theirs = { ...state, cluster: other, layout: null };
@@ -117,7 +117,7 @@ const answers = (function () {
     };
   }
 
-  // What predicts a chosen layout in a shell; all but the setting is quoted already.
+  // The shell command that predicts a chosen layout; all but the setting is quoted already.
   function command(data, state, chosen) {
     const cluster = data.clusters.find((each) => each.name === state.cluster);
     const own = cluster.networkRate, rate = own === null ? `${state.network}x` : own * state.network;

@@ -1,7 +1,7 @@
-"""The head of the report: verdict, time, cost, band and what limits it, of runs and predictions.
+"""The head of the report: verdict, time, cost, band and bottleneck of runs and predictions.
 
-What a reader asks first, in one line and four cards for each. Lays out what runs and predictions
-say; the tables below have the rest.
+It answers a reader's first questions, in one line and four cards for each. Lays out what runs and
+predictions say; the tables below have the rest.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from scalejax.simulator.predict import RUN_CONDITIONS, Prediction, ScalingPredic
 from scalejax.training.input_stalls import WORTH_SAYING
 
 _MOST_STUDIES = 3
-"""Predictions over device counts that have a head; all have their sections."""
+"""Most predictions over device counts that have a head; each has a section."""
 
 Card = tuple[str, str, str]
-"""Heading, figure, and a line beneath."""
+"""Heading, number, and a line beneath."""
 
 
 def add_head(page: Page, sources: Sources) -> None:
@@ -48,7 +48,8 @@ def _add(page: Page, verdict: str, cards: Sequence[Card]) -> None:
 
 
 def _of_runs(runs: Sequence[RunSource]) -> tuple[str, list[Card]]:
-    """The run with the best test accuracy, or else the first that did not diverge."""
+    """Verdict and cards of the run with the best test accuracy, or else the first that did not
+    diverge."""
     whole = [run for run in runs if not run.has_diverged]
     diverged = len(runs) - len(whole)
     best = max(whole or runs, key=lambda run: _accuracy(run) or -1.0)
@@ -95,7 +96,7 @@ def _against(prediction: Prediction | None, measured: float | None) -> str:
 
 
 def _limit(prediction: Prediction | None, run: RunSource | None = None) -> tuple[str, str]:
-    """The largest term of a step and its share; input where devices were seen to wait for it."""
+    """The largest term of a step and its share; also input, if devices were seen to wait for it."""
     waited = None if run is None else run.wait_share
     seen = "" if waited is None or waited < WORTH_SAYING else f"; waited {waited:.0%} for input"
     if prediction is None:
@@ -115,7 +116,7 @@ def _limit(prediction: Prediction | None, run: RunSource | None = None) -> tuple
 
 
 def _of_study(study: ScalingPrediction) -> tuple[str, list[Card]]:
-    """The most devices on which it fits, or else the most."""
+    """Verdict and cards for the most devices on which it fits, or else the most."""
     fitting = [each for each in study.predictions if each.fits]
     best = (fitting or study.predictions)[-1]
     run = best.run_seconds if best.run_seconds is not None else best.epoch_seconds
@@ -149,7 +150,7 @@ def _of_study(study: ScalingPrediction) -> tuple[str, list[Card]]:
 
 
 def _cost(best: Prediction, run_seconds: float | None) -> tuple[str, str]:
-    """Dollars at the price of the cluster as it was predicted, or device-hours."""
+    """Dollars at the price of the cluster in the prediction, or device-hours."""
     if run_seconds is None:
         return UNKNOWN, "the length of the run is not known"
     price = best.price

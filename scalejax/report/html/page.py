@@ -19,11 +19,11 @@ from rich.text import Text
 from scalejax.report.html.charts import Spec
 
 _LONG_CELL = 24
-"""Characters beyond which a cell may wrap."""
+"""Number of characters above which a cell may wrap."""
 _EMBED = "window.vegaEmbed = vegaEmbed;"
 """JavaScript that exports vegaEmbed from the libraries bundled by vl-convert."""
 _ELEMENTS = {"bold": "h3", "bold red": 'p class="bad"', "dim": 'p class="soft"'}
-"""Element of a text by its style on a terminal; others are paragraphs."""
+"""HTML element of a text by its style on a terminal; others are paragraphs."""
 
 
 class Page:
@@ -45,13 +45,13 @@ class Page:
         self.add(f'<div class="chart" id="{name}" role="img" aria-label="{escape(heading)}"></div>')
 
     def add_table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Append a table; cells are text, and break into lines where they are long."""
+        """Append a table; cells are text, and long ones wrap."""
         head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
         body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in rows)
         self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
 
     def add_parts(self, parts: Iterable[RenderableType]) -> None:
-        """Append what a function of `report.terminal` yields: its tables, and its texts."""
+        """Append what a function of `report.terminal` yields: tables and texts."""
         for part in parts:
             if isinstance(part, Table):
                 cells = [[str(cell) for cell in column.cells] for column in part.columns]
@@ -80,7 +80,7 @@ class Page:
             version=version("scalejax"),
             scripts=_scripts(),
             body="\n".join(self.parts),
-            # "</" would end the element that holds the data, and "<!--" hide its end
+            # "</" would end the element that holds the data, and "<!--" would hide its end
             charts=json.dumps(self.charts).replace("<", "\\u003c"),
         )
 

@@ -1,4 +1,4 @@
-"""Report section on plans: time to target, its cost, and the choices; the charts as a picture."""
+"""Report section on plans: time to target, its cost, and the choices; its charts as a picture."""
 
 from collections.abc import Sequence
 from html import escape
@@ -20,8 +20,8 @@ MARKS = {
     "cheapest": ("square", PALETTE[2], 121),
     "knee": ("diamond", PALETTE[1], 49),
 }
-"""Shape, colour and size of each answer: outlines that nest, so that all are visible where they
-share one point. The size is the area of the square around a shape, in pixels."""
+"""Shape, colour and size of each answer: outlines that nest, so that all are visible even at the
+same point. The size is the area of the square around a shape, in pixels."""
 EDGE = 1.5
 """Width of the outlines, in pixels."""
 
@@ -40,7 +40,7 @@ def add_plans(page: Page, plans: Sequence[Plan]) -> None:
 
 
 def save_plan(plan: Plan, *, path: Path) -> None:
-    """Draw the charts of a plan, time to target over devices and cost over that time, as a PNG.
+    """Write the charts of a plan as a picture: time to target over devices, cost over that time.
 
     Raises:
         ConfigError: if the file cannot be written.

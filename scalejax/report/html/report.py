@@ -1,6 +1,6 @@
 """The report: runs and predictions as one HTML file that needs no network.
 
-Arranges the sections, each plot with a sentence on how to read it; computes no figures.
+Arranges the sections, each plot with a sentence on how to read it; computes no numbers.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from scalejax.training.sample_life import life_of
 
 
 def add_times(page: Page, runs: Sequence[RunSource]) -> None:
-    """Append a table and bars of the time accounting of the runs that have one, if any."""
+    """Append a table and bars with the time accounting of the runs that have one, if any."""
     timed = [run for run in runs if run.time is not None]
     if not timed:
         return
@@ -79,7 +79,7 @@ def _row(run: RunSource) -> list[str]:
 
 
 def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
-    """Append a table of every sweep, with one row for the runs that differ only in their seed."""
+    """Append a table for every sweep, with one row for runs that differ only in their seed."""
     page.add('<h2 id="sweeps">Sweeps</h2>')
     for sweep in sweeps:
         page.add(f"<h3>{escape(sweep.name)}: {len(sweep.plan.runs)} runs</h3>")
@@ -92,9 +92,9 @@ def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
 
 
 _MOST_LIVES = 4
-"""Most runs whose life of a batch is shown."""
+"""Most runs for which the life of a batch is shown."""
 _MOST_REASONS = 5
-"""Causes of unreadable examples that are listed."""
+"""Most causes of unreadable examples that are listed."""
 
 
 def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
@@ -121,7 +121,7 @@ def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax 
         title: heading of the page.
 
     Raises:
-        ConfigError: if a path is neither, or the file cannot be written.
+        ConfigError: if a path is none of these, or the file cannot be written.
     """
     save_text(render(read_sources(paths), title), output)
 
@@ -240,7 +240,7 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
 def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     if len(runs) > 1:
         _add_gaps(page, runs)
-    runs = [run for run in runs if run.emulation is None]  # whose times are no measurements
+    runs = [run for run in runs if run.emulation is None]  # emulated times are not measured
     if not runs:
         return
     page.add("<h3>Time of a step: predicted and measured</h3>")
@@ -278,7 +278,7 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
 
 
 def _add_lives(page: Page, runs: Sequence[RunSource]) -> None:
-    """Append the life of a batch of the first runs, without those that differ in the seed."""
+    """Append the life of a batch in the first runs, one for those that differ only in the seed."""
     page.add("<h3>The life of a batch</h3>")
     page.add(
         "<p>Mean seconds of a batch in each stage of the last epoch, measured where it runs, and "
@@ -351,7 +351,7 @@ def _run_row(run: RunSource) -> list[str]:
 
 
 def _choice(tested: EvaluationMeasurement) -> str:
-    """Which weights were tested, where some were chosen."""
+    """Which weights were tested, if they were chosen."""
     if tested.chosen_step is None or tested.chosen_by == "last":
         return ""
     by = str(tested.chosen_by).replace("_", " ")

@@ -1,6 +1,6 @@
 """Terminal tables of benches, doctor findings and input rates, in 80 columns.
 
-Formats figures and computes none. Functions that yield parts yield them in order.
+Formats numbers and computes none. Functions that yield parts yield them in order.
 """
 
 from collections import Counter
@@ -119,7 +119,7 @@ def scaling(table: ScalingTable, statistic: str) -> Iterator[RenderableType]:
 
 
 def notes(table: ScalingTable) -> Iterator[str]:
-    """Notes on how to read the efficiencies, and warnings of those above 100 %."""
+    """Notes on how to read the efficiencies, and warnings about those above 100 %."""
     base = table.device_counts[table.baseline]
     if table.scaling == "strong" and base > 1:
         yield (

@@ -1,6 +1,6 @@
 """The comparison of two revisions of a step on a terminal: tables in 80 columns.
 
-Formats figures and computes only ratios.
+Formats numbers and computes only ratios.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _MOST_SHOWN = 12
 def comparison(
     found: Comparison, cluster: Cluster, *, titles: tuple[str, str]
 ) -> Iterator[RenderableType]:
-    """Step, FLOP and memory; bytes of collectives by axis; collectives that appeared or went.
+    """Step, FLOP and memory; bytes of collectives by axis; collectives that appeared or vanished.
 
     Args:
         found: the comparison.
@@ -86,7 +86,7 @@ def _ratio(before: float | None, after: float | None) -> str:
 
 
 def axes(found: Sequence[AxisBytes]) -> Table:
-    """Table of the bytes over each product of axes, the most first."""
+    """Table of the bytes over each product of axes, the largest first."""
     table = figures("axes", "A", "B", "B / A")
     for each in found:
         pair = (each.before_bytes, each.after_bytes)
@@ -95,7 +95,7 @@ def axes(found: Sequence[AxisBytes]) -> Table:
 
 
 def changes(found: Sequence[CollectiveChange]) -> Table:
-    """Table of collectives whose number changed, the most bytes first."""
+    """Table of collectives whose number changed, those with the most bytes first."""
     table = figures("collective", "axes", "payload", "A", "B", "adds")
     table.columns[1].justify = "left"
     table.add_column("where", overflow="fold")
@@ -122,7 +122,7 @@ def _signed_seconds(seconds: float) -> str:
 
 
 def verdict(exceeded: Sequence[str], bounds: Bounds) -> Text:
-    """What is beyond a bound; or that nothing is, with the bounds."""
+    """What exceeds a bound; or a statement that nothing does, with the bounds."""
     if exceeded:
         return Text("\n".join(f"Beyond a bound: {each}." for each in exceeded), style="bold")
     return Text(

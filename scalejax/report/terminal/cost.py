@@ -1,6 +1,6 @@
 """Terminal tables of what a run costs, in 80 columns.
 
-Formats figures and computes none.
+Formats numbers and computes none.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _place(row: CostRow) -> str:
 
 
 def _answers(report: RunCost) -> Iterator[str]:
-    """The soonest and the cheapest."""
+    """The soonest and the cheapest row."""
     names: dict[int, list[str]] = {}
     for name in ("soonest", "cheapest"):
         if (place := getattr(report, name)) is not None:
@@ -55,8 +55,8 @@ def _answers(report: RunCost) -> Iterator[str]:
 
 
 def _bills(rows: list[CostRow], currency: str) -> Table:
-    """What each row costs, with p10 to p90 of days and price beneath; columns of which nothing is
-    known are left out."""
+    """What each row costs, with p10 to p90 of days and price beneath; columns without any known
+    value are left out."""
     columns = {
         "cluster": [row.cluster[:_LONGEST_NAME] for row in rows],
         "devices": [str(row.device_count) for row in rows],
@@ -100,7 +100,7 @@ def _layouts(rows: list[CostRow]) -> Table:
 
 
 def _of_steps(rows: list[CostRow]) -> str:
-    """Which steps are compiled ones, and how far their closed forms are off."""
+    """Which steps are compiled, and how far off their closed forms are."""
     lines = []
     if not any(row.is_compiled for row in rows):
         return "Steps are closed forms: none was compiled."
@@ -120,12 +120,12 @@ def _days(seconds: float | None) -> str:
 
 
 def _with_band(median: str, low: str, high: str) -> str:
-    """A figure with its p10 and p90 beneath, where they are known."""
+    """A number with its p10 and p90 beneath, if they are known."""
     return median if "-" in (low, high) else f"{median}\n{low} to {high}"
 
 
 def _short(value: float | None) -> str:
-    """An amount in three digits: "1.86M"."""
+    """An amount with three digits: "1.86M"."""
     return "-" if value is None else format_count(value).replace(" ", "")
 
 

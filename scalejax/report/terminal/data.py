@@ -26,7 +26,7 @@ def update(
 
     Args:
         run: the run on its devices.
-        learning: of a fine-tuned run, its trainable and its total number of parameters.
+        learning: the trainable and the total number of parameters of a fine-tuned run.
         notes: sentences without full stops.
     """
     config, split = run.config, run.split
@@ -97,11 +97,11 @@ def _fields(description: object) -> str:
 # Output of `scalejax data inspect`.
 
 SHOWN_CLASSES, SHOWN_COLUMNS = 10, 40
-"""Most classes and columns listed; the rest is counted."""
+"""Most classes and columns listed; the rest are counted."""
 
 
 def inspection(found: Inspection) -> Iterator[RenderableType]:
-    """Rows, columns, classes, images, what cannot be read, advice, and the table to paste."""
+    """Rows, columns, classes, images, unreadable examples, advice, and the table to paste."""
     files, rows = counted(f"{found.files:,}", "file"), counted(f"{found.rows:,}", "row")
     about = f"{found.kind}, {files}, {format_bytes(found.size_bytes)}, {rows}"
     if groups := found.groups:
@@ -174,12 +174,12 @@ def _verified(found: Inspection) -> Text:
 
 
 def life(measured: InputMeasurement, stages: Sequence[LifeStage]) -> Iterator[RenderableType]:
-    """Life of a batch: seconds of each stage, measured beside predicted, where it runs and whether
-    the step hides it; then what other settings would change.
+    """Life of a batch: seconds of each stage, measured and predicted, where it runs and whether the
+    step hides it; then what other settings would change.
 
     Args:
         measured: what was measured.
-        stages: the stages of it (`training.sample_life.life_of`).
+        stages: its stages (`training.sample_life.life_of`).
     """
     yield Text.assemble(("Life of a batch", "bold"), f" (mean of {measured.batches:,})")
     table = figures("stage", "measured", "predicted", "runs in", "hidden")

@@ -1,6 +1,6 @@
 """The explanation of a step time on a terminal: a text waterfall, and tables in 80 columns.
 
-Formats figures and computes none.
+Formats numbers and computes none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
 
     Args:
         explained: breakdown of the step.
-        first: the note to show before all figures; None if there is none.
+        first: a note to show before everything else; None for no note.
     """
     yield Text.assemble((explained.title, "bold"), f"\n{summary(explained)}")
     if first is not None:
@@ -58,8 +58,8 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
 
 
 def findings(explained: Explanation, *, most: int = _MOST_SHOWN) -> Iterator[RenderableType]:
-    """The costliest operations, and the collectives that the layout does not call for, at most
-    `most` of these."""
+    """The costliest operations, and at most `most` of the collectives that the layout does not call
+    for."""
     yield Text("Costliest operations", style="bold")
     yield operations(explained)
     yield Text("Collectives that the layout does not call for", style="bold")
@@ -143,7 +143,7 @@ def _add_term(table: Table, term: Term, begin: float, longest: float, step_secon
 def bar(begin: float, end: float, longest: float, cells: int = _BAR_CELLS) -> str:
     """A bar from `begin` to `end` on a scale that ends at `longest`; never empty if end > begin.
 
-    It starts at a whole cell, and ends to an eighth of one.
+    It starts at a whole cell, and its end is rounded to an eighth of one.
     """
     if not end > begin:
         return ""
@@ -154,7 +154,7 @@ def bar(begin: float, end: float, longest: float, cells: int = _BAR_CELLS) -> st
 
 
 def _located(*headings: str) -> Table:
-    """An empty table of figures, then what they are of and its source line."""
+    """An empty table with columns for numbers, then for what they belong to and its source line."""
     table = figures(*headings)
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)
@@ -181,8 +181,8 @@ def operations(explained: Explanation) -> Table:
 
 
 def unexpected(found: Sequence[UnexpectedCollective], *, most: int = _MOST_SHOWN) -> Table:
-    """Table of collectives that the layout does not call for, with the reason for each; others than
-    the first `most` in one row."""
+    """Table of collectives that the layout does not call for, with the reason for each; all after
+    the first `most` share one row."""
     table = _located("adds", "takes", "runs")
     for each in found[:most]:
         axes = " x ".join(each.axes) or "no axis"
@@ -234,8 +234,8 @@ def memory_choices(found: Sequence[MemoryChoice]) -> Table:
 
 
 def trace_match(match: TraceMatch, *, most: int = _MOST_SHOWN) -> Iterator[RenderableType]:
-    """Comparison of a recorded step with the prediction, largest differences first, at most `most`;
-    a collective counts in full, exposed or not."""
+    """Comparison of a recorded step with the prediction, the `most` largest differences first; a
+    collective counts in full, exposed or not."""
     yield Text("Recorded against predicted, operation by operation", style="bold")
     yield Text(
         f"{len(match.matches)} operations match; they hold "

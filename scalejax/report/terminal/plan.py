@@ -32,8 +32,8 @@ def planned(plan: Plan, *, is_wide: bool = False) -> Iterator[RenderableType]:
 
 
 def table(plan: Plan, *, is_wide: bool = False) -> Table:
-    """Table with a row for each cluster and device count, at its fastest batch size; a wide one has
-    goodput and the clusters' whole names too."""
+    """Table with a row for each cluster and device count, at its fastest batch size; a wide one
+    also has goodput and the clusters' full names."""
     clusters = {point.cluster for point in plan.points}
     seconds, grouped = (format_seconds, ",") if is_wide else (format_seconds_briefly, "")
     marks = notes.marks_of(plan)

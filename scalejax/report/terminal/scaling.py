@@ -1,6 +1,6 @@
 """Terminal tables of scaling studies and batch-size ramps, in 80 columns.
 
-Formats figures and computes only shares. Functions that yield parts yield them in order.
+Formats numbers and computes only shares. Functions that yield parts yield them in order.
 """
 
 import math
@@ -32,7 +32,7 @@ _BROKEN_HEADINGS = {
 
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
-    """The figures for each device count, then the breakdown of the step time."""
+    """The numbers for each device count, then the breakdown of the step time."""
     first, kept = prediction.predictions[0], kept_samples(prediction)
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
@@ -49,10 +49,10 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
 
 
 def beside(predictions: Sequence[ScalingPrediction | RampPrediction]) -> Iterator[RenderableType]:
-    """Several clusters beside each other, and how much faster each is than the first.
+    """Several clusters side by side, and how much faster each is than the first.
 
     Args:
-        predictions: of one run on each cluster, on the same numbers of devices.
+        predictions: those of one run on each cluster, on the same numbers of devices.
     """
     table = figures("cluster", "devices", "step", "run", "MFU", "memory", "fits", "speed")
     seconds: dict[int, float | None] = {}
@@ -91,7 +91,7 @@ def kept_samples(prediction: ScalingPrediction) -> str:
 def figures_of(prediction: ScalingPrediction) -> Table:
     """Table with a row for each device count, on one line if possible.
 
-    Where the table is wider than a screen, times use one unit; if it is still too wide, long
+    If the table is wider than a screen, times share one unit; if it is still too wide, long
     headings wrap to two lines.
     """
     for formatted, headings in (
@@ -146,7 +146,7 @@ def _band(each: Prediction) -> list[str]:
 def time_split(predictions: Sequence[Prediction]) -> Table:
     """Table of the share of each term in the step time, with checkpoints and failures.
 
-    Unknown terms are left out. Terms become rows where they are too many for columns.
+    Unknown terms are left out. Terms become rows if there are too many for columns.
     """
     names = waterfall_terms(predictions)
     counts = [str(each.device_count) for each in predictions]
@@ -208,7 +208,7 @@ def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
 
 
 def _notes(prediction: RampPrediction) -> list[str]:
-    """Notes on the predictions, prefixed with the first epoch where they hold for one phase."""
+    """Notes on the predictions; those on one phase are prefixed with its first epoch."""
     of_phases = [merged_notes(phase.study.predictions) for phase in prediction.phases]
     shared = [note for note in of_phases[0] if all(note in notes for notes in of_phases)]
     own = [

@@ -1,6 +1,6 @@
 """Terminal tables of a search: the ranked strategies and why the others lose, in 80 columns.
 
-In two parts: the closed-form ranking, and the compiled predictions of its first strategies.
+There are two parts: the closed-form ranking, and the compiled predictions of its first strategies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def _tokens(report: SearchReport) -> str:
 
 
 def _of_published(report: SearchReport, published: PublishedPlace) -> str:
-    """Place of the published layout, and why the first is faster."""
+    """Rank of the published layout, and why the first is faster."""
     if published.place is None or published.step_seconds is None:
         return f"Published: {published.strategy} ({published.source}): none of it fits."
     place = (
@@ -67,7 +67,7 @@ def _terms(losses: Sequence[tuple[str, float]], sign: int) -> str:
 
 
 def winner(report: SearchReport) -> Ranked | None:
-    """The first strategy; None if there is none, or if it does not fit once compiled."""
+    """The first strategy; None if there is none or it does not fit once compiled."""
     first = report.ranked[0] if report.ranked else None
     compiled = [each.confirmed for each in report.ranked if each.confirmed is not None]
     return None if compiled and not any(each.fits for each in compiled) else first
@@ -78,7 +78,7 @@ def confirmed(report: SearchReport, *, has_run_file: bool = True) -> Iterator[Re
 
     Args:
         report: a search.
-        has_run_file: whether there is a run file, beside which flags say how to train the best.
+        has_run_file: whether there is a run file; with it, flags say how to train the best one.
     """
     if not report.ranked:
         return
@@ -139,7 +139,7 @@ _CONTEXT_MARKS = {"ring": " r", "all_to_all": " h"}
 
 
 def _axes(report: SearchReport) -> list[str]:
-    """The axes of the table; that of experts where a strategy uses it."""
+    """The axes of the table; the expert axis only if a strategy uses it."""
     has_experts = any(each.strategy.layout.expert > 1 for each in report.ranked)
     return [axis for axis in AXES if axis != EXPERT or has_experts]
 
@@ -205,7 +205,7 @@ def _why(report: SearchReport) -> RenderableType:
 
 
 def _changes(each: Ranked, report: SearchReport) -> str:
-    """Terms in which it is slower and faster than the first, by the closed form."""
+    """Terms in which it is slower and faster than the first, according to the closed form."""
     one, first = each.prediction, report.ranked[0].prediction
     compiled, best = each.confirmed, report.ranked[0].confirmed
     if compiled is not None and not compiled.fits:

@@ -26,7 +26,7 @@ from scalejax.training.record import RunRecord
 
 _MOST_ROWS = 40
 _MOST_WIDTH = 32
-"""Most columns kept free for one field and its value, of the 80."""
+"""Most of the 80 columns that are kept free for one field and its value."""
 
 
 def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
@@ -52,7 +52,7 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 
 
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
-    """Results of each arm: mean over its seeds with its interval, and the difference to the first
+    """Results of each arm: mean over its seeds with its interval, and the difference from the first
     arm over the seeds that both have."""
     found = arms(rows)
     of_target = ("reached", "samples to it") if sweep.target else ()
@@ -114,7 +114,7 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
 
 
 def _widest(labels: Iterable[str]) -> int:
-    """Width in which labels are broken between their fields only, never within a number."""
+    """Width at which labels break only between fields, never within a number."""
     words = (word for label in labels for word in label.split())
     return min(_MOST_WIDTH, max(map(len, words), default=0))
 
@@ -145,7 +145,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _points(found: Interval | None) -> str:
-    """A difference of shares and half the width of its interval, in points of a per cent."""
+    """A difference of shares and half the width of its interval, in percentage points."""
     return UNKNOWN if found is None else found.in_words(100, 2, "+")
 
 
@@ -154,7 +154,7 @@ def _points(found: Interval | None) -> str:
 
 def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableType]:
     """Table of the warmup that validation data choose for each optimizer, rule and batch, with its
-    test metric and the difference to no warmup."""
+    test metric and the difference from no warmup."""
     validation, test = found.metrics
     table = figures(
         "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "to none"
@@ -195,7 +195,7 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
 
 
 def only_one_trains(each: CellResult) -> list[str]:
-    """With how many seeds only a cell, or only that which it is compared to, trains, in words."""
+    """With how many seeds only the cell, or only its reference, trains, in words."""
     sides = ((each.trained_only, "this"), (each.diverged_only, "the reference"))
     return [
         f"with {counted(len(seeds), 'seed')} only {who} trains" for seeds, who in sides if seeds
@@ -256,11 +256,11 @@ _MAKES_FLAT = {
     "hidden": '\nOver widths model.parametrization.name = "mup" is meant to be, or "completep".',
     "layers": '\nOver depths model.parametrization.name = "completep" is meant to be; muP is not.',
 }
-"""What a network that is not flat may lack, by what grows."""
+"""What a network may lack whose activations are not flat, by the size that grows."""
 
 
 def coordinates(found: CoordinateCheck) -> Iterator[RenderableType]:
-    """Table of how each layer of a decoder grows with its size, and the verdict by
+    """Table of how each layer of a decoder grows with its size, and a verdict for each
     parametrization."""
     sizes = ", ".join(map(str, found.sizes))
     what = "width" if found.along == "hidden" else "depth"

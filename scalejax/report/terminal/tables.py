@@ -1,6 +1,6 @@
 """Terminal tables of fits, calibrations, validations, runs and hardware, in 80 columns.
 
-Formats figures and computes none. Each function yields the parts to print, in order.
+Formats numbers and computes none. Each function yields the parts to print, in order.
 """
 
 import re
@@ -41,7 +41,7 @@ SUDDEN = 0.9
 
 def show(parts: Iterable[RenderableType]) -> None:
     """Print the parts on standard output, a blank line between them."""
-    console = Console(highlight=False, markup=False)  # brackets of a cell are the file's
+    console = Console(highlight=False, markup=False)  # brackets in cells are literal
     for index, part in enumerate(parts):
         if index:
             console.print()
@@ -154,7 +154,7 @@ def _step_times(found: Validation) -> Iterator[RenderableType]:
 
 
 def _memory(found: Validation) -> Iterator[RenderableType]:
-    """Errors of the peak memory, and of whether runs fit."""
+    """Errors of the peak memory, and wrong predictions of whether runs fit."""
     table = figures(
         "peak memory", "stated", "median", "mean", "bias", "ran", "no fit", "died", "fit"
     )
@@ -178,7 +178,7 @@ def _memory(found: Validation) -> Iterator[RenderableType]:
 
 
 def _operations(found: Validation) -> Iterator[RenderableType]:
-    """Errors of what is no step time."""
+    """Errors of everything but step times."""
     table = figures("family", "rows", "used", "median", "mean", "bias", "in band")
     for each in found.operations:
         table.add_row(
@@ -194,13 +194,13 @@ def _operations(found: Validation) -> Iterator[RenderableType]:
 
 
 _LEAST_POINTS = 0.0005
-"""Change of a mean error that is listed, as a share; a smaller one is counted."""
+"""Smallest change of a mean error that is listed, as a share; smaller ones are counted."""
 _MOST_CHANGES = 20
-"""Cells that are listed of those that got worse, and of those that got better."""
+"""Most cells listed of those that got worse, and of those that got better."""
 
 
 def accuracy_changes(before: Accuracy, after: Accuracy) -> Iterator[RenderableType]:
-    """How errors changed since an earlier release: in all, then cell by cell."""
+    """How errors changed since an earlier release: in total, then cell by cell."""
     yield Text.assemble(
         (f"Since {before.release}", "bold"),
         "\nOf the cells that both have. A family counts once in each line.",
@@ -250,7 +250,7 @@ def _percent(share: float | None, *, sign: str = "") -> str:
 
 
 def _coverage(found: Validation) -> Iterator[RenderableType]:
-    """How many step times of each kind are predicted, and why others are not."""
+    """How many step times of each kind are predicted, and why the rest are not."""
     if not found.kinds:
         return
     is_dry = any(row.status == NOT_COMPILED for row in found.rows)
@@ -282,7 +282,7 @@ _MOST_REASONS = 30
 
 
 def _skipped(found: Validation) -> Iterator[RenderableType]:
-    """Why rows are skipped, the commonest reasons of each kind first."""
+    """Why rows are skipped, the most common reasons of each kind first."""
     skipped = [(each.kind, *reason) for each in found.kinds for reason in each.skipped]
     others = Counter(
         (row.quantity, row.skip_reason)
@@ -314,7 +314,7 @@ def _summary_cells(summary: Summary) -> list[str]:
         summary.median_fastest_error,
         summary.coverage,
     ]
-    # Without the space that other tables have: ten columns stand beside a long name.
+    # Without the space of other tables, as there are ten columns next to a long name.
     cells = [_percent(share) for share in shares]
     counts = [str(summary.rows), str(summary.predicted)]
     return [summary.name, *counts, *cells[:2], bias, *cells[2:]]
@@ -325,7 +325,7 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
 
     Args:
         resolved: the run on its devices.
-        learning_rates: of every update.
+        learning_rates: the rate of every update.
     """
     config, split = resolved.config, resolved.split
     table = facts()
@@ -366,7 +366,7 @@ def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
     points = {0: "start", peak: "peak" if peak else "start and peak"}
     for step in range(peak + 1, last):
         before = learning_rates[step - 1]
-        # A smooth decay of few updates falls as fast, but not from one update to the next alone.
+        # A smooth decay over few updates falls as fast, but not in a single update.
         was_level = step < 2 or before > 0.99 * learning_rates[step - 2]
         if was_level and learning_rates[step] < SUDDEN * before:
             points[step] = "step of the decay"
@@ -384,7 +384,7 @@ def _dropped(resolved: ResolvedRun) -> str:
 def reference(
     sections: Sequence[TableReference], presets: Mapping[str, Preset]
 ) -> Iterator[RenderableType]:
-    """Every table of a run.toml: its fields, their accepted values and meanings.
+    """Every table of a run.toml: its fields, with their accepted values and meanings.
 
     Args:
         sections: the tables, in order.
@@ -495,7 +495,7 @@ def models(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
 
 
 def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[RenderableType]:
-    """Every number of a chip or a cluster and its site, with its source."""
+    """Every number of a chip, or of a cluster and its site, with its source."""
     yield Text.assemble((hardware.name, "bold"), f": {hardware.title}")
     lines = []
     for name, value in (*_leaves(plain(hardware)), *_leaves(plain(site))):
@@ -513,7 +513,7 @@ def entry(hardware: Chip | Cluster, site: Site = NO_SITE) -> Iterator[Renderable
 
 
 def framework(one: Framework) -> Iterator[RenderableType]:
-    """What sets a framework's step apart from XLA's, and its software's rates, with sources."""
+    """How a framework's step differs from XLA's, and its software's rates, with sources."""
     yield Text.assemble((one.name, "bold"), f": {one.title}, {one.year}")
     schedule = {
         "gpipe": "GPipe, or as layout.pipeline_schedule says",
@@ -530,7 +530,7 @@ def framework(one: Framework) -> Iterator[RenderableType]:
 
 
 def _software(software: Software) -> Iterator[RenderableType]:
-    """Rates over those of XLA's programs, on any chip and on those that have their own."""
+    """Rates over those of XLA's programs, on any chip and on chips with rates of their own."""
     if not software.on_chip and not _own_rates(software):
         yield "Its operations run at the rates of a chip's file, which are of XLA's programs."
     else:
@@ -585,7 +585,7 @@ def facts() -> Table:
 
 
 def figures(*headings: str) -> Table:
-    """An empty table without rules: all columns but the first are right-aligned."""
+    """An empty table without rules; all columns but the first are right-aligned."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")

@@ -116,7 +116,7 @@ def run_toml(folder: Path, text: str = RUN + SCHEDULE) -> str:
         ("train.epochs = " + str(2**63 - 1), r"train\.epochs=9223\d+ .*2,147,483,647 steps"),
         ("train.epochs = 600_000_000", r"train\.epochs=600000000 .*536,870,911 epochs of 4"),
         ("layout = [" + "{}," * 3000 + "]", r"layout=\[\{\}.* \.\.\. .* must be a table"),
-        ("train = { '' = 1 }", r'train\."" is no field'),
+        ("train = { '' = 1 }", r'train\."" is not a field'),
     ],
 )
 def test_texts_that_once_went_wrong(tmp_path, capsys, line, said):
@@ -158,10 +158,10 @@ def test_epochs_of_more_steps_than_are_counted_are_refused(tmp_path, schedule, s
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--.=1", r"--\. is no field: there must be a name on either side"),
-        ("--train..epochs=1", r"--train\.\.epochs is no field"),
-        ("-train.epochs=1", r"-train\.epochs is no flag \(did you mean --train\.epochs\?\)"),
-        ("-seed=1", r"-seed is no flag \(did you mean --seed\?\)"),
+        ("--.=1", r"--\. is not a field: there must be a name on either side"),
+        ("--train..epochs=1", r"--train\.\.epochs is not a field"),
+        ("-train.epochs=1", r"-train\.epochs is not a flag \(did you mean --train\.epochs\?\)"),
+        ("-seed=1", r"-seed is not a flag \(did you mean --seed\?\)"),
         ("--train.epochs=" + "9" * 5001, r"train\.epochs='9+ \.\.\. 9+' .*whole number"),
         ("--" + "a." * 3000 + "b=1", r"is refused: lists and tables lie more than 50 deep"),
         ("--seed=" + "[" * 2000, r"seed='\[+ \.\.\. \[+' .*whole number"),

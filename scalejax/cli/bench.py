@@ -192,7 +192,7 @@ class Bench(RunFileCommand):
                 )
         except KeyboardInterrupt:
             done = sum(len(each.results) for each in read_summaries(bench, folder))
-            on = "the same command goes on"
+            on = "the same command continues"
             print(f"{done} of {rounds} rounds are in {folder.path};\n{on}", file=sys.stderr)
             raise
 

@@ -46,7 +46,7 @@ from scalejax.cli.train import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(PlainCommand):
-    """Print a script with which a shell completes scalejax.
+    """Print a script that completes scalejax commands in a shell.
 
     bash: into ~/.local/share/bash-completion/completions/scalejax. fish: into
     ~/.config/fish/completions/scalejax.fish. zsh: into a file that ~/.zshrc sources.

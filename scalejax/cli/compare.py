@@ -27,10 +27,10 @@ from scalejax.simulator.frameworks import framework_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compare(OverridingCommand):
-    """Compare two revisions of a step, for GPUs not here.
+    """Compare two revisions of a step, for GPUs that you do not have.
 
     A and B are each RUN.toml, RUN.toml@COMMIT, whose code and run file are those of the commit, or
-    FILE.json, a program. Exits with 1 if B is beyond a bound. A flag with a dot replaces a field of
+    FILE.json, a program. Exits with 1 if B exceeds a bound. A flag with a dot replaces a field of
     both run files, or of --conditions.
     """
 
@@ -50,7 +50,7 @@ class Compare(OverridingCommand):
     """Largest growth of the peak memory as a fraction. By default 0.02."""
     max_bytes_growth: Annotated[float, flag("F")] = Bounds().max_bytes_growth
     """Largest growth of the bytes of collectives over any mesh axes as a fraction, of all bytes if
-    A has none over those axes. By default 0.02; a thousandth of all bytes is let pass."""
+    A has none over those axes. By default 0.02; a thousandth of all bytes is tolerated."""
     json: JsonFile = None
     """Write the comparison here as JSON."""
     csv: CsvFile = None

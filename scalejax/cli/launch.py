@@ -95,7 +95,7 @@ class LaunchRun(RunFileCommand):
     """Resume from the newest checkpoint in the folder that verifies. A JobSet does so by itself."""
     start_over: FlagCreatePairsOff[bool] = False
     """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
-    in place of refusing; a restart does not so again."""
+    instead of refusing; a restart does not do so again."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int | None, flag("N")] = None
@@ -103,16 +103,16 @@ class LaunchRun(RunFileCommand):
     default 0; with --elastic 3, of those in a row that brought no new step; through SLURM its job
     then requeues itself as often as this says, by default never."""
     elastic: Annotated[str | None, flag("MIN:MAX")] = None
-    """When processes are lost go on in those that are left, MIN at least, from a copy of the state
-    in memory, and when places are free again in MAX at most. The global batch and the schedule
-    stay: as many train as divide the batch, the others are spare. Through SLURM MAX is --np: the
-    job asks for the nodes of MIN to MAX, and keeps those that are left (--no-kill); on several
-    nodes it goes on from its newest checkpoint. Without its first node the job is
-    requeued, as often as --max-restarts says (here 3 by default), and then cancelled."""
+    """When processes are lost, continue in those that are left, at least MIN, from a copy of the
+    state in memory, and when places are free again in at most MAX. The global batch and the
+    schedule stay: as many train as divide the batch, the others are spare. Through SLURM MAX is
+    --np: the job asks for the nodes of MIN to MAX, and keeps those that are left (--no-kill); on
+    several nodes it resumes from its newest checkpoint. If its first node is lost, the job is
+    requeued, up to --max-restarts times (here 3 by default), and then cancelled."""
     copy_seconds: Annotated[int, flag("N")] = _COPY_SECONDS
     """With --elastic: least time between two copies of the state in /dev/shm, which takes three
     times its size there; 50 times what the last one held training up, if that is more. By default
-    10; 0 for none, so that the run goes on from its checkpoints, as on several nodes."""
+    10; 0 for none, so that the run resumes from its checkpoints, as on several nodes."""
     rejoin_seconds: Annotated[int, flag("N")] = 60
     """With --elastic: how long a place is out of use after its process was lost; twice as long each
     further time, up to 32 times. Then the processes stop, after a copy or a checkpoint, and go on
@@ -306,7 +306,7 @@ class LaunchRun(RunFileCommand):
         print(f"starting {words} ...", file=sys.stderr)
         code = launch(job)
         if code in (ExitCode.DAMAGED, ExitCode.LOST, ExitCode.TRANSIENT) and run.holds_run:
-            print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
+            print(f"continue with: {job.environment[GO_ON]}", file=sys.stderr)
         self._write_result(run)
         raise SystemExit(code)
 
@@ -361,7 +361,7 @@ class LaunchRun(RunFileCommand):
         )
         if bounds and run.node_count > 1 and self.copy_seconds not in (0, _COPY_SECONDS):
             accepted = (
-                "copies are in the memory of one machine; on several nodes a run goes on from its "
+                "copies are in the memory of one machine; on several nodes a run resumes from its "
                 "newest checkpoint (train.checkpoint_every_steps)"
             )
             raise ConfigError(refusal("copy_seconds", self.copy_seconds, accepted))
@@ -379,7 +379,7 @@ class LaunchRun(RunFileCommand):
         try:
             code = follow(job_id, log)
         except KeyboardInterrupt:
-            print(f"job {job_id} goes on; scancel {job_id} cancels it.")
+            print(f"job {job_id} continues; scancel {job_id} cancels it.")
             raise
         self._write_result(RunFolder(path=folder))
         raise SystemExit(code)

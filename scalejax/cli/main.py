@@ -133,7 +133,7 @@ def _require_no_mistyped_hardware(overrides: Overrides) -> None:
         table, dot, last = field.partition(".")
         closest = nearest_name(table, known | of_cluster)
         if table not in known and table != closest and closest in of_cluster:
-            raise ConfigError(f"--{field} is no flag (did you mean --{closest}{dot}{last}?).")
+            raise ConfigError(f"--{field} is not a flag (did you mean --{closest}{dot}{last}?).")
 
 
 def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[list[str], Overrides]:
@@ -157,12 +157,12 @@ def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[li
         if flag.startswith("---"):
             before = rest[-1] if rest and rest[-1].startswith("--") else "--FLAG"
             raise ConfigError(
-                f"{argument!r} is no flag, which begins with two hyphens: give a file or folder of "
-                f"that name as ./NAME, and as a value of {before} as {before}=VALUE."
+                f"{argument!r} is not a flag (flags begin with two hyphens): give a file or "
+                f"folder of that name as ./NAME, and as a value of {before} as {before}=VALUE."
             )
         field = flag.removeprefix("--")
         if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:
-            raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")
+            raise ConfigError(f"{flag} is not a flag (did you mean -{flag}?).")
         is_field = "." in field or (field in _FIELDS_WITHOUT_DOT and field not in own)
         if not flag.startswith("--") or not is_field:
             rest.append(argument)
@@ -172,7 +172,9 @@ def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[li
             if value.startswith("--"):
                 raise ConfigError(f"{flag} needs a value, such as {flag}=VALUE.")
         if not all(field.split(".")):
-            raise ConfigError(f"{flag} is no field: there must be a name on either side of a dot.")
+            raise ConfigError(
+                f"{flag} is not a field: there must be a name on either side of a dot."
+            )
         overrides[field] = parse_value(value)
     return rest, overrides
 
@@ -203,7 +205,7 @@ def _command_name(arguments: list[str]) -> str:
 
 def _print_help() -> None:
     print("usage: scalejax COMMAND [-h] ...\n")
-    print("Train large minibatches in JAX; predict the cost on GPUs that are not here.\n")
+    print("Train large minibatches in JAX; predict the cost on GPUs that you do not have.\n")
     _print_commands(COMMANDS)
     print("\nscalejax COMMAND --help lists its flags. Start with: scalejax quickstart")
 
@@ -228,7 +230,7 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
         if flag.startswith("--") and flag not in (*flags, "--help"):
             meant = " or ".join(_meant(flag, kind, flags))
             hint = f" (did you mean {meant}?)" if meant else f" (see scalejax {name} --help)"
-            raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
+            raise ConfigError(f"{flag} is not a flag of scalejax {name}{hint}.")
     printed, refused = _Captured(sys.stdout), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):

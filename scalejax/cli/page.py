@@ -44,7 +44,7 @@ _TOKENS_FOR_A_PARAMETER = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explore(OverridingCommand):
-    """Write a page to play with: days, dollars and memory.
+    """Write an interactive page: days, dollars and memory.
 
     Of RUN.toml, or of a published decoder by name (llama3-8b): sliders and menus for devices,
     batch, tokens, layout, precision, network and framework, on one HTML file that needs no network

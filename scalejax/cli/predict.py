@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predict(CostCommand):
-    """Predict time, efficiency and memory on GPUs not here.
+    """Predict time, efficiency and memory on GPUs you do not have.
 
     A flag with a dot replaces a field of the file, such as --batch.global_batch 512, a condition
     of the site, such as --conditions.step_cv 0.02, or a part of the hardware, such as
@@ -467,7 +467,7 @@ class Calibrate(PlainCommand):
         save_cluster(fit.cluster, fit.site, path)
         tables.show(tables.fit(fit))
         self._write(fit.cluster)
-        print(f"wrote {path}; train goes on predicting with what was measured.")
+        print(f"wrote {path}; train still predicts with what was measured.")
         print("To predict with it:")
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2")
 

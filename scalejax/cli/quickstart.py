@@ -125,7 +125,7 @@ def quickstart(folder: Path, *, seeds: int = 1) -> list[Path]:
         raise ConfigError(refusal("folder", str(folder), accepted))
     serialization.require_writable_folder("folder", folder)
     choose_platform(DEVICE_COUNT)
-    _heading("1 of 3", "Predict ResNet-50 on ImageNet for GPUs that are not here")
+    _heading("1 of 3", "Predict ResNet-50 on ImageNet for GPUs that you do not have")
     predictions = [_predict(forecast, folder) for forecast in (MODERN, GOYAL)]
     _heading("2 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
     records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}

@@ -134,7 +134,7 @@ class StudyWarmup(TrainMany):
             accepted = "it holds another run.toml: resume with that one, or give another folder"
             raise ConfigError(refusal("folder", str(folder.path), accepted))
         if holds and not self.resume and not self.plan:
-            accepted = "it holds something already: go on by --resume, or give another folder"
+            accepted = "it is not empty: continue with --resume, or give another folder"
             raise ConfigError(refusal("folder", str(folder.path), accepted))
 
     def _announce(self, study: Study, limit: float) -> None:

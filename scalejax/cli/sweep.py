@@ -65,7 +65,7 @@ class TrainMany(RunFileCommand):
     """SLURM: the partition. By default that of the cluster."""
     time: Annotated[str | None, flag("TIME")] = None
     """SLURM: the time limit of each job, in minutes or as in 2-12:00:00; it saves and stops 120 s
-    before it, and --resume goes on. By default that of the partition."""
+    before it, and --resume continues. By default that of the partition."""
     slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
     """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
 
@@ -110,7 +110,7 @@ class TrainMany(RunFileCommand):
             done = sum(row.is_finished for row in read_rows(sweep, files))
             print(
                 f"{done} of {len(sweep.runs)} runs are finished in {files.path};\n"
-                "the same command with --resume goes on",
+                "the same command with --resume continues",
                 file=sys.stderr,
             )
             raise
@@ -233,7 +233,7 @@ class Sweep(TrainMany):
         if self.plan:
             raise ConfigError("plan is refused: with optuna, each trial follows from those before.")
         if not self.resume and folder.exists() and any(folder.iterdir()):
-            accepted = "it holds something already: go on by --resume, or give another folder"
+            accepted = "it is not empty: continue with --resume, or give another folder"
             raise ConfigError(refusal("folder", str(folder), accepted))
         serialization.require_writable_folder("folder", folder)
         target = parse_target(self.target)

@@ -36,7 +36,7 @@ from scalejax.training.record import RunFolder, RunRecord, facts_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(RunFileCommand):
-    """Train the run of a run.toml on the devices here.
+    """Train the run of a run.toml on the devices you have.
 
     Started by srun, mpirun or scalejax launch, its processes join one run. A flag with a dot
     replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end the run after the
@@ -54,7 +54,7 @@ class Train(RunFileCommand):
     """Resume from the newest checkpoint in the folder that verifies."""
     start_over: FlagCreatePairsOff[bool] = False
     """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
-    in place of refusing."""
+    instead of refusing."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices, and train on those."""
     profile: FlagCreatePairsOff[bool] = False
@@ -62,7 +62,7 @@ class Train(RunFileCommand):
     profile_schedule: Annotated[str, flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
     """Steps to trace: ACTIVE steps after WAIT and WARMUP, REPEAT times. By default 10,2,5,1."""
     stuck_seconds: Annotated[int, flag("N")] = 60
-    """Least time without progress after which a run hangs, however it was started: its processes
+    """Time without progress after which a run counts as hung, however it was started: its processes
     then write their stacks, name the one that the others wait for, and exit. Ten times the slowest
     so far of an update, batch, evaluation or checkpoint if that is more; five times N for a
     checkpoint, and thirty while it starts, compiles, or does the first two of a kind. By default

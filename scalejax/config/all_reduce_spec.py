@@ -70,6 +70,6 @@ def _range(part: str, most_elements: int | None, spec: str, field: str) -> Reduc
 def _limit(part: str, spec: str, field: str) -> int:
     found = re.fullmatch("([0-9]{1,15})([KkMGT]?)", part)
     if found is None:
-        accepted = f"{part!r} is no limit: digits, and K, k, M, G or T for powers of 1024"
+        accepted = f"{part!r} is not a limit: digits, and K, k, M, G or T for powers of 1024"
         raise ConfigError(refusal(field, spec, accepted))
     return int(found.group(1)) * _FACTORS[found.group(2)]

@@ -207,7 +207,7 @@ def _is_json(text: str) -> bool:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _variable(text: str) -> tuple[str, list[JsonValue] | Range]:

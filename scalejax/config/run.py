@@ -467,7 +467,7 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
         if last != "name" or not isinstance(given, dict):
             continue
         kept = [name for name in given if f"{table}.{name}" not in overrides]
-        if fields := [name for name in kept if f"{table}.{name} is no field" in refused]:
+        if fields := [name for name in kept if f"{table}.{name} is not a field" in refused]:
             hints.append(
                 f"{path} gives {', '.join(fields)} of [{table}], for another name than {kind!r}: "
                 f"--{table}='{{name = {json.dumps(kind)}}}' replaces the whole table."

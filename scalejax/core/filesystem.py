@@ -224,7 +224,7 @@ def require_unchanged(field: str, file: DataFile) -> None:
         require_content(field, file.path, error)
         raise ConfigError(f"{field}: {file.path} cannot be read any more ({error}).") from error
     if (about.st_size, str(about.st_mtime_ns)) != (file.size_bytes, file.version):
-        raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+        raise ConfigError(f"{field}: {file.path} was rewritten while it was read.")
 
 
 def require_content(field: str, path: str, error: Exception) -> None:

@@ -275,7 +275,7 @@ def _refuse(
 ) -> NoReturn:
     if isinstance(problem, _Changed):
         raise ConfigError(
-            f"{field}: {url} was written anew while it was read ({told}); bring it back as it "
+            f"{field}: {url} was rewritten while it was read ({told}); bring it back as it "
             "was, or begin a new run."
         ) from cause
     if isinstance(problem, _Gone) and is_seen:

@@ -93,7 +93,7 @@ def _read(path: Path) -> str:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent else []
         closest = nearest_name(path.name, siblings)
         hint = f" (did you mean {str(path.parent / closest)!r}?)" if closest else ""
-        raise ConfigError(f"{str(path)!r} is no file{hint}.") from error
+        raise ConfigError(f"{str(path)!r} does not exist{hint}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
 
@@ -444,7 +444,7 @@ def _require_room(field: str, path: Path, folder: Path) -> None:
     """Refuse `path` unless files can be created in `folder`, or in its nearest existing parent."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir():
-        raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, and no folder"))
+        raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, not a folder"))
     with tempfile.TemporaryFile(dir=there):  # permission bits do not tell, as for a superuser
         pass
 
@@ -559,7 +559,7 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
         accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
         closest = nearest_name(path[-1], accepted)
         hint = f" (did you mean {closest!r}?)" if closest else ""
-        return f"{field} is no field{hint}. Accepted here: {', '.join(sorted(accepted))}."
+        return f"{field} is not a field{hint}. Accepted here: {', '.join(sorted(accepted))}."
     if kind == "missing":
         return f"{field} is missing."
     if kind == "literal_error":

@@ -79,10 +79,10 @@ def read_events(path: Path) -> list[Instruction]:
             f"{path} cannot be read as the log of an emulated run: {error}."
         ) from error
     if not table.schema.equals(_SCHEMA):
-        raise ConfigError(f"{path} is no log of an emulated run: it has other columns.")
+        raise ConfigError(f"{path} is not a log of an emulated run: it has other columns.")
     for name in ("at_seconds", "operation", "inputs", "outputs", "factors"):
         if table[name].null_count:
-            raise ConfigError(f"{path} is no log of an emulated run: {name} is blank in a row.")
+            raise ConfigError(f"{path} is not a log of an emulated run: {name} is blank in a row.")
     for count in table["outputs"].unique().to_pylist():
         if not 0 <= count <= _MOST_OUTPUTS:
             accepted = f"it must be from 0 to {_MOST_OUTPUTS:,}"

@@ -86,7 +86,7 @@ def emulate(
     run, emulation = emulated_run(config)
     serialization.require_writable_folder("folder", folder)
     if files.holds_run and not (begins_anew or _was_cut_off(files)):
-        raise ConfigError(f"{str(folder)!r} holds a run already: give another --folder.")
+        raise ConfigError(f"{str(folder)!r} already holds a run: give another --folder.")
     if cluster is None and emulation.cluster is not None:
         cluster, site = load_cluster_and_site(emulation.cluster)
     with compiling() as on_progress:

@@ -148,12 +148,12 @@ def _save_copy(job: Launch, shared: SharedFolder, out: TextIO) -> None:
         print(
             f"The newest state could not be saved ({str(error).removesuffix('.')}): it is kept in "
             f"{shared.keep() / shared.copies.name}. Move the folder of the highest step there to "
-            "the checkpoints of the run, and --resume goes on from it.",
+            "the checkpoints of the run, and --resume continues from it.",
             file=out,
         )
         return
     if step is not None:
-        print(f"saved the copy of step {step} in memory; --resume goes on from it", file=out)
+        print(f"saved the copy of step {step} in memory; --resume continues from it", file=out)
 
 
 def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFolder | None) -> int:

@@ -150,7 +150,7 @@ def _require_run_folder(folder: Path) -> None:
     siblings = [path.name for path in folder.parent.glob("*") if RunFolder(path=path).holds_run]
     closest = nearest_name(folder.name, siblings)
     hint = f" (did you mean {str(folder.parent / closest)!r}?)" if closest else ""
-    accepted = f"it is no run folder, as scalejax train writes them{hint}"
+    accepted = f"it is not a run folder, as scalejax train writes them{hint}"
     raise ConfigError(refusal("from", str(folder), accepted))
 
 

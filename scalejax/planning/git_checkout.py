@@ -65,7 +65,7 @@ def committed_file(path: Path, revision: str) -> CommittedFile:
     if revision and not revision.startswith("-"):
         found = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if found is None or found.returncode:
-        accepted = f"{revision!r} is no commit of {str(repository)!r}"
+        accepted = f"{revision!r} is not a commit of {str(repository)!r}"
         if (repository / ".git" / "shallow").is_file():
             accepted += "; the clone is shallow: fetch with more depth"
         raise ConfigError(refusal("run file", typed, accepted))

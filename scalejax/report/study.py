@@ -473,7 +473,7 @@ def commands(study: Study, width: PrintWidth, cores: int | None) -> str:
     return "\n".join(
         [
             "#!/bin/sh",
-            "# Makes this study again: sh commands.sh FOLDER, and with --resume goes on with it.",
+            "# Makes this study again: sh commands.sh FOLDER, and with --resume continues it.",
             f"# with scalejax {version('scalejax')}, jax {version('jax')}",
             "set -e",
             'folder=$(realpath -m "${1:-again}")',

@@ -283,7 +283,7 @@ def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> No
             if name not in known:
                 nearest = nearest_name(name, known)
                 accepted = f"; did you mean {nearest!r}?" if nearest else "."
-                raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
+                raise ConfigError(f"-E condition: {name} is not a field of a run.toml{accepted}")
 
 
 def _modules_of(part: object) -> set[str]:

@@ -67,7 +67,7 @@ _NO_ANSWER = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _DISK_ERRORS = ("Input/output error", "Stale file handle")
 """Messages of system errors, for which TensorStore has no status word."""
 _QUOTED_CHARACTERS = 160
-_WITHOUT = " Delete it, or move it away, and --resume goes on from the one before."
+_WITHOUT = " Delete it, or move it away, and --resume continues from the one before."
 """What can be done about a checkpoint whose numbers are not those that were written."""
 
 

@@ -504,7 +504,7 @@ class TrainingLoop:
         if (newest := self._checkpoints.latest_step) is None:
             return "there is no checkpoint to go back to"
         if newest == self._compared_step:
-            return f"all agreed before the checkpoint of step {newest:,}: go on from it"
+            return f"all agreed before the checkpoint of step {newest:,}: continue from it"
         return f"the newest checkpoint is of step {newest:,}"
 
     def _runs_at_step(self) -> list[RunAtStep]:
@@ -535,7 +535,7 @@ class TrainingLoop:
             raise Damaged(
                 f"{self._checkpoints.folder / str(self._resumed.step)}: early stopping was at "
                 f"{saved}, and comes to {now} by the record in {member.logger.files.path}; delete "
-                "this checkpoint, and the run goes on from the one before."
+                "this checkpoint, and the run continues from the one before."
             )
 
     def _evaluate(self, weights: Any) -> int:
@@ -743,7 +743,7 @@ class TrainingLoop:
         self._logger.heartbeat.at("finishing", self._step)
         with self._logger.clock.within("checkpoint"):
             self._checkpoints.wait()
-        message = f"at step {self._step}; go on with: {self._resume_command}"
+        message = f"at step {self._step}; continue with: {self._resume_command}"
         for each in self._open:
             self._change_status(each, "interrupted", message)
         raise Interrupted(128 + signal_number)

@@ -396,7 +396,7 @@ class RunFolder:
             ConfigError: always.
         """
         raise ConfigError(
-            f"{str(self.path)!r} holds a run already: go on with it by --resume, "
+            f"{str(self.path)!r} already holds a run: continue it with --resume, "
             "or give another folder."
         )
 
@@ -789,10 +789,10 @@ def _parse(line: str, where: str) -> Measurement:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is no measurement: {error}.") from error
+        raise ConfigError(f"{where} is not a measurement: {error}.") from error
     kind = _KINDS.get(str(value.get("kind"))) if isinstance(value, dict) else None
     if kind is None:
         raise ConfigError(
-            f"{where} is no measurement: its kind must be one of {', '.join(_KINDS)}."
+            f"{where} is not a measurement: its kind must be one of {', '.join(_KINDS)}."
         )
     return build(kind, value, where=where)

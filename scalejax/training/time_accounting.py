@@ -260,7 +260,7 @@ def _parse(line: bytes, where: str) -> Interval:
     try:
         value = json.loads(line)
     except ValueError as error:
-        hint = "delete that file to go on without what it says"
+        hint = "delete that file to continue without it"
         raise ConfigError(f"{where} is damaged ({error}); {hint}.") from error
     try:
         return build(Interval, value)

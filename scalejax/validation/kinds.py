@@ -104,7 +104,7 @@ def find_ledger(file: Path | str) -> Path:
     if str(file) in shipped:
         return shipped[str(file)]
     if path.suffix:
-        raise ConfigError(f"{str(path)!r} is no file.")
+        raise ConfigError(f"{str(path)!r} does not exist.")
     raise ConfigError(unknown_name("ledger", str(file), shipped))
 
 

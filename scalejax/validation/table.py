@@ -75,7 +75,7 @@ def read_table(path: Path) -> Table:
         unpacked = _UNPACKED.get(path.suffix, bytes)(path.read_bytes())
         text = unpacked.decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(path)!r} is no file.") from error
+        raise ConfigError(f"{str(path)!r} does not exist.") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
     lines = _cells(path, text)
@@ -103,7 +103,7 @@ def _cells(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {line}: this is no CSV: {error}.") from error
+            raise ConfigError(f"{path}, line {line}: this is not CSV: {error}.") from error
         if not any(cells):
             continue
         if heading is None:

@@ -71,8 +71,8 @@ def test_step_within_the_bounds_exits_with_0(programs: Path, capsys: pytest.Capt
     [
         ("a.json four.json", "devices of B=4 is refused: A is for 8"),
         ("a.json a.json --devices 4", "devices=4 is refused: a.json is for 8"),
-        ("a.json c.json", "'c.json' is no file"),
-        ("a.json paper.json", "'paper.json' is no file"),
+        ("a.json c.json", "'c.json' does not exist"),
+        ("a.json paper.json", "'paper.json' does not exist"),
         ("a.json a.json@HEAD", "only a run file can be taken at a commit"),
         ("a.json a.json --max-slowdown -1", "max_slowdown=-1.0 is refused"),
         (

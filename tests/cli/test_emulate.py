@@ -106,7 +106,7 @@ def test_an_algorithm_of_another_name_leaves_the_options_of_the_file(run_file, c
     capsys.readouterr()
 
     assert main(["emulate", "run.toml", "--algorithm", "downpour"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already holds a run" in capsys.readouterr().err
     assert main(["emulate", "run.toml", "--conditions.step_cv", "0.1", "--folder", "d"]) == 2
     assert "it is of a cluster: give --cluster NAME" in " ".join(capsys.readouterr().err.split())
 

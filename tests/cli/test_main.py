@@ -187,13 +187,19 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("config shw", "did you mean 'config show'?"),
         ("train", "missing: RUN.toml"),
         ("predict x.toml", "missing: --cluster A,B,..., --devices N..M"),
-        ("train x.toml --epochs 3", "--epochs is no flag of scalejax train (did you mean --train"),
+        (
+            "train x.toml --epochs 3",
+            "--epochs is not a flag of scalejax train (did you mean --train",
+        ),
         ("train x.toml --epoch=3", "(did you mean --train.epochs?)"),
         ("train x.toml --global-batch 8", "(did you mean --batch.global_batch?)"),
-        ("train x.toml --lr 3", "--lr is no flag of scalejax train (see scalejax train --help)"),
-        ("train x.toml --foldr 3", "--foldr is no flag of scalejax train (did you mean --folder?)"),
+        ("train x.toml --lr 3", "--lr is not a flag of scalejax train (see scalejax train --help)"),
+        (
+            "train x.toml --foldr 3",
+            "--foldr is not a flag of scalejax train (did you mean --folder?)",
+        ),
         ("train x.toml --train.epochs", "--train.epochs needs a value"),
-        ("launch ---.toml --np 2", "'---.toml' is no flag, which begins with two hyphens: give a"),
+        ("launch ---.toml --np 2", "'---.toml' is not a flag (flags begin with two hyphens): give"),
         ("launch x.toml --np 2 --partition ---", "as a value of --partition as --partition=VALUE."),
         ("train x.toml --cpu-devices few", "--cpu-devices='few' is refused: it must be a whole"),
         ("quickstart --seeds 1.5", "--seeds='1.5' is refused: it must be a whole number"),
@@ -266,8 +272,11 @@ def test_refusal_is_the_same_with_and_without_utf8(
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        ("config show none.toml", "'none.toml' is no file"),
-        (f"config show {WARMUP} --train.epoch 3", "train.epoch is no field (did you mean 'epochs'"),
+        ("config show none.toml", "'none.toml' does not exist"),
+        (
+            f"config show {WARMUP} --train.epoch 3",
+            "train.epoch is not a field (did you mean 'epochs'",
+        ),
         (f"config show {WARMUP} --train.epochs many", "train.epochs='many' is refused"),
         (f"config show {WARMUP} --devices 7", "must be a multiple of data*fsdp=7 (nearest: 511 or"),
         (f"config show {WARMUP} --model.name resnet51", "did you mean 'resnet"),
@@ -286,7 +295,7 @@ def test_refusal_is_the_same_with_and_without_utf8(
         ),
         (
             f"predict {WARMUP} --cluster dgx-h100 --devices 8 --netwrk.bytes_per_second 2x",
-            "--netwrk.bytes_per_second is no flag (did you mean --network.bytes_per_second?)",
+            "--netwrk.bytes_per_second is not a flag (did you mean --network.bytes_per_second?)",
         ),
         (
             f"predict {WARMUP} --cluster dgx-h100 --devices 8 --network.bytes_per_second 400",
@@ -297,7 +306,7 @@ def test_refusal_is_the_same_with_and_without_utf8(
         (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices='0' is refused"),
         (
             f"predict {WARMUP} --cluster dgx-h100 --devices 8 --conditions.step_vc 0.1",
-            "conditions.step_vc is no field (did you mean 'step_cv'?)",
+            "conditions.step_vc is not a field (did you mean 'step_cv'?)",
         ),
         (f"predict {WARMUP} --cluster tpu-v5e --devices 512", "devices=512 is refused"),
         (f"train {WARMUP} --cpu-devices 0", "cpu_devices=0 is refused"),

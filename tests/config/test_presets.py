@@ -177,7 +177,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
         load_config(path)
     with pytest.raises(ConfigError, match=r"did you mean 'gpt2-124m'.*vit-b/16"):
         published_model("gpt2-124")
-    with pytest.raises(ConfigError, match=r"model.*hiden is no field"):
+    with pytest.raises(ConfigError, match=r"model.*hiden is not a field"):
         published_model("gpt2-124m", hiden=3)
 
 

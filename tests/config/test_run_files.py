@@ -77,8 +77,8 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"model.hiden": [3]}, r"model\.hiden is no field \(did you mean 'hidden'\?\)"),
-        ({"modell": {}}, r"modell is no field \(did you mean 'model'\?\)"),
+        ({"model.hiden": [3]}, r"model\.hiden is not a field \(did you mean 'hidden'\?\)"),
+        ({"modell": {}}, r"modell is not a field \(did you mean 'model'\?\)"),
         ({"model.name": "resnet5"}, r"model\.name='resnet5' .*did you mean 'resnet50'"),
         ({"train.epochs": 1.5}, r"train\.epochs=1\.5 is refused: it must be a whole number"),
         ({"train.epochs": "3"}, r"train\.epochs='3' is refused: it must be a whole number"),
@@ -200,7 +200,7 @@ def test_every_problem_is_named_at_once(run_toml):
 
 def test_a_missing_file_is_told_with_the_nearest_name(run_toml):
     """A typing mistake in a path is as common as one in a field."""
-    with pytest.raises(ConfigError, match=r"rum\.toml' is no file \(did you mean .*run\.toml"):
+    with pytest.raises(ConfigError, match=r"rum\.toml' does not exist \(did you mean .*run\.toml"):
         load_config(run_toml.with_name("rum.toml"))
 
 

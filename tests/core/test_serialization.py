@@ -150,7 +150,7 @@ def test_a_place_that_is_no_place_for_a_file_is_refused(tmp_path, monkeypatch, p
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ("file/new/out.json", "'.*/file' is a file, and no folder"),
+        ("file/new/out.json", "'.*/file' is a file, not a folder"),
         ("folder", "it is a folder, and must be a file"),
         ("/proc/new/out.json", "it cannot be written"),
         ("x" * 300 + "/out.json", "File name too long"),
@@ -175,7 +175,7 @@ def test_a_file_that_can_be_written_is_accepted(tmp_path):
         require_writable("json", path)
     for path in (tmp_path, tmp_path / "a" / "b", None):
         require_writable_folder("output", path)
-    with pytest.raises(ConfigError, match="is a file, and no folder"):
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
         require_writable_folder("output", tmp_path / "old")
 
 

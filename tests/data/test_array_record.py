@@ -151,7 +151,7 @@ def _empty(folder):
     [
         (_no_label, {}, r"test\.array_record, record 0: it has no such feature: .*'labels'"),
         (_text_label, {}, r"record 0: feature 'label' has 0 values in its int64_list"),
-        (_no_example, {}, r"record 0: it is no tf\.train\.Example"),
+        (_no_example, {}, r"record 0: it is not a tf\.train\.Example"),
         (_half, {}, rf"data\.train: .*{NAMES[0]} cannot be read as ArrayRecord"),
         (_other, {}, rf"data\.train: .*{NAMES[0]} cannot be read as ArrayRecord"),
         (_empty, {}, r"data\.test=.* its files hold no records"),
@@ -175,7 +175,7 @@ def test_what_cannot_work_is_refused(folder, damage, changed, message):
         (example(image=encoded(IMAGES[0]), label=4), "feature 'label': 4 is none of the 4 cl"),
         (example(image=encoded(IMAGES[0]), label=-1), "feature 'label': -1 is none of the 4"),
         (example(label=1), "it has no such feature"),
-        (b"\xff\xff", r"it is no tf\.train\.Example"),
+        (b"\xff\xff", r"it is not a tf\.train\.Example"),
     ],
     ids=["image", "class", "below zero", "no image", "no example"],
 )

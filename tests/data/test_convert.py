@@ -248,7 +248,7 @@ def test_nothing_is_overwritten_unasked(folder, tmp_path):
         convert(source, out, wanted=ConvertOptions(files=3))
 
     convert(source, tmp_path / "one.parquet")
-    with pytest.raises(ConfigError, match="it is there already; --overwrite"):
+    with pytest.raises(ConfigError, match="it already exists; --overwrite"):
         convert(source, tmp_path / "one.parquet")
     (tmp_path / "mine").mkdir()
     write_images(tmp_path / "mine" / "a.parquet", random_images(2), [0, 1])

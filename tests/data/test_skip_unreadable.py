@@ -327,7 +327,9 @@ def test_numbers_that_are_none_are_skipped(folder):
     record = train(load_config(path), folder / "run", device_count=1, predicts=False)
 
     assert [m.rows for m in record.unreadable] == [2] * 6
-    assert "table.parquet, row 1, column 'x': nan is no finite" in record.unreadable[1].reasons[0]
+    assert (
+        "table.parquet, row 1, column 'x': nan is not a finite" in record.unreadable[1].reasons[0]
+    )
 
 
 def test_by_default_a_run_ends_at_the_first_row_that_cannot_be_read(folder):

@@ -155,7 +155,7 @@ def test_a_file_that_is_gone_or_another_is_refused_by_name(folder, quick, kind):
         with pytest.raises(ConfigError) as caught:
             source.take(np.arange(40))
 
-        was = "was written anew" if kind == "another version" else "was there when it was listed"
+        was = "was rewritten" if kind == "another version" else "was there when it was listed"
         assert str(caught.value).startswith(f"data.train: {store.url}/train.parquet {was}")
         assert caught.value.exit_code is ExitCode.REFUSED
         asked = len(store.asked)
@@ -223,7 +223,7 @@ def test_a_large_file_of_a_server_without_ranges_is_copied_whole(
         )
         store.fault = ignores
         if fault == "another version":
-            with pytest.raises(ConfigError, match=r"train\.parquet was written anew"):
+            with pytest.raises(ConfigError, match=r"train\.parquet was rewritten"):
                 local_copy("data.train", file, str(tmp_path / "copies"))
             assert not list((tmp_path / "copies").iterdir())
             return
@@ -339,7 +339,7 @@ def test_versions_are_compared_with_their_like(folder, quick, kind, of_head):
         forget(source)
         write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
         os.utime(folder / "train.parquet", (0, 0))
-        with pytest.raises(ConfigError, match=r"train\.parquet was written anew"):
+        with pytest.raises(ConfigError, match=r"train\.parquet was rewritten"):
             source.take(np.arange(7))
 
 
@@ -351,7 +351,7 @@ def test_a_file_replaced_in_mid_run_is_refused_at_a_url(folder, quick):
         forget(source)
         write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
 
-        with pytest.raises(ConfigError, match=r"/train\.parquet was written anew while it was"):
+        with pytest.raises(ConfigError, match=r"/train\.parquet was rewritten while it was"):
             source.take(np.arange(40))
 
 
@@ -379,7 +379,7 @@ def test_a_file_replaced_in_mid_run_is_refused_here(tmp_path, is_moved, keeps_ti
     if keeps_time:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    with pytest.raises(ConfigError, match=r"train\.parquet was written anew while it was read"):
+    with pytest.raises(ConfigError, match=r"train\.parquet was rewritten while it was read"):
         source.take(np.arange(40))
 
 
@@ -514,7 +514,7 @@ def test_tokens_and_images_come_through_the_same_faults(tmp_path, quick):
             rows = source.take(np.arange(1, 20))
             np.testing.assert_array_equal(rows["inputs"].ravel(), tokens[16:320])
         tokens[::-1].tofile(tmp_path / "train.bin")
-        with pytest.raises(ConfigError, match=r"train\.bin was written anew"):
+        with pytest.raises(ConfigError, match=r"train\.bin was rewritten"):
             source.take(np.arange(20))
         store.fault = failing("short", count=1)
         file = DataFile(path=f"{store.url}/train.bin", size_bytes=4000, version=None)
@@ -677,7 +677,7 @@ def test_a_bucket_gives_the_rows_of_one_version(folder, monkeypatch, request, ki
     forget(source)
     write_images(folder / "train.parquet", 255 - IMAGES, LABELS)
     store.pipe("bucket/d/train.parquet", (folder / "train.parquet").read_bytes())
-    with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was written anew"):
+    with pytest.raises(ConfigError, match=rf"{where}/d/train\.parquet was rewritten"):
         source.take(np.arange(40))
     monkeypatch.setattr(remote, "deadlines", lambda: Deadlines(gone_seconds=0.1))
     store.rm("bucket/d/train.parquet")

@@ -345,7 +345,7 @@ def test_what_is_based_on_a_file_that_is_based_on_another_has_all_differences(tm
         ({"a": 'based_on = "dgx-h10"'}, "based_on='dgx-h10'.*did you mean 'dgx-h100'"),
         ({"a": 'based_on = "b.toml"'}, "based_on=.*there is no such file"),
         ({"a": "based_on = 3"}, "based_on=3 is refused: it must be the name"),
-        ({"a": 'based_on = "dgx-h100"\n[network]\nbytes = 3'}, "network.bytes is no field"),
+        ({"a": 'based_on = "dgx-h100"\n[network]\nbytes = 3'}, "network.bytes is not a field"),
     ],
 )
 def test_what_cannot_be_a_base_is_refused(tmp_path: Path, files: dict[str, str], message: str):

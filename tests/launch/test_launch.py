@@ -244,7 +244,7 @@ def test_a_wish_to_stop_is_passed_on_and_all_save(start, run_file, tmp_path, alo
     code, said = ended(launcher, workers)
     assert code == 128 + signal.SIGTERM, said
     assert "interrupted: at step" in said
-    assert f"go on with: scalejax launch --np -2 {run_file} --folder {folder} --resume" in said
+    assert f"continue with: scalejax launch --np -2 {run_file} --folder {folder} --resume" in said
     (step,) = map(int, re.findall(r"interrupted: at step (\d+)", said))
     checkpoint = RunFolder(path=folder).checkpoints / str(step)
     assert first_difference(checkpoint, read_manifest(checkpoint).files) is None

@@ -398,7 +398,7 @@ def test_the_runs_of_a_sweep_are_jobs(tmp_path, slurm, monkeypatch):
     said = " ".join(done.stdout.split())
     assert done.returncode == 2, done.stdout
     assert "error: run 0001: " in said
-    assert "runs/0001' is a file, and no folder" in said
+    assert "runs/0001' is a file, not a folder" in said
     assert "--resume tries again what failed" in said
 
     blocker.unlink()

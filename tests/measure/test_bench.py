@@ -251,7 +251,7 @@ def test_extensions_fork_and_templates_fill_in_fields_and_settings(tmp_path, mon
         (("-P", "warmup_steps=0"), "warmup_steps=0 is refused"),
         (("-P", 'scaling="wek"'), "scaling='wek' is refused: did you mean 'weak'"),
         (("-P", 'batches="fake"'), "batches='fake' is refused"),
-        (("-P", "model.hiden=[3]"), "model.hiden is no field .did you mean 'hidden'"),
+        (("-P", "model.hiden=[3]"), "model.hiden is not a field .did you mean 'hidden'"),
         (("-V", "devices=[1,1]"), "benchmarks 0 and 1.*they may not be equal"),
         (("-P", 'devices="${steps}"', "-P", 'steps="${devices}"'), "it names itself"),
         (("-E", '{"condition": {"devics": 1}, "parameters": {"steps": 3}}'), "mean 'devices'"),

@@ -505,7 +505,10 @@ def test_a_fit_is_written_beside_what_was_measured(tmp_path, monkeypatch, capsys
     [
         (["--from", "run", "empty"], "run scalejax calibrate first"),
         (["--from", "run"], "it must be 2 to 5 run folders"),
-        (["--from", "rum", "empty"], "it is no run folder, as scalejax train writes them (did you"),
+        (
+            ["--from", "rum", "empty"],
+            "it is not a run folder, as scalejax train writes them (did you",
+        ),
         (["--from", "run", "./run"], "it is named twice; name each run once"),
         (["--from", "run", "linked"], "it is the same folder as 'run'"),
         (["--from", "run", "empty", "--cluster", "dgx-h100"], "its step ran on CPUs, and dgx-h100"),

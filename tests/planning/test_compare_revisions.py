@@ -135,12 +135,12 @@ def test_file_is_found_from_below_and_in_folders_that_are_gone(repository: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run.toml@nowhere", "'nowhere' is no commit of"),
-        ("run.toml@", "'' is no commit of"),
-        ("run.toml@--help", "'--help' is no commit of"),
+        ("run.toml@nowhere", "'nowhere' is not a commit of"),
+        ("run.toml@", "'' is not a commit of"),
+        ("run.toml@--help", "'--help' is not a commit of"),
         ("walk.toml@HEAD", r"commit \w{12} has no file 'walk\.toml'"),
         ("../run.toml@HEAD", "is in the working tree of no git repository"),
-        ("walk.toml", "'walk.toml' is no file"),
+        ("walk.toml", "'walk.toml' does not exist"),
         ("program.json@HEAD", "only a run file can be taken at a commit"),
     ],
 )

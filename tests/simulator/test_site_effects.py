@@ -379,7 +379,7 @@ def test_a_cluster_file_holds_the_conditions_of_its_site(tmp_path: Path):
     assert (ours.launch_mode, one_by_one.launch_mode) == ("graph", "asynchronous")
     assert site.conditions == RunConditions(step_cv=0.02, node_mtbf_seconds=1e7)
     assert changed.conditions == RunConditions(step_cv=0.01, node_mtbf_seconds=1e7)
-    with pytest.raises(ConfigError, match=r"conditions.step_vc is no field"):
+    with pytest.raises(ConfigError, match=r"conditions.step_vc is not a field"):
         with_conditions(ours, site, {"step_vc": 0.01})
 
 

@@ -173,7 +173,7 @@ def test_templates_take_values_of_fields_and_of_the_environment(monkeypatch):
         ({"parameters": ["a=mlp"]}, "a text is written '\"mlp\"'"),
         ({"variables": ["a=[none,gradual]"]}, r"try '\[\"none\",\"gradual\"\]'"),
         ({"variables": ["a=0,1"]}, r"try '\[0,1\]'"),
-        ({"parameters": ["a=NaN"]}, "NaN is no number of JSON"),
+        ({"parameters": ["a=NaN"]}, "NaN is not a JSON number"),
         ({"parameters": ["a"]}, "must be field=value"),
         ({"variables": ["a=3"]}, r"such as 'a=\[3\]'"),
         ({"variables": ["a=[]"]}, "must be a list of values"),
@@ -200,7 +200,7 @@ def test_runs_of_a_plan_are_checked_and_the_bad_one_is_named(run_file):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["-P", "train.epoch=3"], "train.epoch is no field"),
+        (["-P", "train.epoch=3"], "train.epoch is not a field"),
         (["-E", '{"condition": {"sed": 1}, "cases": [{}]}'], "did you mean 'seed'"),
         (["-E", '{"condition": {"batch.global_batch": 7}, "cases": [{}]}'], "of the runs."),
         (
@@ -366,7 +366,7 @@ def test_a_table_among_values_replaces_that_of_the_file_and_others_merge_into_it
     merged = parse_grammar(['optimizer={"nesterov":true}'], [], [])
     (run,) = plan_sweep(run_file, merged).runs
     assert run.run.config.optimizer == SgdConfig(momentum=0.5, nesterov=True)
-    with pytest.raises(ConfigError, match=r"optimizer\.momentum is no field"):
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum is not a field"):
         plan_sweep(run_file, parse_grammar(['optimizer={"name":"lamb"}'], [], []))
 
 

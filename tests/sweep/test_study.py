@@ -174,7 +174,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(run_file, tmp_path, capsys)
     assert main([*arguments, "--resume"]) == 2
     assert "holds another run.toml" in " ".join(capsys.readouterr().err.split())
     assert main(arguments) == 2
-    assert "holds something already" in " ".join(capsys.readouterr().err.split())
+    assert "is not empty" in " ".join(capsys.readouterr().err.split())
     assert other.read_text() == "seed = 1"
 
 
@@ -644,7 +644,7 @@ def test_a_study_comes_out_the_same_again_also_after_an_interruption(
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
-    assert "the same command with --resume goes on" in said
+    assert "the same command with --resume continues" in said
     finish(start(["sh", str(tmp_path / "commands.sh"), str(again)], "--resume"))
 
     assert results_of(again) == results_of(whole)

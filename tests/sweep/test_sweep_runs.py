@@ -312,7 +312,7 @@ def test_a_sweep_that_was_interrupted_and_killed_ends_with_the_same_tables(run_f
     said, _ = process.communicate(timeout=300)
 
     assert process.returncode == 130
-    assert "the same command with --resume goes on" in said
+    assert "the same command with --resume continues" in said
     assert "Traceback" not in said
     assert_nothing_runs(cut)
     # Of two workers one may have been stopped before its run began: it has no record yet.

@@ -144,5 +144,5 @@ def test_a_process_takes_no_array_written_anew(tmp_path):
     sent = pickle.dumps(for_process(source, 2))
     arrays(tmp_path, 2, 1, 0)
 
-    with pytest.raises(ConfigError, match="was written anew"):
+    with pytest.raises(ConfigError, match="was rewritten"):
         as_in_a_process(sent).take(np.arange(3))

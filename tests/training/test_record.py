@@ -133,7 +133,7 @@ def test_changes_of_processes_are_kept_whatever_is_measured_again(tmp_path, is_p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no measurement"),
+        ("{", "line 2 is not a measurement"),
         (
             "[]",
             "one of train, evaluation, validation, sharpness, unreadable, input, processes, status",

@@ -248,7 +248,7 @@ def test_piecewise_boundaries_are_those_of_the_flag():
         ({"name": "horovod", "initial_learning_rate": 1.0, "workers": 0}, "workers=0 is refused"),
         ({"name": "horovod", "workers": 8}, r"schedule\.initial_learning_rate is missing"),
         ({"name": "horovods", "workers": 8}, r"schedule\.name='horovods' is refused: did you mean"),
-        ({"base_learning_rate": 1.0, "warmups": 3}, r"schedule\.warmups is no field"),
+        ({"base_learning_rate": 1.0, "warmups": 3}, r"schedule\.warmups is not a field"),
         (
             {
                 "name": "horovod",

@@ -133,7 +133,7 @@ def test_an_interrupted_and_then_killed_run_ends_with_the_same_bits(
     stopped_at = record.statuses[-1].step
     assert process.returncode == 128 + signal.SIGTERM
     assert record.status == "interrupted"
-    assert f"at step {stopped_at}; go on with: scalejax train {folder}" in said
+    assert f"at step {stopped_at}; continue with: scalejax train {folder}" in said
     assert "Traceback" not in said
 
     process = start(run_file, folder, "resume")

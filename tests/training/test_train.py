@@ -224,11 +224,11 @@ def test_a_second_run_in_the_same_folder_is_refused(finished):
     record, _ = finished
     before = record.folder.measurements.read_text()
 
-    with pytest.raises(ConfigError, match="holds a run already: go on with it by --resume"):
+    with pytest.raises(ConfigError, match="already holds a run: continue it with --resume"):
         run(record.folder.path)
 
     assert record.folder.measurements.read_text() == before
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         RunFolder(path=record.folder.path / "seen by the first process alone").refuse_second_run()
 
 

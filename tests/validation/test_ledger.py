@@ -124,7 +124,7 @@ def test_dry_run_says_which_rows_are_runs_and_compiles_nothing(tmp_path: Path, c
             "{heading}\n{heading},b\n",
             "line 2, column 17: there are 17 cells, but 16 columns; ",
         ),
-        ('{heading}\n"a\n', "line 2: this is no CSV"),
+        ('{heading}\n"a\n', "line 2: this is not CSV"),
         ("{heading}\n\xff\n", "cannot be read"),
     ],
 )

@@ -227,7 +227,7 @@ def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
         serialization.require_writable("destination", destination)
         if destination.exists():
             if not overwrite:
-                accepted = "it is there already; --overwrite writes it anew"
+                accepted = "it already exists; --overwrite replaces it"
                 raise ConfigError(refusal("destination", str(destination), accepted))
             destination.unlink()
         return [destination]

@@ -280,5 +280,5 @@ def _naming(path: Path) -> Iterator[None]:
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
             f"{path} cannot be written ({error}). Files that are written stay; once there is "
-            "room, the same command goes on with the others."
+            "room, the same command continues with the others."
         ) from error

@@ -144,7 +144,7 @@ def image_and_class(record: bytes, image_column: str, label_column: str) -> tupl
     try:
         features: Mapping[str, Any] = _example_type().FromString(record).features.feature
     except DecodeError as error:
-        raise NoExample(f"it is no tf.train.Example ({error})") from error
+        raise NoExample(f"it is not a tf.train.Example ({error})") from error
     values = []
     for field, name, kind in (
         ("image_column", image_column, "bytes_list"),

@@ -171,6 +171,6 @@ def _targets(field: str, header: ArrayHeader, classes: int | None) -> np.ndarray
     if wrong.size:
         count = "from 0" if classes is None else f"0 to {classes - 1} (data.classes)"
         raise ConfigError(
-            f"{header.where}, row {wrong[0]}: {values[wrong[0]]} is no class; they are {count}."
+            f"{header.where}, row {wrong[0]}: {values[wrong[0]]} is not a class; they are {count}."
         )
     return values.astype(np.int32)

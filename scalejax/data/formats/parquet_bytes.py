@@ -109,7 +109,7 @@ def _read_here(field: str, file: DataFile) -> Footer:
         with open(file.path, "rb") as stream:
             about = os.fstat(stream.fileno())
             if (about.st_size, str(about.st_mtime_ns)) != (file.size_bytes, file.version):
-                raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+                raise ConfigError(f"{field}: {file.path} was rewritten while it was read.")
             end = file.size_bytes
             stream.seek(max(0, end - 8))
             tail = stream.read()
@@ -174,7 +174,7 @@ def _require_same(field: str, file: DataFile, footer: Footer) -> None:
         return
     now = _read_here(field, file)  # it may be a copy that keeps the times, or have a new mode
     if now.digest != footer.digest:
-        raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+        raise ConfigError(f"{field}: {file.path} was rewritten while it was read.")
     _footers.put(_key(file), now, now.metadata.serialized_size * _PARSED)
 
 

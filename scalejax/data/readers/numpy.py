@@ -94,7 +94,7 @@ class NumpyArrays(Reader, names=("numpy",)):
             row, column = wrong[0].tolist()
             raise UnreadableExample(
                 f"{self._headers.inputs.where}, row {indices[row]}, column {column}: "
-                f"{rows[row, column]} is no finite number."
+                f"{rows[row, column]} is not a finite number."
             )
         mean, deviation = self._moments
         return ((rows - mean) / deviation).astype(np.float32)

@@ -203,7 +203,7 @@ class ParquetExamples(Reader, names=("parquet",)):
             name = self._config.feature_columns[column]
             raise UnreadableExample(
                 f"{self._named(int(ascending[row]))}, column {name!r}: "
-                f"{values[row, column]} is no finite number; data.filters can leave the row out."
+                f"{values[row, column]} is not a finite number; data.filters can leave the row out."
             )
         mean, deviation = self._moments
         return (values - mean) / deviation

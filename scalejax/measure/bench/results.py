@@ -208,11 +208,13 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
     )
     entries, repeats = written.get("benchmarks"), written.get("repeats")
     if not isinstance(entries, list) or not isinstance(repeats, int):
-        raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")
+        raise ConfigError(f"{folder.plan} is not a plan of scalejax bench.")
     benchmarks = []
     for entry in entries:
         if not _is_entry(entry):
-            raise ConfigError(f"{folder.plan} is no plan of scalejax bench: an entry is damaged.")
+            raise ConfigError(
+                f"{folder.plan} is not a plan of scalejax bench: an entry is damaged."
+            )
         path = folder.job(str(entry["name"]))
         if path.is_file():
             job = serialization.load(Job, path)

@@ -441,7 +441,7 @@ def test_a_damaged_plan_is_refused(tmp_path, entry):
     written["benchmarks"] = [entry]
     folder.plan.write_text(json.dumps(written))
 
-    with pytest.raises(ConfigError, match="is no plan of scalejax bench: an entry is damaged"):
+    with pytest.raises(ConfigError, match="is not a plan of scalejax bench: an entry is damaged"):
         read_plan(folder)
 
 

@@ -2,7 +2,7 @@
 
 `config.grid` parses the command line into fields, `plan` builds runs from them, `scheduler` has
 `worker` processes train them (one by one with `train`, or several in one program with `vmapped`),
-`results` reads their records. Imports no JAX, except in the workers.
+and `results` reads their records. Does not import JAX, except in the workers.
 """
 
 from scalejax.config.grid import Grammar, parse_grammar

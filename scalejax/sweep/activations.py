@@ -1,6 +1,6 @@
 """The activations of decoders before and after a few updates, measured for a coordinate check.
 
-Knows the step and the layers of a decoder; what follows of the numbers is `coordinates`'.
+Knows the step and the layers of a decoder; `coordinates` draws conclusions from the numbers.
 """
 
 import math
@@ -46,21 +46,21 @@ def check_coordinates(
     kept: Kept = "head_size",
     say: Callable[[str], None] = lambda _: None,
 ) -> CoordinateCheck:
-    """The activations of the decoder of `config` at these sizes, and how they grow, with its
-    parametrization and without.
+    """The activations of the decoder of `config` at these sizes, and how they grow, with and
+    without its parametrization.
 
     It is trained on its own batches at a constant rate, the peak of its schedule.
 
     Args:
         config: the run; its size is replaced.
-        along: what the sizes are of.
+        along: what the sizes are: widths or depths.
         sizes: widths or depths, two or more.
         steps: updates of each network.
-        kept: what stays as they grow wider.
-        say: told of each network that is trained.
+        kept: what stays fixed as networks grow wider.
+        say: called with the name of each network that is trained.
 
     Raises:
-        ConfigError: if the network is no dense decoder, or cannot have these sizes.
+        ConfigError: if the network is not a dense decoder, or cannot have these sizes.
     """
     require_at_least("steps", steps, 1)
     name = "widths" if along == "hidden" else "depths"
@@ -73,18 +73,18 @@ def check_coordinates(
     planned = [
         (arm, size, resized(each, along, size, kept))
         for arm, each in arms(config)
-        for size in sizes  # all refused before any is trained
+        for size in sizes  # invalid ones are refused before any is trained
     ]
     found: list[Coordinate] = []
     rate = 0.0
     of_standard: dict[int, dict[str, list[float | None]]] = {}
     for arm, size, each in planned:
         if cast(DecoderConfig, each.model).is_base and size in of_standard:
-            layers = of_standard[size]  # the same network and the same updates
+            layers = of_standard[size]  # same network, same updates
         else:
             say(f"{arm}, {along}={size}")
             rate, layers = _measured(each, steps, is_by_layer=along == "hidden")
-            of_standard.setdefault(size, layers)  # which comes first
+            of_standard.setdefault(size, layers)  # the standard arm comes first
         found += [
             Coordinate(
                 parametrization=arm, size=size, layer=layer, start=start, end=end, change=change
@@ -109,14 +109,14 @@ def check_coordinates(
 def _measured(
     config: RunConfig, steps: int, *, is_by_layer: bool
 ) -> tuple[float, dict[str, list[float | None]]]:
-    """The rate, and of each layer mean absolute entries before and after `steps` updates, and of
-    their difference, of the first batch."""
+    """The rate, and for each layer the mean absolute entries on the first batch: before and after
+    `steps` updates, and of their difference."""
     run = resolve(config, None if config.layout.data is not None else jax.device_count())
     mesh = build_mesh(run.layout)
     rate, _ = config.schedule.scaled(run.split.global_batch)
     step = build_step(run, mesh, schedule=lambda _: jnp.asarray(rate, jnp.float32))
     state = init_state(run, mesh)
-    before = jax.tree.map(jnp.copy, state.params)  # the step writes over those of the state
+    before = jax.tree.map(jnp.copy, state.params)  # the step overwrites those of the state
     source = open_source(config.data, "train", seed=config.seed)
     batches = training_batches(
         source, step.batch, seed=config.seed, start_step=0, stop_step=steps, how=config.input
@@ -148,8 +148,8 @@ def _measured(
 
 
 def _layers(model: DecoderConfig, is_by_layer: bool) -> list[str]:
-    """The layers whose activations are measured: the embedding, each block, or the last of them,
-    and the logits; of a network whose layers alternate the last block of each period."""
+    """The layers whose activations are measured: the embedding, each block or only the last, and
+    the logits; if layers alternate, the last block of each period."""
     ends = [min(first + model.period, model.layers) for first in _firsts(model)]
     blocks = [f"block {end}" for end in ends] if is_by_layer else ["last block"]
     return ["embedding", *blocks, LOGITS]

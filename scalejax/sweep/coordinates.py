@@ -1,9 +1,9 @@
 """Coordinate checks: the sizes of a decoder's activations, before and after a few updates, against
 its width or depth.
 
-Under a parametrization by which rates carry over, neither activations nor what a few updates change
-of them grow or fall with the size of the network (Yang et al. 2022, "Tensor Programs V", arXiv
-2203.03466, appendix D.1). Knows configs and numbers; trains nothing: `activations` does.
+Under a parametrization that transfers rates, neither the activations nor their changes over a few
+updates grow or fall with the size of the network (Yang et al. 2022, "Tensor Programs V", arXiv
+2203.03466, appendix D.1). Knows configs and numbers; `activations` does the training.
 """
 
 import math
@@ -21,14 +21,14 @@ from scalejax.core.tabular import Tabular
 Along = Literal["hidden", "layers"]
 """What differs between the networks of a check: their width, or their depth."""
 Kept = Literal["head_size", "heads"]
-"""What stays as they grow wider: the size of a head, or the number of heads."""
+"""What stays fixed as networks grow wider: the size of a head, or the number of heads."""
 LOGITS = "logits"
 """The last layer of a check."""
 
 FLAT = 0.2
-"""Largest exponent, up or down, that counts as flat. Chosen: exponents of networks that are right
-differ from 0 by noise and by what is lost of order 1 / width; those of wrong ones are near halves
-and ones (Yang et al. 2022, table 3)."""
+"""Largest exponent, up or down, that counts as flat. A choice: exponents of correct networks differ
+from 0 by noise and terms of order 1 / width; those of wrong ones are near one half or one (Yang et
+al. 2022, table 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,44 +37,44 @@ class Coordinate:
     finite."""
 
     parametrization: str
-    """That of the network: "standard", "mup" or "completep"."""
+    """Parametrization of the network: "standard", "mup" or "completep"."""
     size: int
-    """Its width or its layers."""
+    """Its width or its number of layers."""
     layer: str
     """The layer: embedding, a block, or logits."""
     start: float | None
-    """Before the first update."""
+    """Value before the first update."""
     end: float | None
-    """After the last."""
+    """Value after the last update."""
     change: float | None
-    """Of the difference of the two."""
+    """Value for the difference of the two outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """Exponents b of a x size^b, fitted by least squares to logarithms, of one layer; None where a
+    """Exponents b of a x size^b for one layer, fitted by least squares to logarithms; None if a
     value is 0 or not finite."""
 
     parametrization: str
-    """As of its coordinates."""
+    """As in its coordinates."""
     layer: str
-    """As of its coordinates."""
+    """As in its coordinates."""
     start: float | None
-    """Before the first update."""
+    """Exponent before the first update."""
     end: float | None
-    """After the last."""
+    """Exponent after the last update."""
     change: float | None
-    """Of what the updates changed."""
+    """Exponent of the change that the updates made."""
     is_flat: bool
-    """Whether neither the layer nor its changes grow or fall with the size. Logits are to change by
-    as much, and may fall: before the first update those of muP do, as 1 / sqrt(width) (Yang et al.
-    2022, appendix D.2)."""
+    """Whether neither the layer nor its changes grow or fall with the size. Logits must change by
+    the same amount, but may fall: before the first update those of muP fall as 1 / sqrt(width)
+    (Yang et al. 2022, appendix D.2)."""
 
 
 @document("coordinate_check")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinateCheck(Tabular):
-    """What was measured, and what follows."""
+    """The measurements, and what follows from them."""
 
     along: Along
     """What differs between the networks."""
@@ -89,20 +89,20 @@ class CoordinateCheck(Tabular):
     slopes: tuple[Slope, ...]
     """Exponents by layer."""
     coordinates: tuple[Coordinate, ...]
-    """What was measured."""
+    """The measurements."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """What was measured, a row for each."""
+        """The measurements, a row for each."""
         return [asdict(each) for each in self.coordinates]
 
 
 def resized(config: RunConfig, along: Along, size: int, kept: Kept) -> RunConfig:
-    """`config` with a decoder of another width, all of whose widths grow by as much, or of another
-    depth.
+    """`config` with a decoder of another depth, or of another width, with all widths scaled by the
+    same factor.
 
     Raises:
-        ConfigError: if it has no decoder, one of its widths does not grow to a whole number, or its
-            parametrization does not say how large the heads of its base are, where heads grow.
+        ConfigError: if it has no decoder, if one of its widths does not scale to a whole number, or
+            if heads grow and its parametrization does not state their size in the base.
     """
     model = _decoder(config)
     if along == "layers":
@@ -134,8 +134,8 @@ def resized(config: RunConfig, along: Along, size: int, kept: Kept) -> RunConfig
 
 
 def arms(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """What is compared: the network as its config says, and without its parametrization, by the
-    names of these."""
+    """The networks to compare, by name of their parametrization: without any, and as the config
+    says."""
     model = _decoder(config)
     plain = ("standard", replace(config, model=replace(model, parametrization=None)))
     own = model.parametrization
@@ -156,7 +156,7 @@ def _slope(parametrization: str, layer: str, found: Sequence[Coordinate]) -> Slo
         for name in ("start", "end", "change")
     )
     values = (start, end, change)
-    # Logits may fall with the size, but not grow.
+    # Logits may fall with the size, but must not grow.
     bounded = (start, end) if layer == LOGITS else ()
     judged = (change,) if layer == LOGITS else values
     return Slope(

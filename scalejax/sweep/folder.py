@@ -1,6 +1,6 @@
 """File layout of a sweep folder.
 
-Knows file names, not their content.
+Knows file names, not contents.
 """
 
 from dataclasses import dataclass

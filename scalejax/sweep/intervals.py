@@ -1,8 +1,8 @@
 """Intervals over seeds: of a mean, and of the difference of two settings with the same seeds.
 
-Student's t: the values of seeds are taken for independent and normal. Of two values there is no
-interval, as it would be 12.7 times as wide as they are apart: they are shown themselves. Plain
-arithmetic; knows nothing of runs.
+Student's t: the values of seeds are assumed to be independent and normal. Two values have no
+interval, as it would be 12.7 times as wide as they are apart: the values themselves are shown.
+Plain arithmetic; knows nothing about runs.
 """
 
 import math
@@ -13,19 +13,19 @@ from statistics import mean, stdev
 CONFIDENCE = 0.95
 """Confidence level of the intervals."""
 LEAST_COUNT = 3
-"""Values that an interval needs."""
+"""Number of values that an interval needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A mean with its confidence interval, or with the two values that it is of."""
+    """A mean with its confidence interval, or with its two values."""
 
     mean: float
     """The mean."""
     half_width: float | None
-    """Half the width of the interval around it; None of less than three values, which have none."""
+    """Half the width of the interval around it; None for fewer than three values."""
     count: int
-    """Values."""
+    """Number of values."""
     least: float
     """Least value."""
     most: float
@@ -43,19 +43,19 @@ class Interval:
 
     @property
     def bar(self) -> tuple[float, float] | None:
-        """What a figure draws about the mean: the interval, of two values both, of one nothing."""
+        """What a figure draws around the mean: the interval; both of two values; None for one."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
         return None if self.count == 1 else (self.least, self.most)
 
     def in_words(self, factor: float = 1, decimals: int = 4, sign: str = "") -> str:
-        """The mean, times `factor`, with half its interval: "0.5000 ± 0.0100"; with both of two
-        values, "0.5000 (0.4900, 0.5100)"; alone of one.
+        """The mean, times `factor`, with half its interval: "0.5000 ± 0.0100"; if there are two
+        values, with both: "0.5000 (0.4900, 0.5100)"; if there is one, alone.
 
         Args:
             factor: 100 for per cent.
-            decimals: of all numbers.
-            sign: "+" where positive numbers have a sign, for differences.
+            decimals: number of decimals.
+            sign: "+" to give positive numbers a sign, for differences.
         """
 
         def number(value: float) -> str:
@@ -69,8 +69,8 @@ class Interval:
 
 
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """The mean of `values` with its interval, of three or more mean +- t(n - 1) s / sqrt(n); None
-    of no value.
+    """The mean of `values` with its interval, mean +- t(n - 1) s / sqrt(n) for three or more; None
+    if there are no values.
 
     Source: Student 1908, Biometrika 6(1).
     """
@@ -78,7 +78,7 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
         return None
     count, half_width = len(values), None
     if count >= LEAST_COUNT:
-        # Imported here: it takes 0.1 s, and plans need none.
+        # Imported here: it takes 0.1 s, and plans do not need it.
         from scipy.special import stdtrit
 
         quantile = float(stdtrit(count - 1, (1 + confidence) / 2))
@@ -89,8 +89,8 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Inter
 
 
 def spread_in_words(count: int) -> str:
-    """What stands beside a mean over `count` seeds, for captions: of three or more, of which some
-    may have diverged; of two; nothing of one."""
+    """Caption for what accompanies a mean over `count` seeds: for three or more, some of which may
+    have diverged; for two; empty for one."""
     if count >= LEAST_COUNT:
         return "95 % t intervals (of two runs, both values)"
     return "both values, as an interval needs three" if count > 1 else ""
@@ -99,11 +99,11 @@ def spread_in_words(count: int) -> str:
 def paired_difference(
     values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """The mean difference of `values` and `baseline` over the seeds that both have, by seed, with
-    its interval; None if there is no such seed.
+    """The mean difference of `values` and `baseline`, both by seed, over the seeds that they share,
+    with its interval; None if there is no such seed.
 
-    What a seed does to both (initial parameters, order of the data, what is held out) is in
-    neither: the interval is narrower than that of two means where it does the same to both.
+    Effects of a seed that are the same in both (of initial parameters, data order, held-out data)
+    cancel, so the interval is narrower than that of a difference of independent means.
     """
     seeds = sorted(set(values) & set(baseline))
     return t_interval([values[seed] - baseline[seed] for seed in seeds], confidence)

@@ -1,8 +1,8 @@
 """Hyperparameter search with Optuna: the values of each trial depend on earlier results.
 
-Every trial is a sweep over all seeds and cases, in a folder of its own. The sampler has a fixed
-seed, so that equal results lead to equal trials: a search that was killed repeats the suggestions,
-finds the trained trials, and continues. Knows no processes and no JAX.
+Every trial is a sweep over all seeds and cases, in its own folder. The sampler has a fixed seed, so
+that equal results lead to equal trials: a search that was killed repeats its suggestions, finds the
+trained trials, and continues. Knows neither processes nor JAX.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Trial:
     """The suggested values."""
     value: float | None
     """Mean of the metric over its runs after the last epoch, with the worst value for diverged
-    runs; None if a run is not finished."""
+    runs; None if a run has not finished."""
 
 
 def search(
@@ -48,10 +48,10 @@ def search(
     target: Target | None,
     train: Callable[[SweepPlan, SweepFolder], list[str]],
 ) -> tuple[list[Trial], list[str]]:
-    """Train `trials` trials, except those trained already; returns them and error messages.
+    """Train `trials` trials, except those already trained; returns them and error messages.
 
-    Maximises validation accuracy, or optimises the metric of the target, also of validation data:
-    test data choose nothing.
+    Maximises validation accuracy, or optimises the metric of the target, which is on validation
+    data too: nothing is chosen on test data.
 
     Args:
         plan_of: the sweep of a grammar without ranges.
@@ -63,7 +63,7 @@ def search(
 
     Raises:
         ConfigError: if Optuna is not installed, a run is invalid, or the folder holds another
-            search, or runs have no validation data.
+            search, or if runs have no validation data.
     """
     require_at_least("optuna", trials, 1)
     optuna = _optuna()
@@ -139,7 +139,7 @@ def _decoded(value: JsonValue) -> JsonValue:
 
 
 def _require_validation(plan: SweepPlan) -> None:
-    """Refuse a search over runs that have nothing to choose by but test data."""
+    """Refuse a search over runs that have only test data to choose by."""
     if not all(planned.run.config.data.has_validation for planned in plan.runs):
         raise ConfigError(
             "--optuna is refused: it chooses by validation data, and the runs have none; hold some "

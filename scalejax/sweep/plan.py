@@ -1,7 +1,7 @@
 """Plan of a sweep: its runs, their order, and which of them share a program.
 
-Refuses everything that can be refused. Knows configs and files; starts no processes, and needs no
-JAX.
+Refuses whatever can be refused beforehand. Knows configs and files; starts no processes, and does
+not need JAX.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ _ALTERNATIVES = ("seed", "schedule")
 _KNOWN = ("builtins", "scalejax")
 """Packages that every worker has imported."""
 _WHOLE = 1e7
-"""Below it whole numbers are written without decimals, above it as 1e+16."""
+"""Below it whole numbers are written without decimals, above it like 1e+16."""
 _RATES = ("learning_rate", "warmup_epochs")
 """Scaling rules that change only the schedule."""
 
@@ -61,7 +61,7 @@ class Target:
     """A target value of a metric."""
 
     metric: Metric
-    """Metric: accuracy reaches the target from below, loss from above."""
+    """Metric: an accuracy reaches the target from below, a loss from above."""
     value: float
     """Target value."""
 
@@ -71,7 +71,7 @@ class Target:
         return self.metric.endswith("accuracy")
 
     def value_in(self, evaluation: Evaluated) -> float | None:
-        """The value of the metric in an evaluation in the course of a run."""
+        """The value of the metric in an evaluation during a run."""
         return evaluation.accuracy if self.is_of_accuracy else evaluation.loss
 
     def is_reached(self, value: float | None) -> bool:
@@ -81,10 +81,10 @@ class Target:
         return value >= self.value if self.is_of_accuracy else value <= self.value
 
     def require_measured(self, has_validation: bool) -> None:
-        """Refuse a metric of data that the runs do not evaluate in their course.
+        """Refuse a metric of data that the runs do not evaluate during training.
 
         Raises:
-            ConfigError: naming the metric that they measure.
+            ConfigError: naming the metric that they do measure.
         """
         part, _, name = self.metric.partition("_")
         if (part == "validation") == has_validation:
@@ -106,7 +106,7 @@ def parse_target(text: str | None) -> Target | None:
         ConfigError: if the metric or the number is invalid, or an accuracy is above 1.
     """
     from scalejax.planning.convergence import (
-        parse_target as parse_number,  # NumPy, only where it is needed
+        parse_target as parse_number,  # imports NumPy, so only when needed
     )
 
     if text is None:
@@ -156,7 +156,7 @@ class SweepPlan:
     """All runs of a sweep."""
 
     text: str
-    """Text of the run.toml that they start from."""
+    """Text of the run.toml that the runs start from."""
     runs: tuple[PlannedRun, ...]
     """Runs, in order."""
     repeated: int
@@ -166,7 +166,7 @@ class SweepPlan:
     cpu_devices: int | None
     """Virtual CPU devices of each run; None for the devices of its layout."""
     target: Target | None
-    """Target of the runs, if any."""
+    """Target of the runs; None if there is none."""
 
     @property
     def varied_names(self) -> tuple[str, ...]:
@@ -175,14 +175,14 @@ class SweepPlan:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules that read its runs, outside scalejax: those of members of families, by name."""
+        """Modules outside scalejax that its runs need, because they define parts of a config."""
         found = set().union(*(_modules_of(planned.run.config) for planned in self.runs))
         return tuple(sorted(name for name in found if name.partition(".")[0] not in _KNOWN))
 
     @property
     def has_validation(self) -> bool:
-        """Whether its runs have data to choose by; else they are shown by test data, and none is
-        called the best."""
+        """Whether its runs have validation data to choose by; if not, results are those on test
+        data, and no run is called the best."""
         return self.runs[0].run.config.data.has_validation
 
     @property
@@ -202,12 +202,12 @@ _DOCUMENT = "sweep", 1
 @document(*_DOCUMENT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPlan:
-    """The file of a plan, beside the run.toml that its runs start from."""
+    """The file of a plan, next to the run.toml that its runs start from."""
 
     runs: tuple[dict[str, Any], ...]
     """Fields that each run replaces in the run.toml."""
     jobs: tuple[tuple[int, ...], ...] = ()
-    """As `SweepPlan.jobs`; older sweeps have none."""
+    """As `SweepPlan.jobs`; empty in older sweeps."""
     cpu_devices: int | None
     """As `SweepPlan.cpu_devices`."""
     target: Target | None
@@ -222,17 +222,17 @@ def plan_sweep(
     cpu_devices: int | None = None,
     target: Target | None = None,
 ) -> SweepPlan:
-    """The runs of `grammar` applied to `run_file`, every one built and checked.
+    """The runs of `grammar` applied to `run_file`, each of them built and checked.
 
     Args:
         run_file: the run.toml that the runs start from.
         grammar: fields that they replace in it.
-        one_by_one: train each run in a program of its own.
+        one_by_one: train each run in its own program.
         cpu_devices: virtual CPU devices of each run.
         target: target of the runs.
 
     Raises:
-        ConfigError: if a run is invalid, naming it, a condition names no field, or two runs
+        ConfigError: if a run is invalid, naming it; if a condition names no field; or if two runs
             differ in no named field.
     """
     require_known_conditions(grammar)
@@ -287,7 +287,7 @@ def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> No
 
 
 def _modules_of(part: object) -> set[str]:
-    """The modules that define `part` and the parts of it."""
+    """The modules that define `part` and its parts."""
     parts = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     inner = (_modules_of(getattr(part, each.name)) for each in parts)
     return {type(part).__module__}.union(*inner)
@@ -297,8 +297,7 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
     """Write `plan` into `folder`, or check that it equals the plan there.
 
     Raises:
-        ConfigError: if the folder holds a sweep and `resume` is False, or another sweep,
-            or holds a run.
+        ConfigError: if the folder holds a sweep and `resume` is False, or another sweep, or a run.
     """
     if not folder.plan.exists():
         if resume and not _was_beginning(plan, folder):
@@ -311,7 +310,7 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
                 "give another folder."
             )
         save_text(plan.text, folder.run_file)
-        # Not by `save`: fields may be infinite, and pydantic writes what may be anything as null.
+        # Not with `save`: fields may be infinite, and pydantic writes that as null in type Any.
         save_text(stamped(*_DOCUMENT, asdict(plan.written)), folder.plan)
         return
     if not resume:
@@ -331,8 +330,8 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
 
 
 def _under_current_names(text: str, plan: WrittenPlan) -> dict[str, Any]:
-    """A run.toml and a plan with the names that fields have now, so that a sweep begun under an
-    earlier version, or whose run.toml was migrated since, is still itself."""
+    """A run.toml and a plan with the current names of fields, so that a sweep that began under an
+    earlier version, or whose run.toml has been migrated since, still compares equal."""
     runs = [
         {
             current_name(name): current_value(current_name(name), value)
@@ -344,7 +343,8 @@ def _under_current_names(text: str, plan: WrittenPlan) -> dict[str, Any]:
 
 
 def _first_difference(before: Sequence[Fields], now: Sequence[Fields]) -> str:
-    """The first field in which the runs of two plans differ, or their numbers, in words."""
+    """The first field in which the runs of two plans differ, or else the numbers of runs, in
+    words."""
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
         for name in [*new, *old]:
             if (name in old, old.get(name)) != (name in new, new.get(name)):
@@ -363,7 +363,7 @@ def _holds_other(plan: SweepPlan, folder: SweepFolder) -> bool:
 
 
 def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
-    """Whether a kill happened between writing the two files of `plan`."""
+    """Whether the process was killed between writing the two files of `plan`."""
     try:
         return folder.run_file.read_text(encoding="utf-8") == plan.text
     except OSError:
@@ -375,8 +375,8 @@ def read_runs(folder: SweepFolder, *, uses_kept_facts: bool = False) -> list[Res
 
     Args:
         folder: the sweep.
-        uses_kept_facts: whether counts and shapes of the data are those that begun runs kept, so
-            that their data need not be there; otherwise they are read anew.
+        uses_kept_facts: whether counts and shapes of the data are those stored by runs that have
+            begun, so that their data need not be present; otherwise they are read again.
 
     Raises:
         ConfigError: if the plan or the run.toml is missing or damaged.
@@ -396,7 +396,7 @@ def read_runs(folder: SweepFolder, *, uses_kept_facts: bool = False) -> list[Res
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """The last part of each dotted name, where it is unambiguous; else the whole name."""
+    """The last part of each dotted name if it is unambiguous, else the whole name."""
     lasts = {name: name.rpartition(".")[2] for name in names}
     found = list(lasts.values())
     return [
@@ -405,14 +405,14 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def value_text(value: JsonValue) -> str:
-    """A value of a field in words; a whole number has no decimals, as it was typed."""
+    """A value of a field as text; a whole number has no decimals, as typed."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _WHOLE:
         return str(int(value))
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def in_words(fields: Mapping[str, JsonValue]) -> str:
-    """Fields and values on one line, under `short_names`."""
+    """Fields and values on one line, with `short_names`."""
     return " ".join(
         f"{name}={value_text(value)}"
         for name, value in zip(short_names(fields), fields.values(), strict=True)
@@ -420,8 +420,8 @@ def in_words(fields: Mapping[str, JsonValue]) -> str:
 
 
 def can_train_together(run: ResolvedRun) -> bool:
-    """Whether a run may share a program: one device, one batch size, no early stopping, no
-    sharpness, and no statistics that are taken anew for an average."""
+    """Whether a run may share a program: it needs one device and one batch size, and has no early
+    stopping, no sharpness and no batch statistics to recompute for averaged weights."""
     config = run.config
     takes_statistics = config.averages_samples and config.model.has_batch_norm
     return (
@@ -431,8 +431,8 @@ def can_train_together(run: ResolvedRun) -> bool:
         and config.train.early_stopping is None
         and config.train.sharpness is None
         and config.emulation is None
-        and config.dropout is None  # whose masks are of one seed
-        and not isinstance(config.optimizer, SophiaConfig)  # nor have its sampled labels another
+        and config.dropout is None  # its masks are of one seed
+        and not isinstance(config.optimizer, SophiaConfig)  # as are its sampled labels
         and not takes_statistics
         and config.model.shares_programs
     )
@@ -461,7 +461,7 @@ def _resolved(
     with prefixed(f"{which} ({shortened(in_words(fields))}): " if fields else ""):
         config = load_config(run_file, fields)
         if config.emulation is not None:
-            emulated_run(config, facts)  # refuse it now rather than when it starts
+            emulated_run(config, facts)  # refuses it now rather than when it starts
         count = cpu_devices or (1 if config.layout.data is None else None)
         return resolve(config, count, facts)
 
@@ -469,12 +469,12 @@ def _resolved(
 def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
     """For each run, its values of the fields in which runs differ.
 
-    For a table that is varied as a whole, the fields that distinguish the runs: its kind first,
-    without the fields implied by the kind.
+    A table that is varied as a whole is replaced by the fields that distinguish the runs: its kind
+    first, without the fields implied by the kind.
     """
     tables = [fields_of(config) for config in configs]
     differing: list[str] = []
-    for name in dict.fromkeys(map(current_name, names)):  # those of a sweep of an earlier version
+    for name in dict.fromkeys(map(current_name, names)):  # names in an earlier version's sweep
         inner = (leaf for table in tables for leaf in table if leaf.startswith(f"{name}."))
         leaves = [name, *dict.fromkeys(inner)]
         told_apart = 1
@@ -493,7 +493,7 @@ def _text_of(table: Fields, names: list[str]) -> str:
 
 
 def require_told_apart(names: Iterable[str], what: str, accepted: str) -> None:
-    """Refuse two of `what`, such as "runs", that have one name; `accepted` says what would do."""
+    """Refuse two of `what`, such as "runs", with the same name; `accepted` says what would do."""
     first: dict[str, int] = {}
     for index, name in enumerate(names):
         other = first.setdefault(name, index)
@@ -529,5 +529,5 @@ def _program_of(run: ResolvedRun) -> str:
 
 @cache
 def _known_fields() -> tuple[str, ...]:
-    """Field names of a `run.toml`, read from the source of every table once, in 0.3 s."""
+    """Field names of a `run.toml`, read once from the source of every table, which takes 0.3 s."""
     return tuple(dict.fromkeys(each.name for table in run_reference() for each in table.fields))

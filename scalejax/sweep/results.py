@@ -1,7 +1,7 @@
 """Results of a sweep: a row for each run and for each evaluation, in Parquet.
 
-The rows are read from the records of the runs, so they are the same however often the sweep was
-killed and resumed; wall times are in a separate file.
+The rows are read from the records of the runs, so they are the same no matter how often the sweep
+was killed and resumed; wall times are in a separate file.
 """
 
 import json
@@ -47,14 +47,14 @@ class ArmTable:
     """The arms of a sweep, with their means and intervals over seeds."""
 
     arms: tuple[dict[str, Scalar], ...]
-    """A table for each; intervals hold 95 %, of three seeds or more, accuracies are 0..1,
-    differences are to the first."""
+    """A table for each arm: intervals hold 95 % and need three seeds or more, accuracies are 0..1,
+    differences are from the first arm."""
     confidence: float = CONFIDENCE
     """Confidence level of the intervals."""
 
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
-"""Fields that may differ between runs of one train setup, beside the seed."""
+"""Fields, besides the seed, that may differ between runs of one train setup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +66,20 @@ class RunRow:
     status: str
     """Run status; "planned" before its start."""
     evaluations: tuple[Evaluated, ...]
-    """Evaluations in the course of the run, in order: of validation data if it has any, else of
-    test data."""
+    """Evaluations during the run, in order: on validation data if it has any, else on test data."""
     steps: int
     """Number of updates made."""
     seconds: float
     """Training time; its share if several runs trained in one program."""
     reached: Evaluated | None
-    """The first evaluation that reached the target; none of a run that diverged."""
+    """The first evaluation that reached the target; None if the run diverged."""
     tested: EvaluationMeasurement | None = None
-    """The evaluation of test data at the end of a run that has validation data."""
+    """The evaluation on test data at the end of a run that has validation data."""
     noise_scale: float | None = None
-    """Mean gradient noise scale until then, or over the run, in samples; None if not measured."""
+    """Mean gradient noise scale, in samples, until the target was reached, or else over the run;
+    None if not measured."""
     sharpness: tuple[SharpnessMeasurement, ...] = ()
-    """Largest eigenvalue of the Hessian along the run; none if not measured."""
+    """Largest eigenvalue of the Hessian along the run; empty if not measured."""
 
     @property
     def is_finished(self) -> bool:
@@ -88,13 +88,13 @@ class RunRow:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run diverged: it has no result then, wherever results are shown, whatever it
-        evaluated before."""
+        """Whether the run diverged: then no result of it is shown anywhere, whatever it evaluated
+        before."""
         return self.status == "diverged"
 
     @property
     def has_validation(self) -> bool:
-        """Whether the run has data to choose by."""
+        """Whether the run has validation data to choose by."""
         return self.planned.run.config.data.has_validation
 
     @property
@@ -108,22 +108,22 @@ class RunRow:
 
     @property
     def final_test(self) -> EvaluationMeasurement | None:
-        """The evaluation of test data with the weights that the run ends with; None if it diverged,
+        """The evaluation on test data of the weights that the run ends with; None if it diverged,
         or has not ended."""
         final = self.final if self.tested is None else self.tested
         return final if isinstance(final, EvaluationMeasurement) and self.final else None
 
     @property
     def best(self) -> Evaluated | None:
-        """The evaluation of validation data with the highest accuracy, the first of equals; None if
-        the run diverged, or has no such data: test data choose nothing."""
+        """The evaluation on validation data with the highest accuracy, the first of equals; None if
+        the run diverged, or has no such data: nothing is chosen on test data."""
         if self.has_diverged or not self.has_validation:
             return None
         return max(self.evaluations, key=lambda each: each.accuracy, default=None)
 
     @property
     def samples_to_target(self) -> int | None:
-        """Samples trained until the target was reached."""
+        """Samples trained until the target was reached; None if it was not."""
         return None if self.reached is None else _samples(self.planned.run, self.reached.step)
 
 
@@ -179,7 +179,7 @@ class ResultTable(Tabular):
     """The finished runs of a sweep."""
 
     rows: tuple[dict[str, Scalar], ...]
-    """A table for each, as in results.parquet: its varied fields and its results."""
+    """A table for each run, as in results.parquet: its varied fields and its results."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The runs, a row for each."""
@@ -187,7 +187,7 @@ class ResultTable(Tabular):
 
 
 def result_table(plan: SweepPlan, rows: Sequence[RunRow]) -> ResultTable:
-    """The table of those of the runs that are finished."""
+    """The table of the finished runs among `rows`."""
     done = (row for row in rows if row.is_finished)
     return ResultTable(rows=tuple(_result(row, plan.target) for row in done))
 
@@ -208,8 +208,9 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
 
 
 def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, Scalar]]:
-    """A line for each arm: its varied fields, how many runs ended and diverged, and of each metric
-    the mean over seeds, its deviation and interval, and the paired difference to the first arm."""
+    """A line for each arm: its varied fields, how many runs ended and diverged, and for each metric
+    the mean over seeds, its deviation and interval, and the paired difference from the first
+    arm."""
     found = arms(rows)
     return [
         {
@@ -227,7 +228,7 @@ def arm_lines(rows: Sequence[RunRow]) -> list[dict[str, Scalar]]:
 
 
 def _cells(varied: Fields) -> dict[str, Scalar]:
-    """Varied fields, of which some are lists, as columns."""
+    """Varied fields, some of which are lists, as columns."""
     return {name: scalar(value) for name, value in varied.items()}
 
 
@@ -339,14 +340,14 @@ class Arm:
     """Runs that differ only in their seed."""
 
     varied: Fields
-    """Their values of the fields in which the sweep's runs differ, without the seed."""
+    """Values that they share of the fields in which the sweep's runs differ, without the seed."""
     rows: tuple[RunRow, ...]
     """The finished runs."""
 
     @property
     def accuracies(self) -> list[float]:
-        """Final accuracy of each run that did not diverge: of validation data if there are any,
-        else of test data."""
+        """Final accuracy of each run that did not diverge, on validation data if there are any,
+        else on test data."""
         return [row.final.accuracy for row in self.rows if row.final]
 
     @property
@@ -356,12 +357,12 @@ class Arm:
 
     @property
     def diverged(self) -> tuple[RunRow, ...]:
-        """The runs that diverged, which are in no mean."""
+        """The runs that diverged, which no mean includes."""
         return tuple(row for row in self.rows if row.has_diverged)
 
     def by_seed(self, metric: Metric) -> dict[int, float]:
-        """A metric at the end of each run that did not diverge, by its seed; of runs that repeat a
-        seed, as rows that differ in what is not named, the last."""
+        """A metric at the end of each run that did not diverge, by its seed; if several runs have
+        one seed, because they differ in something that is not named, the last is taken."""
         part, _, name = metric.partition("_")
         found = {}
         for row in self.rows:
@@ -372,13 +373,13 @@ class Arm:
 
     @property
     def metric(self) -> Metric:
-        """The accuracy that arms are compared by."""
+        """The accuracy by which arms are compared."""
         is_validated = any(row.has_validation for row in self.rows)
         return "validation_accuracy" if is_validated else "test_accuracy"
 
     def difference(self, baseline: "Arm", metric: Metric) -> Interval | None:
-        """How far a metric is above that of another arm, over the seeds of which neither diverged;
-        None if there are none, or the other is this one."""
+        """How far a metric is above that of another arm, over the seeds with which neither
+        diverged; None if there are none, or if the other arm is this one."""
         if baseline is self:
             return None
         return paired_difference(self.by_seed(metric), baseline.by_seed(metric))
@@ -396,9 +397,9 @@ def arms(rows: Sequence[RunRow]) -> list[Arm]:
 
 
 def best_arm(found: Sequence[Arm], measure: Literal["accuracy", "loss"] = "accuracy") -> Arm | None:
-    """The arm with the highest mean of validation accuracy, or the lowest of its loss, among those
-    of which no run diverged, the first of equals; None if there is none, or no validation data:
-    test data choose nothing."""
+    """The arm with the highest mean validation accuracy, or the lowest mean validation loss, among
+    arms without diverged runs, the first of equals; None if there is none, or no validation data:
+    nothing is chosen on test data."""
     metric = "validation_accuracy" if measure == "accuracy" else "validation_loss"
     sign = 1 if measure == "accuracy" else -1
     choices = [arm for arm in found if arm.by_seed(metric) and not arm.diverged]

@@ -1,6 +1,6 @@
 """Scheduler of the jobs of a sweep on worker processes, as many as fit on this machine.
 
-A job is done when the records of its runs say so: a resumed sweep continues with the other jobs.
+A job is done when the records of its runs say so; a resumed sweep continues with the other jobs.
 Knows processes and jobs; the workers train.
 """
 
@@ -32,7 +32,7 @@ from scalejax.xla.worker_pool import free_bytes, worker_count
 _SECONDS_TO_STOP = 60.0
 """Time for workers to save a checkpoint."""
 _SECONDS_FOR_LOCK = 10.0
-"""Time for workers of a killed sweep to end: they notice at once, and exit in milliseconds."""
+"""Time for workers of a killed sweep to end: they notice at once, and exit within milliseconds."""
 
 
 def run_sweep(
@@ -51,8 +51,8 @@ def run_sweep(
         folder: folder of the sweep, not in use by another process.
         processes: concurrent jobs; if None, as many as cores and memory allow, and one
             with an accelerator; through SLURM, as many as it runs.
-        cores: cores of each process, however many there are: XLA sums in an order that depends on
-            them, and a repeated sweep has the same bits; if None, an equal share of all.
+        cores: cores of each process, no matter how many there are, so that a repeated sweep has the
+            same bits: XLA's order of summation depends on them. If None, an equal share of all.
         slurm: resources of each job through SLURM; None to train on this machine.
         on_progress: receives the progress of jobs, each of which is a part.
 
@@ -75,7 +75,7 @@ def run_sweep(
         for position, job in enumerate(plan.jobs):
             if all(is_finished[index] for index in job):
                 on_progress(Progress(part=_title(plan, position), done=1))
-                # Left by a kill between the end of the last run and the removal of its checkpoints.
+                # Left if a kill came after the last run ended, before its checkpoints were removed.
                 shutil.rmtree(folder.shared_checkpoints(job[0]), ignore_errors=True)
             else:
                 waiting.append(position)
@@ -111,7 +111,7 @@ def _train(
                     problems.append(f"{title}: {_reason(value)}")
                 on_progress(Progress(part=title, done=1))
         except BaseException:
-            pool.stop(signal.SIGTERM, _SECONDS_TO_STOP)  # interrupted again, it kills them
+            pool.stop(signal.SIGTERM, _SECONDS_TO_STOP)  # a second interrupt kills them
             raise
     return problems
 
@@ -123,7 +123,7 @@ def _starter(
     cores: int | None,
     descriptors: Sequence[int] = (),
 ) -> Callable[[int], Worker]:
-    """What starts one of `count` workers by its number; each inherits the descriptors."""
+    """A function that starts one of `count` workers by number; each inherits the descriptors."""
     memory_bytes = int(PART_FOR_PROGRAMS * free_bytes() / count)
     trainer = JobTrainer(folder, memory_bytes, plan.modules)
     environment = _environment(plan)
@@ -140,17 +140,17 @@ def _starter(
                 descriptors=descriptors,
             )
         if hasattr(os, "sched_setaffinity"):
-            # Each on its own cores: two that share cores wait for each other's threads.
+            # Each on its own cores: workers that share cores wait for each other's threads.
             os.sched_setaffinity(worker.pid, _share(number, count, cores))
         return worker
 
     return start
 
 
-# How long jobs take, told from their first seconds.
+# How long jobs take, inferred from their first seconds.
 
 _SECONDS_WATCHED = 2.0
-"""For so long from its first measurement a job is watched."""
+"""How long a job is watched after its first measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +158,16 @@ class JobTime:
     """How long a job takes."""
 
     startup_seconds: float
-    """Until its first update: the process, the data, the compiler."""
+    """Time until its first update: the process, the data, the compiler."""
     training_seconds: float
-    """From its first update to its end."""
+    """Time from its first update to its end."""
 
 
 def time_jobs(
     plan: SweepPlan, positions: Sequence[int], *, processes: int, cores: int | None
 ) -> list[JobTime]:
-    """How long the jobs at `positions` would take, `processes` at a time: each is begun in a
-    temporary folder, watched for two seconds of training, and ended.
+    """How long the jobs at `positions` would take, `processes` at a time: each is started in a
+    temporary folder, watched for two seconds of training, and stopped.
 
     Raises:
         ScalejaxError: if one fails before that.
@@ -208,7 +208,8 @@ def _watched(workers: Sequence[Worker]) -> list[JobTime]:
 
 
 def _job_time(marks: Sequence[tuple[float, float]]) -> JobTime:
-    """The time of a job from seconds and the fraction done then; the last may be its end."""
+    """The time of a job from pairs of seconds and the fraction done by then; the last may be its
+    end."""
     (first, done), (last, end) = marks[0], marks[-1]
     whole = (last - first) / (end - done) if end > done else 0.0
     return JobTime(startup_seconds=max(0.0, first - done * whole), training_seconds=whole)
@@ -244,7 +245,7 @@ def _train_by_slurm(
 
 
 def _most(plan: SweepPlan) -> int:
-    """Devices of the run with the most."""
+    """Number of devices of the run that has the most."""
     return max(planned.run.layout.device_count for planned in plan.runs)
 
 

@@ -1,8 +1,8 @@
 """Jobs of a sweep as SLURM jobs: submitted, followed, and asked to stop.
 
-Each is a program of one process on a node, which `sweep.worker.train_slurm_job` trains. A job that
-outlived the process that submitted it is followed by a resumed sweep, and not submitted again.
-Knows jobs; nothing of what they train.
+Each is one process on a node, which runs `sweep.worker.train_slurm_job`. If a job outlives the
+process that submitted it, a resumed sweep follows it and does not submit it again.
+Knows jobs, but not what they train.
 """
 
 import json
@@ -37,11 +37,11 @@ class _Job:
     """Where scripts and logs of all jobs are."""
 
     def file(self, kind: str) -> Path:
-        """The file of this kind: the id of the SLURM job, or why it was refused."""
+        """The file of this kind, such as the id of the SLURM job, or why it was refused."""
         return self.folder / f"{self.indices[0]:04d}.{kind}"
 
     def problem(self, job_id: str, about: tuple[str, int, int]) -> str | None:
-        """Why it failed; None if it did not."""
+        """Why the job failed; None if it did not."""
         state, code, signal_number = about
         if state == "COMPLETED":
             return None
@@ -67,9 +67,9 @@ def train_by_slurm(
     Args:
         folder: the sweep.
         jobs: position and runs of each job.
-        resources: what each asks for.
-        most: most jobs in the queue at a time.
-        asked: what `train_slurm_job` is asked besides the runs.
+        resources: what each job requests.
+        most: maximum number of jobs in the queue at a time.
+        asked: arguments of `train_slurm_job` besides the runs.
         on_end: called with the position of each job as it ends, and why it failed, or None.
         seconds_to_stop: time for jobs to save a checkpoint if this is interrupted.
 
@@ -138,7 +138,7 @@ def _under_way(job: _Job) -> str | None:
 
 
 def _ended(job_ids: Sequence[str]) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Those that have ended, with state, exit code and signal."""
+    """The jobs that have ended, with state, exit code and signal."""
     for job_id in job_ids:
         about = slurm.about(job_id)
         if about is not None and about[0] not in slurm.UNDER_WAY:
@@ -146,7 +146,7 @@ def _ended(job_ids: Sequence[str]) -> Iterator[tuple[str, tuple[str, int, int]]]
 
 
 def _stop(job_ids: list[str], seconds: float) -> None:
-    """Cancel jobs that wait; have the others save and stop, and cancel those that do not."""
+    """Cancel jobs that are waiting, have the others save and stop, and cancel those that do not."""
     deadline = time.monotonic() + seconds
     for flags in (["--state=PENDING"], ["--signal=TERM"]):
         _cancel([*flags, *job_ids])

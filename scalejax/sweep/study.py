@@ -1,8 +1,8 @@
 """A study of warmup: batches x warmups x scaling rules x optimizers x seeds, as two sweeps.
 
-The first finds the learning rate of each optimizer at the reference batch, without warmup, by
-validation data; the second trains every cell of the grid at the rate that its scaling rule makes of
-that. Knows fields and records; starts no processes, and writes no text for people.
+The first finds the learning rate of each optimizer at the reference batch, without warmup, on
+validation data; the second trains every cell of the grid at the rate that its scaling rule derives
+from that. Knows fields and records; starts no processes, and writes no text for people.
 """
 
 import json
@@ -43,18 +43,18 @@ from scalejax.training.record import SharpnessMeasurement
 Scaling = Literal["none", "linear", "sqrt", "sde", "legw"]
 """A rule of `schedule.scaling`."""
 Measure = Literal["accuracy", "loss"]
-"""What runs are compared by."""
+"""Metric by which runs are compared."""
 SharpnessName = Literal["largest", "last", "largest_preconditioned", "largest_over_threshold"]
 """A measure of the sharpness along a run."""
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Learning rates that are tried, two in each decade, from those of Adam to those of LARS: as many
 as train in one program."""
 BATCHES = (1, 4, 16, 64)
-"""Batches by default, in reference batches."""
+"""Default batches, in reference batches."""
 WARMUPS = "none,gradual:5%,gradual:20%"
-"""Warmups by default."""
+"""Default warmups."""
 SCALINGS = "linear,sqrt"
-"""Scaling rules by default."""
+"""Default scaling rules."""
 _LARGEST_SEEDS = 1000
 _WARMUP = re.compile(r"(\w+)(?::([0-9.]+)(%?))?(?::(\w+))?")
 
@@ -73,12 +73,12 @@ class Warmup:
     """As `schedule.warmup_from`."""
 
     def epochs(self, of_run: int) -> float:
-        """Epochs of warmup in a run of so many."""
+        """Epochs of warmup in a run of `of_run` epochs."""
         return self.length / 100 * of_run if self.is_share else self.length
 
     @property
     def text(self) -> str:
-        """As it is typed, the usual start left out."""
+        """The warmup as it is typed, without the start if that is the usual one."""
         if self.form == "none":
             return "none"
         usual = "zero" if self.form == "gradual" else "base"
@@ -91,11 +91,11 @@ class StudiedOptimizer:
     """An optimizer of the study."""
 
     table: Fields
-    """Its table of a run.toml: that of the file for the file's own, else the defaults."""
+    """Its table in a run.toml: the file's, if that has the same optimizer, else the defaults."""
     rate: float | None
     """Its learning rate at the reference batch; None if it is to be found."""
     averages: bool
-    """Whether it averages its iterates in place of a decay."""
+    """Whether it averages its iterates instead of decaying the rate."""
 
     @property
     def name(self) -> str:
@@ -124,14 +124,14 @@ class Study:
     run_file: Path
     """The run.toml that all runs start from."""
     overrides: Fields
-    """Fields replaced in all of them, as they were given."""
+    """Fields replaced in all of them, as given."""
     parameters: Fields
-    """The same without those of the optimizer, whose table every run has whole, and with validation
-    data held out."""
+    """The same without those of the optimizer, as every run states its whole table, and with
+    validation data held out."""
     batches: tuple[int, ...]
     """Global batches."""
     warmups: tuple[Warmup, ...]
-    """Warmups; the first without any, or else the first of all, is what others are compared to."""
+    """Warmups; others are compared to the first that has none, or else to the first of all."""
     scalings: tuple[Scaling, ...]
     """Scaling rules."""
     optimizers: tuple[StudiedOptimizer, ...]
@@ -139,9 +139,9 @@ class Study:
     seeds: int
     """Seeds, from 0."""
     rates: tuple[float, ...]
-    """Learning rates tried for optimizers that none is given for, rising."""
+    """Learning rates tried for optimizers without a given rate, rising."""
     measure: Measure
-    """What runs are compared by."""
+    """Metric by which runs are compared."""
 
     @cached_property
     def config(self) -> RunConfig:
@@ -161,7 +161,7 @@ class Study:
 
     @property
     def metrics(self) -> tuple[Metric, Metric]:
-        """The metric of validation data, by which is chosen, and that of test data."""
+        """The metric on validation data, which decides choices, and that on test data."""
         if self.measure == "accuracy":
             return "validation_accuracy", "test_accuracy"
         return "validation_loss", "test_loss"
@@ -173,12 +173,12 @@ class Study:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """All that can be trained: `left_out` says what cannot."""
+        """The cells that can be trained; `left_out` says which cannot."""
         return tuple(cell for cell in self._combined if self._why_not(cell) is None)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What of the grid cannot be trained, and why."""
+        """Which cells of the grid cannot be trained, and why."""
         found = (self._why_not(cell) for cell in self._combined)
         return tuple(dict.fromkeys(why for why in found if why is not None))
 
@@ -215,15 +215,15 @@ class Study:
         return None
 
     def fields(self, cell: Cell, rate: float) -> Fields:
-        """The fields of the runs of a cell, the same for cells that are the same: at the reference
-        batch all rules are, and a warmup from the peak is none."""
+        """The fields of the runs of a cell, equal for equivalent cells: at the reference batch all
+        scaling rules are the same, and a warmup from the peak rate is none."""
         scaling, warmup = cell.scaling, cell.warmup
         if cell.batch == self.schedule.reference_batch:
             scaling = "none"
         if scaling == "none" and warmup.start == "base":
             warmup = Warmup()
         if scaling == "legw" and warmup.form == "none":
-            scaling = "sqrt"  # whose rate it has
+            scaling = "sqrt"  # without a warmup, legw has the rate of sqrt
         return self._fields(cell.optimizer, rate) | {
             "batch.global_batch": cell.batch,
             "schedule.scaling": scaling,
@@ -233,7 +233,7 @@ class Study:
         }
 
     def rate_sweep(self) -> SweepPlan | None:
-        """The runs by which rates are found, one of each; None if all are given."""
+        """The runs that find rates, one for each rate tried; None if all rates are given."""
         cases = [
             self._fields(optimizer, rate)
             | {
@@ -276,7 +276,7 @@ def _key(fields: Fields) -> str:
     return json.dumps({k: v for k, v in fields.items() if k != "seed"}, sort_keys=True)
 
 
-# What is typed.
+# Parsing of what is typed.
 
 _STUDIED = {
     "batch.global_batch": "--batches",
@@ -289,7 +289,7 @@ _STUDIED = {
     "optimizer.name": "--optimizers",
     "seed": "--seeds",
 }
-"""Fields that a study varies itself, and by which flag."""
+"""Fields that a study varies itself, with the flag for each."""
 
 
 def plan_study(
@@ -304,7 +304,7 @@ def plan_study(
     rates: str | None = None,
     measure: Measure = "accuracy",
 ) -> Study:
-    """The study of `run_file`, with values as they are typed, in lists with commas.
+    """The study of `run_file`, with values as typed, in comma-separated lists.
 
     Args:
         run_file: the run.toml that all runs start from.
@@ -312,11 +312,11 @@ def plan_study(
         batches: global batches; by default 1, 4, 16 and 64 reference batches, as the data allow.
         warmups: none, or FORM:LENGTH, LENGTH in epochs or per cent, and ":base" or ":zero".
         scalings: names of rules.
-        optimizers: NAME, or NAME:RATE where its rate at the reference batch is known; by default
-            that of the file, with its rate.
-        seeds: how many.
-        rates: tried for optimizers without a rate; by default `RATES`.
-        measure: what runs are compared by.
+        optimizers: NAME, or NAME:RATE if its rate at the reference batch is known; by default that
+            of the file, with its rate.
+        seeds: number of seeds.
+        rates: rates tried for optimizers without one; by default `RATES`.
+        measure: metric by which runs are compared.
 
     Raises:
         ConfigError: naming the value, and what is accepted.
@@ -327,7 +327,7 @@ def plan_study(
             raise ConfigError(refusal(name, value, accepted))
     require_at_least("seeds", seeds, 1)
     require_at_most("seeds", seeds, _LARGEST_SEEDS)
-    # Early stopping needs the validation data that the study holds out itself.
+    # Early stopping needs validation data, which the study itself holds out.
     divided = load_config(run_file, overrides | {"train.early_stopping": None}).data
     held_out: Fields = {} if divided.has_validation else {"data.validation_fraction": 0.1}
     parameters = overrides | held_out
@@ -374,7 +374,7 @@ def plan_study(
 
 
 def _require_rate_of_reference(config: RunConfig, schedule: ScheduleConfig) -> None:
-    """Refuse the rate of a file that scales none at another batch than the reference batch: there
+    """Refuse the rate of a file that does not scale it, at a batch other than the reference batch:
     it is the rate of that batch."""
     batch, reference = config.batch.global_batch, schedule.reference_batch
     if schedule.scaling != "none" or batch == reference:
@@ -403,7 +403,7 @@ def _listed(flag: str, text: str) -> list[str]:
 
 
 def _require_distinct(flag: str, texts: Sequence[str], values: Sequence[object]) -> None:
-    """Refuse a value that is there twice, however `texts` write it."""
+    """Refuse a value that is given twice, even if `texts` spell it differently."""
     for place, (text, value) in enumerate(zip(texts, values, strict=True)):
         if value in values[:place]:
             raise ConfigError(refusal(flag, text, "it is there twice"))
@@ -500,12 +500,12 @@ def _rate(flag: str, text: str) -> float:
 
 
 def predicted_seconds(study: Study, *, processes: int, cores: int | None) -> float:
-    """Seconds that the study takes here, told from the first seconds of a few of its jobs: of each
-    optimizer that of the smallest batch, and of one that of the largest. An update takes a_o + b B
-    seconds, a_o of the optimizer, b of the network.
+    """Seconds that the study takes here, inferred from the first seconds of a few of its jobs: one
+    at the smallest batch for each optimizer, and one at the largest. An update takes a_o + b B
+    seconds, where a_o depends on the optimizer and b on the network.
 
     Raises:
-        ScalejaxError: if one of them fails.
+        ScalejaxError: if one of the jobs fails.
     """
     low = {each.name: each.rate or study.rates[0] for each in study.optimizers}
     grid = study.grid(low)
@@ -546,7 +546,7 @@ def predicted_seconds(study: Study, *, processes: int, cores: int | None) -> flo
     return total / processes
 
 
-# What comes of it.
+# Results.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,17 +558,17 @@ class RateRow:
     learning_rate: float
     """The rate."""
     validation: float | None
-    """Metric of validation data at the end; None where the run diverged, or the rate was given."""
+    """Metric on validation data at the end; None if the run diverged, or the rate was given."""
     chosen: bool
     """Whether the grid was trained with it."""
     at_edge: bool
-    """Whether it was chosen, and a rate beyond those tried may be better."""
+    """Whether it was chosen although a rate beyond those tried may be better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSummary:
-    """A metric of a cell: accuracies are 0..1, intervals hold 95 %; None where there is none, as of
-    less than three values."""
+    """A metric of a cell: accuracies are 0..1, intervals hold 95 %; None if undefined, such as an
+    interval of fewer than three values."""
 
     mean: float | None
     """Mean over seeds that did not diverge."""
@@ -579,7 +579,7 @@ class MetricSummary:
     count: int
     """Seeds in it."""
     difference: float | None
-    """Mean difference to the cell without warmup, by pairs of one seed."""
+    """Mean difference from the cell without warmup, over pairs of runs with the same seed."""
     difference_low: float | None
     """Lower end of its interval."""
     difference_high: float | None
@@ -590,17 +590,17 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharpnessSummary:
-    """The sharpness of a cell's runs: None where it was not measured, or of every run diverged."""
+    """The sharpness of a cell's runs; None if it was not measured, or every run diverged."""
 
     largest: float | None = None
-    """The largest that was measured along a run, in the mean over seeds that did not diverge."""
+    """The largest value measured along a run, averaged over seeds that did not diverge."""
     last: float | None = None
-    """The last that was measured, likewise."""
+    """The last value measured, likewise."""
     largest_preconditioned: float | None = None
-    """With AdamW, the largest of the Hessian as it is preconditioned, likewise."""
+    """With AdamW, the largest value for the preconditioned Hessian, likewise."""
     largest_over_threshold: float | None = None
-    """The largest over that above which SGD of that rate and momentum is not stable, and with AdamW
-    that of the preconditioned Hessian over that of its own, likewise."""
+    """The largest value over the threshold above which SGD with that rate and momentum is unstable;
+    with AdamW, that of the preconditioned Hessian over its own threshold; likewise."""
     count: int = 0
     """Seeds in it."""
 
@@ -614,7 +614,7 @@ class CellRow:
     scaling: str
     """Scaling rule."""
     warmup: str
-    """Warmup, as it was typed."""
+    """Warmup, as typed."""
     batch: int
     """Samples per update."""
     base_learning_rate: float
@@ -628,11 +628,11 @@ class CellRow:
     diverged: int
     """Those of them that diverged."""
     chosen: bool
-    """Whether its warmup is the best of those of its optimizer, rule and batch."""
+    """Whether its warmup is the best of those with its optimizer, rule and batch."""
     trained_only: int
-    """Seeds with which this trains, and the cell without warmup diverges."""
+    """Seeds with which this cell trains and the cell without warmup diverges."""
     diverged_only: int
-    """Seeds with which this diverges, and the cell without warmup trains."""
+    """Seeds with which this cell diverges and the cell without warmup trains."""
     validation_accuracy: MetricSummary
     """Accuracy on validation data."""
     validation_loss: MetricSummary
@@ -642,13 +642,13 @@ class CellRow:
     test_loss: MetricSummary
     """Loss on test data."""
     sharpness: SharpnessSummary = SharpnessSummary()
-    """Sharpness of training, where the run file has it measured (`train.sharpness`)."""
+    """Sharpness of training, if the run file measures it (`train.sharpness`)."""
 
 
 @document("warmup_study")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyTable(Tabular):
-    """What came of a study, as JSON."""
+    """Results of a study, as JSON."""
 
     rates: tuple[RateRow, ...]
     """The rates that were tried or given."""
@@ -670,7 +670,7 @@ class StudyFolder:
     run_file = FileIn("run.toml")
     """The run.toml that all runs start from."""
     rates = FileIn("rates")
-    """The sweep by which learning rates were found."""
+    """The sweep that found the learning rates."""
     grid = FileIn("grid")
     """The sweep of the grid."""
     data = FileIn("data")
@@ -680,16 +680,16 @@ class StudyFolder:
     latex = FileIn("table.tex")
     """The table in LaTeX (booktabs)."""
     protocol = FileIn("PROTOCOL.md")
-    """What was done, as the methods of a paper."""
+    """The protocol, written like the methods section of a paper."""
     commands = FileIn("commands.sh")
-    """What makes all this again."""
+    """Commands that reproduce all of this."""
 
     def figure(self, suffix: str) -> Path:
         """The figure, as pdf, svg or png."""
         return self.path / f"figure.{suffix}"
 
     def sharpness(self, suffix: str) -> Path:
-        """The figure of the sharpness along runs, where it was measured."""
+        """The figure of the sharpness along runs, if it was measured."""
         return self.path / f"sharpness.{suffix}"
 
     @property
@@ -707,8 +707,8 @@ class FoundRate:
     rate: float
     """The rate."""
     tried: tuple[tuple[float, float | None], ...] = ()
-    """Each rate that was tried, with the metric of validation data at the end, None where the run
-    diverged; none where the rate was given."""
+    """Each rate that was tried, with the metric on validation data at the end, None if the run
+    diverged; empty if the rate was given."""
 
     @property
     def is_at_edge(self) -> bool:
@@ -717,8 +717,8 @@ class FoundRate:
 
 
 def found_rates(study: Study, rows: Sequence[RunRow]) -> tuple[FoundRate, ...]:
-    """The rate of each optimizer: as given, or of `rows` of the rate sweep the best by validation
-    data, the smallest of equals.
+    """The rate of each optimizer: as given, or the best on validation data in `rows` of the rate
+    sweep, the smallest of equals.
 
     Raises:
         ConfigError: if every rate of an optimizer diverged.
@@ -745,7 +745,7 @@ def found_rates(study: Study, rows: Sequence[RunRow]) -> tuple[FoundRate, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What came of a cell."""
+    """Results of a cell."""
 
     cell: Cell
     """The cell."""
@@ -758,23 +758,23 @@ class CellResult:
     arm: Arm
     """Its runs."""
     baseline: Arm | None
-    """Those without warmup; None of the cell that has these itself."""
+    """Runs of the cell without warmup; None for that cell itself."""
     is_chosen: bool
-    """Whether its warmup is the best by validation data of those of its optimizer, rule and batch,
-    a cell with a diverged run left out."""
+    """Whether its warmup is the best on validation data of those with its optimizer, rule and
+    batch, cells with a diverged run left out."""
 
     def over_seeds(self, metric: Metric) -> Interval | None:
-        """Mean of a metric over seeds that did not diverge, with its interval; None of none."""
+        """Mean of a metric over seeds that did not diverge, with its interval; None without any."""
         return t_interval(list(self.arm.by_seed(metric).values()))
 
     def difference(self, metric: Metric) -> Interval | None:
-        """How far a metric is above that without warmup, by pairs of one seed of which neither run
-        diverged."""
+        """How far a metric is above that without warmup, over pairs of runs with the same seed
+        neither of which diverged."""
         return None if self.baseline is None else self.arm.difference(self.baseline, metric)
 
     def sharpness(self, name: SharpnessName) -> Interval | None:
-        """Mean over seeds that did not diverge of a measure of `SharpnessSummary` along each run,
-        with its interval; None of none."""
+        """Mean, over seeds that did not diverge, of a measure of `SharpnessSummary` along each run,
+        with its interval; None without any."""
 
         def of(each: SharpnessMeasurement) -> float | None:
             if name == "largest_preconditioned":
@@ -795,13 +795,13 @@ class CellResult:
 
     @property
     def trained_only(self) -> tuple[int, ...]:
-        """Seeds with which this trains, and the cell without warmup diverges: no difference counts
-        them."""
+        """Seeds with which this cell trains and the cell without warmup diverges, which differences
+        do not include."""
         return self._lost_by(self.baseline, self.arm)
 
     @property
     def diverged_only(self) -> tuple[int, ...]:
-        """Seeds with which this diverges, and the cell without warmup trains."""
+        """Seeds with which this cell diverges and the cell without warmup trains."""
         return self._lost_by(self.arm, self.baseline)
 
     @staticmethod
@@ -818,7 +818,7 @@ class CellResult:
 def cell_results(
     study: Study, rates: Mapping[str, float], rows: Sequence[RunRow]
 ) -> tuple[CellResult, ...]:
-    """What came of each cell, of `rows` of the grid."""
+    """Results of each cell, from `rows` of the grid."""
     by_key: dict[str, list[RunRow]] = {}
     for row in rows:
         by_key.setdefault(_key(row.planned.fields), []).append(row)
@@ -850,7 +850,7 @@ def cell_results(
 
 
 def _beside(cell: Cell) -> tuple[str, str, int]:
-    """What cells have in common that differ in their warmup alone."""
+    """Key shared by cells that differ only in their warmup."""
     return cell.optimizer.name, cell.scaling, cell.batch
 
 
@@ -903,7 +903,7 @@ def _sharpness_summary(result: CellResult) -> SharpnessSummary:
 
 
 def sharpness_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
-    """A line for each measurement of sharpness along each run, also of those that diverged."""
+    """A line for each measurement of sharpness along each run, including diverged runs."""
     return [
         {
             **_place(each, row),
@@ -925,7 +925,7 @@ def sharpness_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]
 
 
 def _place(each: CellResult, row: RunRow) -> dict[str, JsonValue]:
-    """Of which cell and seed a run is."""
+    """Columns that identify the cell and seed of a run."""
     return {
         "optimizer": each.cell.optimizer.name,
         "scaling": each.cell.scaling,
@@ -942,7 +942,7 @@ def lines_of(rows: Sequence[CellRow | RateRow]) -> list[dict[str, JsonValue]]:
 
 
 def run_lines(results: Sequence[CellResult]) -> list[dict[str, JsonValue]]:
-    """A line for each run of each cell; one that two cells share is there for both."""
+    """A line for each run of each cell; a run that two cells share has a line for each."""
     lines = []
     for each in results:
         for row in each.arm.rows:

@@ -1,6 +1,6 @@
 """Several runs trained in one program: the real `Step`, vmapped over a leading axis of runs.
 
-Knows nothing of the sweep but whether a run in a folder has ended; the loop is that of `training`.
+Knows nothing about the sweep except whether a run in a folder has ended; the loop is `training`'s.
 """
 
 import math
@@ -53,7 +53,7 @@ _SECONDS_BETWEEN_CHECKPOINTS = 20.0
 """Time between checkpoints: at most this much training is repeated after a kill."""
 _RESUME = "the same scalejax sweep with --resume"
 _KEPT = 2
-"""Common checkpoints that are kept: where one is damaged, the runs go on from the other."""
+"""Number of common checkpoints kept: if one is damaged, the runs resume from the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class MappedPrograms(RunPrograms):
     compiler does not report it."""
 
     def initial_state(self, *, is_restored: bool = False) -> PyTree:
-        """The state of all runs before the first update, with a leading axis of runs; one that
-        is read over from a checkpoint does not need the weights that runs began with."""
+        """The state of all runs before the first update, with a leading axis of runs; a state that
+        a checkpoint will overwrite does not need the weights that runs began with."""
         seeds, which = _seeds_of(self.runs)
         of_seed = {run.config.seed: run for run in self.runs}
         if is_restored:
@@ -108,18 +108,18 @@ class MappedPrograms(RunPrograms):
     def evaluation_batches(
         self, run: ResolvedRun, sources: Sequence[Source], skipped: Sequence[Skipped]
     ) -> Batches:
-        """The batches of the examples of all seeds."""
+        """The batches of the examples, for all seeds."""
         return evaluation_batches_of_seeds(
             sources, self.evaluation.batch, run.config.input, skipped
         )
 
     def of_run(self, index: int, values: PyTree) -> PyTree:
-        """The part of a state or of metrics that is of the run `index`."""
+        """The part of a state or of metrics that belongs to the run `index`."""
         return jax.tree.map(lambda leaf: np.asarray(leaf[index]), values)
 
 
 def mapped_programs(runs: Sequence[ResolvedRun]) -> MappedPrograms:
-    """The programs of `runs`, the step compiled."""
+    """The programs of `runs`, with the step compiled."""
     run = runs[0]
     mesh = build_mesh(run.layout)
     seeds, which = _seeds_of(runs)
@@ -136,7 +136,7 @@ def mapped_programs(runs: Sequence[ResolvedRun]) -> MappedPrograms:
 
         return build_step(run, mesh, schedule=schedule).function(state, batch)
 
-    # These vmap the update of `training.step`; no part of a step is defined here.
+    # These vmap the update of `training.step`; no part of the step is defined here.
     def updates(rates: jax.Array, state: PyTree, batches: PyTree) -> Any:
         return jax.vmap(update)(rates, state, by_run(batches))
 
@@ -157,8 +157,8 @@ def mapped_programs(runs: Sequence[ResolvedRun]) -> MappedPrograms:
 
 
 def _seeds_of(runs: Sequence[ResolvedRun]) -> tuple[tuple[int, ...], np.ndarray]:
-    """The distinct seeds, for each of which one batch is prepared; and the place of each run's
-    among them."""
+    """The distinct seeds, for each of which one batch is prepared, and the position of each run's
+    seed among them."""
     seeds = tuple(dict.fromkeys(run.config.seed for run in runs))
     return seeds, np.asarray([seeds.index(run.config.seed) for run in runs])
 
@@ -198,11 +198,11 @@ def train_together(
         leave: as in `train`.
 
     Raises:
-        Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
+        Interrupted: on SIGINT or SIGTERM, after a checkpoint.
     """
     for run in runs:
         require_trackers(run.config.tracking)
-    halves = checkpoints / "halves"  # once halved, always: a resumed job may find more memory
+    halves = checkpoints / "halves"  # halved jobs stay halved, even if resumed with more memory
     programs = None if halves.exists() else mapped_programs(runs)
     limit = math.inf if memory_bytes is None or len(runs) == 1 else memory_bytes
     is_too_large = programs is not None and (programs.memory_bytes or 0) > limit
@@ -212,7 +212,7 @@ def train_together(
         was_none_finished = newest(checkpoints) == 0
         for number, part in enumerate((slice(None, middle), slice(middle, None))):
             half = halves / str(number)
-            if was_none_finished and not half.exists():  # steps of all may be recorded already
+            if was_none_finished and not half.exists():  # steps of all runs may be recorded
                 set_newest(half, 0)
             if not all(is_finished(folder) for folder in folders[part]):
                 train_together(
@@ -226,7 +226,7 @@ def train_together(
     else:
         _train_at_once(programs, folders, checkpoints, reporter, leave)
     newest_file(checkpoints).unlink(missing_ok=True)
-    shutil.rmtree(checkpoints)  # runs that were completed have their weights; no resume is needed
+    shutil.rmtree(checkpoints)  # completed runs have their weights; nothing is left to resume
 
 
 def _has_state(checkpoints: Path) -> bool:
@@ -259,7 +259,7 @@ def _train_at_once(
         words = ""
         if begin:
             state = saved.restore(begin, state)
-        else:  # a checkpoint has its own weights
+        else:  # a checkpoint would have its own weights
             for start, folder in zip(map(start_of, runs), folders, strict=True):
                 if start is not None:
                     save(start, folder.start)
@@ -287,7 +287,7 @@ def _train_at_once(
             signals,
             StepTraces(folders[0].traces, None),
             resume_command=_RESUME,
-            # All, unless a kill happened between the ends of two, go on.
+            # None, unless a kill came after one run ended and before another did.
             ended=[index for index, folder in enumerate(folders) if is_finished(folder)],
             checkpoint_seconds=_SECONDS_BETWEEN_CHECKPOINTS,
             identities=identities,

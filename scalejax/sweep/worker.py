@@ -1,4 +1,4 @@
-"""What a worker of a sweep does: `JobTrainer`, which trains one job after another.
+"""The work of a worker of a sweep: `JobTrainer` trains one job after another.
 
 A worker whose scheduler is gone exits at once: checkpoints are on disk, and a resumed sweep must
 not find it still training.
@@ -44,7 +44,7 @@ class _Steps(Silent):
         print(text, file=sys.stderr, flush=True)
 
     def measured(self, measurement: Measurement) -> None:
-        """Send the fraction that is done."""
+        """Send the fraction of the job that is done."""
         if isinstance(measurement, Evaluated | TrainMeasurement):
             report(measurement.step / self._total_steps)
 
@@ -112,8 +112,8 @@ def train_slurm_job() -> None:
     """Train the runs of a SLURM job of a sweep, with the devices of the node.
 
     Arguments of the process: the folder of the sweep; as JSON the runs, modules to import, virtual
-    CPU devices if they are asked for, and devices if there is no accelerator; and the file for the
-    reason if they are refused.
+    CPU devices if requested, and the number of devices if there is no accelerator; and the file for
+    the reason if they are refused.
     """
     folder, text, refused = sys.argv[1:]
     asked = json.loads(text)

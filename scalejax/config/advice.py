@@ -39,7 +39,7 @@ def _plain_training(run: ResolvedRun) -> str | None:
 
 
 def _unclipped(run: ResolvedRun) -> str | None:
-    """Of decoders alone: image networks are published without, and converge so."""
+    """Only for decoders: image networks are published without clipping, and converge."""
     config = run.config
     is_clipped = (
         config.clipping is not None or getattr(config.optimizer, "variant", None) == "nvlamb"

@@ -1,6 +1,6 @@
 """The all_reduce_spec of tf_cnn_benchmarks, such as `pscpu:32k:nccl/xring#2`.
 
-It is parsed as that program does, and refused where it would be.
+It is parsed, and refused, as in that program.
 """
 
 import re
@@ -27,7 +27,8 @@ class ReduceRange:
     """The reduction of tensors within a range of sizes."""
 
     algorithm: str
-    """One of `ALGORITHMS`; before a "/" within hosts, after it between them."""
+    """One of `ALGORITHMS`; what precedes a "/" applies within hosts, what follows it between
+    them."""
     shards: int
     """Parts of a tensor that are reduced in parallel."""
     most_elements: int | None
@@ -38,8 +39,8 @@ def parse_all_reduce_spec(spec: str, field: str = "all_reduce_spec") -> tuple[Re
     """The ranges of an all_reduce_spec, in order.
 
     Raises:
-        ConfigError: if it is not well formed, or names an unknown algorithm; names `field`, and
-            what is accepted.
+        ConfigError: if it is malformed, or names an unknown algorithm; the message names `field`
+            and what is accepted.
     """
     parts = spec.split(":")
     if len(parts) % 2 == 0:

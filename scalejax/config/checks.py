@@ -1,6 +1,6 @@
-"""Checks of the tables of a `run.toml` against each other: which values are incompatible.
+"""Checks of the tables of a `run.toml` against each other, for incompatible values.
 
-Knows the fields of every table, not how a file is read, and no devices: what depends on their
+Knows the fields of every table, but not how a file is read, and no devices: what depends on their
 number is checked when a run is resolved.
 """
 
@@ -45,11 +45,11 @@ def require_divisible_heads(model: ModelConfig, layout: LayoutConfig) -> None:
 def require_supported_convolutions(model: ModelConfig, layout: Layout) -> None:
     """Refuse a convolutional network over data, fsdp and tensor at once.
 
-    XLA partitions the filter gradients of its convolutions wrongly there (jax 0.10.2, on CPU, by
-    Shardy as by GSPMD): the loss is right, and the first update of `cnn` off by 139 %.
+    There XLA partitions the filter gradients of convolutions wrongly (jax 0.10.2, on CPU, with both
+    Shardy and GSPMD): the loss is right, but the first update of `cnn` is off by 139 %.
 
     Raises:
-        ConfigError: naming the layouts that are right.
+        ConfigError: naming the layouts that work.
     """
     axes = {"data": layout.data, "fsdp": layout.fsdp, "tensor": layout.tensor}
     if model.is_convolutional and min(axes.values()) > 1:
@@ -61,7 +61,7 @@ def require_supported_convolutions(model: ModelConfig, layout: Layout) -> None:
 
 
 def require_compatible_data(model: ModelConfig, data: DataConfig, dataset: DatasetFacts) -> None:
-    """Refuse a network whose input is not that of the examples of `data`."""
+    """Refuse a network that does not read the examples of `data`."""
     wanted = model.wanted_examples(dataset)
     if wanted is None:
         return
@@ -75,8 +75,8 @@ def require_compatible_data(model: ModelConfig, data: DataConfig, dataset: Datas
 
 
 def require_packable(model: ModelConfig, train: TrainConfig, dataset: DatasetFacts) -> None:
-    """Refuse examples of several documents where the network, or what is measured, cannot tell
-    them apart."""
+    """Refuse examples of several documents if the network, or what is measured, cannot distinguish
+    them."""
     if not dataset.is_packed:
         return
     told = "documents of an example do not see each other (data.document_mask, document_tokens)"
@@ -94,8 +94,8 @@ def require_packable(model: ModelConfig, train: TrainConfig, dataset: DatasetFac
 def require_compatible_augmentation(
     augmentation: AugmentationConfig | None, data: DataConfig, dataset: DatasetFacts
 ) -> None:
-    """Refuse augmentation of data without images, of colours of grey images, and shifts as large as
-    an image."""
+    """Refuse augmentation of data without images or of colours of grey images, and shifts as large
+    as an image."""
     if augmentation is None:
         return
     if dataset.is_text or dataset.is_table:
@@ -142,11 +142,11 @@ def require_mixup_pairs(split: BatchSplit) -> None:
 
 
 def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: LayoutConfig) -> None:
-    """Refuse context, pipeline and sequence parallelism of other networks than transformers with
+    """Refuse context, pipeline and sequence parallelism for networks other than transformers with
     stacked blocks, and axes that do not divide their blocks.
 
     Raises:
-        ConfigError: naming the axis, and the nearest value that divides.
+        ConfigError: naming the axis and the nearest value that divides.
     """
     if not isinstance(model, DecoderConfig):
         used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
@@ -176,7 +176,7 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         )
         raise ConfigError(refusal("layout.pipeline", layout.pipeline, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
-    # Dense layers before those with experts are in no stage, or in the first one besides its share.
+    # Dense layers before those with experts are in no stage, or added to the share of the first.
     dense = 0 if (moe := getattr(model, "moe", None)) is None else moe.dense_layers
     layers, field = (
         model.layers - dense,
@@ -204,8 +204,8 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
 
 
 def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: LayoutConfig) -> None:
-    """Refuse an expert axis for networks without experts, and one that does not divide them; and
-    layouts that networks with experts do not have.
+    """Refuse an expert axis for networks without experts, an axis that does not divide the experts,
+    and layouts that networks with experts do not support.
 
     Raises:
         ConfigError: naming the nearest number of devices that divides.
@@ -239,8 +239,8 @@ def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: La
 
 
 def _require_heads_over_context(model: DecoderConfig, layout: LayoutConfig) -> None:
-    """Refuse heads that context and tensor do not divide, and heads of keys of a device that
-    context neither divides nor is a multiple of."""
+    """Refuse heads that context and tensor do not divide, and key heads per device that context
+    neither divides nor is a multiple of."""
     context, tensor = layout.context, layout.tensor
     name = "layout.tensor*layout.context" if tensor > 1 else "layout.context"
     for field, count in model.head_counts.items():
@@ -253,8 +253,8 @@ def _require_heads_over_context(model: DecoderConfig, layout: LayoutConfig) -> N
 def require_divisible_tokens(
     dataset: DatasetFacts, model: ModelConfig, layout: LayoutConfig
 ) -> None:
-    """Refuse context and sequence parallelism that do not divide the tokens of an example, into
-    two chunks for each context shard where attention goes by blocks.
+    """Refuse context and sequence parallelism that do not divide the tokens of an example, into two
+    chunks per context shard if attention runs in blocks.
 
     Raises:
         ConfigError: naming the nearest numbers of tokens that do.
@@ -273,15 +273,14 @@ def require_divisible_tokens(
 
 
 def require_shardable_gradients(model: ModelConfig, layout: LayoutConfig) -> None:
-    """Refuse ZeRO 2 with BatchNorm, where the compiler all-reduces whole gradients."""
+    """Refuse ZeRO 2 with BatchNorm, with which the compiler all-reduces whole gradients."""
     if layout.zero_stage == 2 and model.has_batch_norm:
         accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
 
 def require_evaluated_devices(split: BatchSplit, dataset: DatasetFacts) -> None:
-    """Refuse metrics averaged over devices if some of them have no test example, or none for
-    validation."""
+    """Refuse metrics averaged over devices if some device has no test or validation example."""
     shards, rows = split.layout.batch_shards, split.per_device_batch
     least = (shards - 1) * rows + 1
     for part, examples in (
@@ -298,8 +297,8 @@ def require_evaluated_devices(split: BatchSplit, dataset: DatasetFacts) -> None:
 
 
 def require_validation(data: DataConfig, train: TrainConfig) -> None:
-    """Refuse a part of the training examples that is none, or beside validation data of its own or
-    Petastorm's order; and what chooses where there is nothing to choose by but test data.
+    """Refuse a share of held-out training examples that is not between 0 and 1, or is given in
+    addition to validation data or Petastorm's order; and early stopping without validation data.
 
     Raises:
         ConfigError: naming the field.
@@ -329,7 +328,7 @@ def require_validation(data: DataConfig, train: TrainConfig) -> None:
 
 
 def require_petastorm_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
-    """Refuse batches that Petastorm's shards do not divide, and batches that change."""
+    """Refuse batches that Petastorm's shards do not divide, and batches that grow."""
     if (order := data.petastorm) is None:
         return
     shards = "data.reading.petastorm.shard_count"
@@ -345,8 +344,8 @@ def require_petastorm_batch(data: DataConfig, batch: BatchConfig, global_batch: 
 def require_ramp_within_run(
     batch: BatchConfig, averaging: AveragingConfig | None, train: TrainConfig
 ) -> None:
-    """Refuse a ramp of the batch beyond the last epoch, and a ramp together with SWA, whose steps
-    are counted in the first batch."""
+    """Refuse a batch ramp beyond the last epoch, and a ramp together with SWA, whose steps are
+    counted at the first batch size."""
     epochs = batch.ramp_epochs
     if epochs and epochs[-1] >= train.epochs:
         accepted = f"they must be below train.epochs={train.epochs}"
@@ -371,8 +370,8 @@ def require_single_average(
 
 
 def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: InputConfig) -> None:
-    """Refuse cached features of examples that differ from epoch to epoch, or that worker processes
-    would make."""
+    """Refuse cached features if examples differ from epoch to epoch, or worker processes would make
+    them."""
     if fine_tuning is None or not fine_tuning.cache_features:
         return
     usual = InputConfig()
@@ -383,7 +382,7 @@ def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: Inpu
 
 
 def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelConfig) -> None:
-    """Refuse adapters of networks or layers that have none, and of one half of a matrix."""
+    """Refuse adapters for networks or layers that have none, and for one half of a matrix."""
     if fine_tuning is None or fine_tuning.lora is None:
         return
     targets = fine_tuning.lora.targets
@@ -436,7 +435,7 @@ def require_single_main_params(
     averaging: AveragingConfig | None,
     gradient_sync: GradientSyncConfig | None,
 ) -> None:
-    """Refuse parameters in 16 bits where their base or mean would need a type of its own."""
+    """Refuse 16-bit parameters if their frozen base or their mean would need its own type."""
     dtype = getattr(optimizer, "main_params_dtype", "float32")
     is_averaged = averaging is not None or (
         gradient_sync is not None and gradient_sync.averages_parameters
@@ -460,8 +459,8 @@ def require_single_main_params(
 def require_offloadable_state(
     layout: LayoutConfig, optimizer: OptimizerConfig, gradient_sync: GradientSyncConfig | None
 ) -> None:
-    """Refuse to offload optimizer state that there is not, that evaluation reads, or of which each
-    device has its own."""
+    """Refuse to offload optimizer state that does not exist, that evaluation reads, or that is
+    different on each device."""
     if not layout.optimizer_memory_host_offload:
         return
     accepted = None
@@ -478,7 +477,8 @@ def require_offloadable_state(
 def require_droppable(
     dropout: DropoutConfig | None, model: ModelConfig, layout: LayoutConfig
 ) -> None:
-    """Refuse dropout in networks without pre-norm blocks, and over stages, which have no rows."""
+    """Refuse dropout in networks without pre-norm blocks, and in stages, which do not know their
+    rows."""
     if dropout is None:
         return
     if not isinstance(model, DecoderConfig | VitConfig):
@@ -496,8 +496,8 @@ def require_sampled_labels(
     loss: LossConfig,
     gradient_sync: GradientSyncConfig | None,
 ) -> None:
-    """Refuse Sophia where labels cannot be sampled for its estimate of curvature, or where nobody
-    tried it."""
+    """Refuse Sophia where labels cannot be sampled for its estimate of curvature, or where it is
+    untried."""
     if not isinstance(optimizer, SophiaConfig):
         return
     which, other = 'with optimizer.name="sophia"', "or another optimizer"
@@ -532,8 +532,8 @@ def require_sampled_labels(
 
 
 def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:
-    """Refuse the noise scale where rows of a batch may have weight 0: it compares gradients of
-    parts with a known number of samples."""
+    """Refuse the noise scale if rows of a batch may have weight 0: it compares gradients of parts
+    with a known number of samples."""
     for name, value, other in (
         ("remainder", given.remainder, "drop"),
         ("unreadable", given.unreadable, "refuse"),
@@ -554,10 +554,10 @@ def require_sharpness_defined(
     *,
     has_local_weights: bool,
 ) -> None:
-    """Refuse the sharpness where second derivatives are not there, or would be of another loss.
+    """Refuse the sharpness if second derivatives do not exist, or would be those of another loss.
 
     Raises:
-        ConfigError: naming the field, and what it may be.
+        ConfigError: naming the field and what it may be.
     """
     measured = "train.sharpness differentiates the loss twice"
     for name, value, accepted in (
@@ -601,10 +601,10 @@ def require_sharpness_defined(
 
 
 def require_sharpness_samples(wanted: SharpnessConfig, shards: int, examples: int) -> None:
-    """Refuse samples that devices cannot share equally, or that are not there.
+    """Refuse numbers of samples that devices cannot share equally, or that the data do not have.
 
     Raises:
-        ConfigError: naming the nearest that are accepted.
+        ConfigError: naming the nearest accepted numbers.
     """
     name, samples = "train.sharpness.samples", wanted.samples
     if samples > examples:
@@ -617,8 +617,8 @@ def require_sharpness_samples(wanted: SharpnessConfig, shards: int, examples: in
 def require_correction_in_every_step(
     gradient_sync: GradientSyncConfig | None, optimizer: OptimizerConfig, given: InputConfig
 ) -> None:
-    """Refuse momentum correction with local SGD where a device may have no row that counts: it
-    makes no update then, and the correction would miss the learning rate of that step."""
+    """Refuse momentum correction with local SGD if a device may have no row that counts: it then
+    makes no update, and the correction would miss the learning rate of that step."""
     form = getattr(optimizer, "momentum_form", "rate_outside")
     may_be_idle = given.remainder == "pad" or given.unreadable == "skip"
     is_local = gradient_sync is not None and gradient_sync.averages_parameters
@@ -652,7 +652,7 @@ def require_compatible_gradient_sync(
     """Refuse fields that are incompatible with `gradient_sync`.
 
     Raises:
-        ConfigError: naming the field, and what it may be.
+        ConfigError: naming the field and what it may be.
     """
     if gradient_sync is None:
         return
@@ -673,7 +673,7 @@ def require_compatible_gradient_sync(
     if train.layer_gradient_norms and gradient_sync.averages_parameters:
         accepted = "every device has a gradient of its own; leave train.layer_gradient_norms out"
         raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
-    # With loss scaling, error feedback would be of another scale, or not finite.
+    # With loss scaling, error feedback would have another scale, or not be finite.
     hides_overflow = gradient_sync.keeps_state or gradient_sync.is_lossy
     if model.compute_dtype == "float16" and hides_overflow:
         accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
@@ -715,7 +715,7 @@ def require_local_sgd_within_run(
 
 
 def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devices: int) -> None:
-    """Refuse Adasum over a number of devices that is no power of two.
+    """Refuse Adasum over a number of devices that is not a power of two.
 
     Raises:
         ConfigError: naming the nearest powers of two.
@@ -732,18 +732,18 @@ def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devic
 # Limits on the number of steps: devices count updates in int32.
 
 MOST_RATES = 2**22
-"""Most steps whose learning rates are listed one by one: some seconds, and 0.1 GB of Python's
-numbers; 90 epochs of ImageNet, 32 images at a time, are 3.6 million."""
+"""Most steps whose learning rates are listed one by one, which takes some seconds and 0.1 GB of
+Python numbers; 90 epochs of ImageNet, 32 images at a time, are 3.6 million."""
 
 
 def require_int32_steps(
     schedule: LearningRateConfig, *, epochs: int, steps_per_epoch: int, global_batch: int
 ) -> None:
-    """Refuse epochs, of the run or in its schedule, of more than `MOST_STEPS` steps.
+    """Refuse epochs, of the run or in its schedule, that amount to more than `MOST_STEPS` steps.
 
     Args:
-        schedule: of the learning rate.
-        epochs: of the run.
+        schedule: schedule of the learning rate.
+        epochs: epochs of the run.
         steps_per_epoch: updates in one pass over the data.
         global_batch: samples per update.
 
@@ -778,11 +778,11 @@ def _require_within(
 
 
 def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
-    """Number of parts of a global batch whose gradients the step has separately before their sum.
+    """Number of parts of a global batch whose gradients the step holds separately before their sum.
 
     Microbatches count, except in a pipeline, whose stages differentiate all of them at once; so do
-    devices along the data axis, except where the compiler all-reduces gradients: with BatchNorm in
-    mode "jit". Gradients along the fsdp axis are reduced where they are computed.
+    devices along the data axis, except with BatchNorm in mode "jit", where the compiler all-reduces
+    gradients. Gradients along the fsdp axis are reduced where they are computed.
     """
     is_summed_by_compiler = mode == "jit" and has_batch_norm
     microbatches = 1 if split.layout.pipeline > 1 else split.microbatches

@@ -1,6 +1,6 @@
-"""Config of the data sets that a `run.toml` can name, and the counts and shapes that it says.
+"""Config of the data sets that a `run.toml` can name, and the counts and shapes it determines.
 
-Opens no files: what they hold is read by `scalejax.data.facts`.
+Opens no files: `scalejax.data.facts` reads what they hold.
 """
 
 import math
@@ -20,25 +20,25 @@ from scalejax.core.errors import (
 from scalejax.core.serialization import BY_NAME, Family
 
 FilterValue = bool | int | float | str
-"""Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
+"""Value that a column is compared with; dates and times are strings, such as "2001-03-01"."""
 Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 """Comparison of a filter; "in" takes a list."""
 Split = Literal["train", "validation", "test"]
-"""The parts of a data set: to train on, to choose by, and to test on at the end."""
+"""The parts of a data set: for training, for choosing, and for the test at the end."""
 Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
-"""Column, comparison, value: the rows for which it holds."""
+"""Column, comparison, value: selects the rows for which the comparison holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PetastormConfig:
-    """The order of rows of Petastorm 0.13.1, to reproduce a run that was trained with its readers.
+    """The row order of Petastorm 0.13.1, to reproduce a run that was trained with its readers.
 
-    Reproduced: which row groups each process reads (index % shard_count), their order (both
-    shuffles, bit by bit), which is the same in every epoch, and the rows of a group as stored. A
+    Reproduced: which row groups each process reads (index % shard_count); their order (both
+    shuffles, bit for bit), which is the same in every epoch; and the rows of a group as stored. A
     process takes its part of each batch from its own row groups, starting over after the last, as
-    with `num_epochs=None` and as many steps per epoch as batches fit into all rows: within an epoch
-    rows of large shards are left out and those of small ones are repeated. Such runs did so; leave
-    this table out to see each row once per epoch.
+    with `num_epochs=None` and as many steps per epoch as full batches of all rows: within an epoch,
+    rows of large shards are left out and rows of small ones are repeated. Such runs did the same;
+    leave this table out to see each row once per epoch.
 
     Not reproduced: orders that Petastorm itself does not repeat (no seed, `shuffle_rows`, process
     pools of more than one worker), and shuffling buffers of a loader.
@@ -46,7 +46,7 @@ class PetastormConfig:
 
     shard_count: int | None = None
     """Petastorm's `shard_count`: processes among which row groups were divided; if absent, one
-    reader read all."""
+    reader read all row groups."""
     seed: int | None = None
     """Petastorm's `seed`."""
     shuffle_row_groups: bool = True
@@ -70,18 +70,18 @@ class ReadingConfig:
     """Reading, caching and shuffling of row groups."""
 
     memory_bytes: int = 2**30
-    """Most memory for cached row groups (a half) and prefetched batches (the rest). In addition the
-    sampler takes 8 bytes per row, and a row group twice its size while it is read."""
+    """Most memory for cached row groups (half of it) and prefetched batches (the rest). In
+    addition, the sampler takes 8 bytes per row, and a row group twice its size while it is read."""
     shuffle: Literal["rows", "row_groups"] = "rows"
     """rows: a permutation of all rows in every epoch. row_groups: a permutation of row groups, with
     the rows of `window` of them mixed, so that each is read once per epoch."""
     window: int = 8
     """Row groups whose rows are mixed with shuffle "row_groups"."""
     petastorm: PetastormConfig | None = None
-    """Petastorm's order in place of `shuffle`; if absent, `shuffle` holds."""
+    """Petastorm's order instead of `shuffle`; if absent, `shuffle` applies."""
     cache_folder: str | None = None
-    """Folder on a local disk for decoded row groups, shared by any number of processes and runs; if
-    absent, they are not cached there. Refused for files whose store gives no modification time."""
+    """Folder on a local disk that caches decoded row groups, shared by any number of processes and
+    runs; if absent, none does. Refused for files whose store gives no modification time."""
     cache_bytes: int = 100 * 10**9
     """Most bytes in `cache_folder`; the least recently used row groups are evicted first."""
 
@@ -95,66 +95,66 @@ class ReadingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig(Family):
-    """One of the data sets, selected by `name`, and what follows from its words alone."""
+    """One of the data sets, selected by `name`, and what follows from its config alone."""
 
     name: str
     validation_fraction: float | None = None
-    """Part of the training examples that is held out of training, to choose by: early stopping, the
-    best checkpoint and searches look at it, and at test data nobody before the end. If absent, none
-    is held out. Of text in a stream it is one stretch of it, else examples from everywhere."""
+    """Share of the training examples that is held out, to choose by: early stopping, the best
+    checkpoint and searches use it, and nothing uses test data before the end. If absent, none is
+    held out. From a stream of text it is one stretch, otherwise examples from everywhere."""
     validation_seed: int = 0
-    """Seed of which examples are held out: a seed of its own, so that runs of other `seed` hold out
-    the same."""
+    """Seed that decides which examples are held out; separate from `seed`, so that runs with
+    another `seed` hold out the same ones."""
 
     is_of_files: ClassVar[bool] = False
-    """Whether it is in files that a user names, in `train` and `test`."""
+    """Whether it is in files that a user names as `train` and `test`."""
     is_stream: ClassVar[bool] = False
-    """Whether neighbouring examples follow from each other, as pieces of one text do."""
+    """Whether neighbouring examples continue each other, like pieces of one text."""
     decodes_images: ClassVar[bool] = False
-    """Whether its images are encoded, and of any size until they are read."""
+    """Whether its images are encoded, and have any size until they are read."""
     divides_itself: ClassVar[bool] = False
-    """Whether its reader and its facts have examples held out already."""
+    """Whether its reader and its facts already hold examples out."""
     has_any_vocabulary: ClassVar[bool] = False
-    """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
+    """Whether its `vocabulary` may be any number, which its examples then follow."""
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether its words ask for what may not be installed, which its reader finds out."""
+        """Whether it may name something that is not installed, which only its reader finds out."""
         return False
 
     @property
     def known_facts(self) -> DatasetFacts | None:
-        """Its counts and shapes where they follow from its words; None where they are in files,
-        which `scalejax.data.facts.read_facts` reads."""
+        """Its counts and shapes if they follow from its config; None if they are in files, which
+        `scalejax.data.facts.read_facts` reads."""
         return None
 
     def found_in(self, facts: DatasetFacts) -> dict[str, str]:
-        """Fields that stand for what is installed, and what they are where the data has `facts`."""
+        """Fields that depend on what is installed, and their values if the data has `facts`."""
         return {}
 
     @property
     def parts(self) -> tuple[Split, ...]:
-        """The parts that it has itself; another may be held out of them."""
+        """The parts that it has itself; validation may be held out of them."""
         has_own = getattr(self, "validation", None) is not None
         return ("train", "validation", "test") if has_own else ("train", "test")
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Where its files are, as a user names them."""
+        """Locations of its files, as a user names them."""
         named = (getattr(self, part, None) for part in ("train", "validation", "test"))
         return tuple(each for each in named if each is not None) if self.is_of_files else ()
 
     @property
     def has_validation(self) -> bool:
-        """Whether it has examples to choose by, which are neither trained nor tested on."""
+        """Whether it has validation examples, which are neither trained nor tested on."""
         return self.validation_fraction is not None or "validation" in self.parts
 
     def divided(self, whole: DatasetFacts) -> DatasetFacts:
-        """The facts of the data set, where `whole` counts examples that are held out as training
+        """The facts of the data set; `whole` counts examples that are held out as training
         examples.
 
         Raises:
-            ConfigError: if no example would be held out, or none would be left.
+            ConfigError: if no example would be held out, or none would remain.
         """
         if not (held_out := self.held_out_of(whole.train_examples)):
             return whole
@@ -165,10 +165,10 @@ class DataConfig(Family):
         )
 
     def held_out_of(self, examples: int) -> int:
-        """How many of so many training examples are held out.
+        """How many of `examples` training examples are held out.
 
         Raises:
-            ConfigError: as of `divided`.
+            ConfigError: as `divided`.
         """
         if self.validation_fraction is None:
             return 0
@@ -185,12 +185,12 @@ class DataConfig(Family):
 
     @property
     def petastorm(self) -> PetastormConfig | None:
-        """Petastorm's order of rows, if they are read in it."""
+        """Petastorm's row order, if rows are read in it."""
         return None
 
     @property
     def note(self) -> str | None:
-        """A warning about words that are valid but often a mistake."""
+        """A warning about settings that are valid but often a mistake."""
         return None
 
 
@@ -205,17 +205,17 @@ class FashionMnistConfig(DataConfig):
     name: Literal["fashion_mnist"] = "fashion_mnist"
     """Selects this data set."""
     edition: Literal["auto", "embedded", "full"] = "auto"
-    """embedded: 10,000 + 2,000 images that come with scalejax. full: 60,000 + 10,000 of the Debian
-    package `dataset-fashion-mnist`. auto: full where it is installed, else embedded."""
+    """embedded: 10,000 + 2,000 images that come with scalejax. full: 60,000 + 10,000 from the
+    Debian package `dataset-fashion-mnist`. auto: full if it is installed, else embedded."""
 
     @property
     def may_be_missing(self) -> bool:
-        """The full edition; with "auto" it is only used where it is there."""
+        """The full edition may be missing; "auto" uses it only if it is installed."""
         return self.edition == "full"
 
     @property
     def known_facts(self) -> DatasetFacts | None:
-        """Its counts and shapes, but with "auto" those of what is installed."""
+        """Its counts and shapes; None with "auto", where they depend on what is installed."""
         return None if self.edition == "auto" else self.facts_of(self.edition)
 
     def found_in(self, facts: DatasetFacts) -> dict[str, str]:
@@ -292,8 +292,8 @@ class SyntheticTokensConfig(DataConfig):
     test_examples: int = 1_000
     """Examples to evaluate on."""
     document_tokens: int | None = None
-    """Mean tokens of a document, if several are packed into an example, each of which sees itself
-    alone; their lengths are random (geometric). If absent, an example is one document."""
+    """Mean tokens of a document, if several are packed into an example, where each sees only
+    itself; their lengths are random (geometric). If absent, an example is one document."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "vocabulary"):
@@ -317,8 +317,8 @@ class SyntheticTokensConfig(DataConfig):
 
 
 FIRST_TOKEN, SEPARATOR_TOKEN, MASK_TOKEN = 1, 2, 3
-"""Tokens that begin an example ([CLS]), end a segment ([SEP]) and mask a word ([MASK]); words are
-4 and above."""
+"""Tokens that begin an example ([CLS]), end a segment ([SEP]) and mask a word ([MASK]); words have
+tokens from 4 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +365,7 @@ class MaskedTokensConfig(DataConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonDocsConfig(DataConfig):
-    """The text of the standard library's `pydoc_data.topics`, by bytes."""
+    """The text of the standard library's `pydoc_data.topics`, as bytes."""
 
     is_stream = True
 
@@ -374,7 +374,7 @@ class PythonDocsConfig(DataConfig):
     tokens: int = 64
     """Bytes in an example."""
     document_mask: bool = False
-    """Whether a topic sees itself alone; see `document_mask` of tokens."""
+    """Whether a topic sees only itself; see `document_mask` of tokens."""
 
     def __post_init__(self) -> None:
         require_size("data.tokens", self.tokens)
@@ -390,8 +390,8 @@ class ParquetConfig(DataConfig):
     by name. A relative path starts at the working directory.
 
     Pixels scaled to 0..1 are normalised by mean 0.5 and deviation 0.25 in every channel, about
-    those of photographs (or as pretrained weights expect them): those of the data set are not
-    measured, which would read every image first.
+    those of photographs (or as pretrained weights expect). Those of the data set are not measured,
+    because every image would have to be read first.
     """
 
     is_of_files = True
@@ -404,26 +404,26 @@ class ParquetConfig(DataConfig):
     test: str
     """Files to evaluate on."""
     validation: str | None = None
-    """Files to choose by, in place of `validation_fraction`; if absent, none."""
+    """Validation files, instead of `validation_fraction`; if absent, none."""
     image_column: str = "image"
     """Encoded images (JPEG, PNG, ...): binary, or a struct with a binary field "bytes"."""
     image_size: int = 224
-    """Height and width of inputs: the shorter side of an image is scaled to it, the longer one
-    cropped in the middle."""
+    """Height and width of inputs: the shorter side of an image is scaled to it, and the middle of
+    the longer one is kept."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue."""
     feature_columns: tuple[str, ...] = ()
-    """Columns of numbers, dates or times that are the input in place of an image, normalised to
-    mean 0 and deviation 1 (over at most 16 row groups, evenly spread over `train`)."""
+    """Columns of numbers, dates or times that are the input instead of an image, normalised to mean
+    0 and deviation 1 (over at most 16 row groups, evenly spread over `train`)."""
     label_column: str = "label"
-    """Column of classes: integers from 0, booleans, or texts (classes are those of `train`,
+    """Column of classes: integers from 0, booleans, or strings (classes are those of `train`,
     sorted)."""
     label_above: float | None = None
-    """Threshold that makes two classes of a column of numbers: 1 above it, else 0."""
+    """Threshold that turns a column of numbers into two classes: 1 above it, else 0."""
     classes: int | None = None
     """Number of classes; if absent, that in the metadata of the files, or the largest label + 1."""
     filters: tuple[Filter, ...] = ()
-    """Rows to keep: lists of column, comparison ("==", "<", "in", ...) and value, all to hold."""
+    """Rows to keep: lists of column, comparison ("==", "<", "in", ...) and value; all must hold."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
     """Reading, caching and shuffling of row groups."""
 
@@ -441,23 +441,23 @@ class ParquetConfig(DataConfig):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that are read: the inputs, and last the class."""
+        """Columns that are read: the inputs, then the class."""
         return (*(self.feature_columns or (self.image_column,)), self.label_column)
 
     @property
     def petastorm(self) -> PetastormConfig | None:
-        """Petastorm's order of rows, if they are read in it."""
+        """Petastorm's row order, if rows are read in it."""
         return self.reading.petastorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFolderConfig(DataConfig):
-    """Images in a folder for each class: root/class/**/name.jpg, as torchvision's ImageFolder has
-    them, by the same indices.
+    """Images in a folder for each class: root/class/**/name.jpg, with the same indices as
+    torchvision's ImageFolder.
 
     `train` and `test` are each a folder or a URL of `fsspec`. Classes are the folders in `train`,
-    sorted by name; an image lies in one, or in any folder below it, also by a link. Files whose
-    names do not end as an image's, and files and folders whose names begin with ".", are left out.
+    sorted by name; an image is in one, or in any folder below it, also through links. Files without
+    an image's extension, and files and folders whose names begin with ".", are left out.
     """
 
     is_of_files = True
@@ -470,10 +470,10 @@ class ImageFolderConfig(DataConfig):
     test: str
     """Folder to evaluate on; its classes are among those of `train`."""
     validation: str | None = None
-    """Folder to choose by, in place of `validation_fraction`; if absent, none."""
+    """Validation folder, instead of `validation_fraction`; if absent, none."""
     image_size: int = 224
-    """Height and width to which images are brought: the shorter side is scaled to it, the middle
-    of the longer kept."""
+    """Height and width of inputs: the shorter side of an image is scaled to it, and the middle of
+    the longer one is kept."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue."""
 
@@ -485,12 +485,12 @@ class ImageFolderConfig(DataConfig):
 class NumpyConfig(DataConfig):
     """Images or numbers, and their classes, in NumPy's files.
 
-    `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
-    arrays (an .npz that was unzipped). Arrays in .npy files are mapped into memory, or, at a URL,
-    read in the ranges that a batch needs; those of an .npz are loaded whole, in every process that
-    makes batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or
-    numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
-    spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
+    `train` and `test` are each an .npz, or a folder or URL of .npy files named as its arrays would
+    be (an unzipped .npz). Arrays in .npy files are mapped into memory, or, at a URL, read in the
+    ranges that a batch needs; arrays in an .npz are loaded whole, in every process that makes
+    batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or numbers
+    [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly spread over
+    `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
     """
 
     is_of_files = True
@@ -500,19 +500,19 @@ class NumpyConfig(DataConfig):
     train: str
     """Arrays to train on."""
     test: str
-    """Arrays to evaluate on; it may be the same file, with other arrays in it."""
+    """Arrays to evaluate on; may be the same file, with other arrays in it."""
     validation: str | None = None
-    """Arrays to choose by, in place of `validation_fraction`; if absent, none."""
+    """Validation arrays, instead of `validation_fraction`; if absent, none."""
     inputs: str | None = None
-    """Name of the array to learn from, "{part}" in it standing for train, test or validation (or
-    val); if absent, the first of x_{part}, {part}_images, inputs, images and x that is there with
+    """Name of the array of inputs, in which "{part}" stands for train, test or validation (or val);
+    if absent, the first of x_{part}, {part}_images, inputs, images and x that exists together with
     its targets."""
     targets: str | None = None
-    """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
+    """Name of the array of classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
     classes: int | None = None
-    """Values of the target; if absent, one more than the largest."""
+    """Number of classes; if absent, the largest target + 1."""
     memory_bytes: int = 4 * 2**30
-    """Most that arrays of .npz files take in all processes of a host's `input.workers`."""
+    """Most memory that arrays of .npz files take in all `input.workers` processes of a host."""
 
     def __post_init__(self) -> None:
         require_at_least("data.memory_bytes", self.memory_bytes, 1)
@@ -525,15 +525,15 @@ class NumpyConfig(DataConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensConfig(DataConfig):
-    """Text as tokens in flat files, one after the other: .bin of unsigned integers, as nanoGPT
-    (no header) and llm.c (its header) write them, .npy of integers, or .txt, read by bytes.
+    """Text as consecutive tokens in flat files: .bin of unsigned integers, as nanoGPT (no header)
+    and llm.c (its header) write them, .npy of integers, or .txt, read as bytes.
 
     `train` and `test` are each a file, a folder, a glob, or a URL of `fsspec`; the files make one
     stream, in the order of their names. They are mapped into memory, or, at a URL, read in the
-    ranges that a batch needs. An example is the next `tokens` of the stream, its targets the same
-    one place on: in an epoch each token is a target once, but for the first and for those at the
-    end that fill no example. Examples run over the ends of documents; whether attention sees across
-    them, `document_mask` says.
+    ranges that a batch needs. An example is the next `tokens` of the stream, and its targets are
+    the same shifted by one: in an epoch each token is a target once, except the first and those at
+    the end that do not fill an example. Examples cross the ends of documents; `document_mask` says
+    whether attention does.
     """
 
     is_of_files = True
@@ -544,31 +544,31 @@ class TokensConfig(DataConfig):
     train: str
     """Files to train on."""
     test: str | None = None
-    """Files to evaluate on; if absent, the end of `train`, which is not trained on then."""
+    """Files to evaluate on; if absent, the end of `train`, which is then not trained on."""
     validation: str | None = None
-    """Files to choose by, in place of `validation_fraction`; if absent, none."""
+    """Validation files, instead of `validation_fraction`; if absent, none."""
     test_fraction: float = 0.05
-    """Part of the tokens of `train` that is its end, where `test` is absent."""
+    """Share of the tokens of `train`, at its end, that replaces an absent `test`."""
     tokens: int = 1024
     """Tokens in an example."""
     vocabulary: int = 50_304
-    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
+    """Number of different tokens (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
     dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of a token in .bin files without a header; if absent, uint16. Files whose header has
+    """Type of a token in .bin files without a header; if absent, uint16. Files whose header names
     another type are refused."""
     packing: Literal["concatenate", "documents"] = "concatenate"
-    """Concatenate: the stream is cut as it lies, and its examples are shuffled. Documents: they are
-    put in another order in every epoch of training, one after the other, and then cut (as
-    Megatron-LM's GPT data sets): what stands beside a document in an example changes too."""
+    """Concatenate: the stream is cut as it is, and its examples are shuffled. Documents: documents
+    are concatenated in another order in every epoch of training, and then cut (as in Megatron-LM's
+    GPT data sets): the neighbours of a document in an example change too."""
     end_of_document: int | None = None
-    """Token that ends a document; the end of a file does too. For packing by documents and their
-    mask: files are read once to find it, and a document takes 40 bytes of memory."""
+    """Token that ends a document; the end of a file does too. Used by `packing = "documents"` and
+    `document_mask`: files are read once to find it, and a document takes 40 bytes of memory."""
     document_mask: bool = False
-    """Whether a token attends to its own document alone, positions begin anew at each document (and
-    at what an example holds of one that began before), and the last token of a document has no
-    target. The loss is the mean over all other targets of a batch. `packing` of MaxText; of
-    Megatron-LM --reset-attention-mask, --reset-position-ids and --eod-mask-loss; the document mask
-    of Llama 3 (arXiv 2407.21783, section 3.2)."""
+    """Whether a token attends only to its own document, positions restart at each document (and at
+    the beginning of an example, within a document), and the last token of a document has no target.
+    The loss is the mean over all other targets of a batch. MaxText's `packing`; Megatron-LM's
+    --reset-attention-mask, --reset-position-ids and --eod-mask-loss; the document mask of Llama 3
+    (arXiv 2407.21783, section 3.2)."""
 
     def __post_init__(self) -> None:
         require_size("data.tokens", self.tokens)
@@ -588,7 +588,8 @@ class TokensConfig(DataConfig):
 
     @property
     def note(self) -> str | None:
-        """That each file is taken for one document, or that bytes fill no such vocabulary."""
+        """A warning that each file counts as a document, or that bytes do not fill the
+        vocabulary."""
         if not self.has_documents or self.end_of_document is not None:
             if not self.train.endswith(".txt") or self.vocabulary <= _BYTES:
                 return None
@@ -606,8 +607,8 @@ class ArrayRecordConfig(DataConfig):
     writes them.
 
     `train` and `test` are each a file, a folder (every name.array_record and
-    name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files count in
-    the order of their names. TensorFlow is not needed.
+    name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files are
+    ordered by name. TensorFlow is not needed.
     """
 
     is_of_files = True
@@ -620,22 +621,22 @@ class ArrayRecordConfig(DataConfig):
     test: str
     """Files to evaluate on."""
     validation: str | None = None
-    """Files to choose by, in place of `validation_fraction`; if absent, none."""
+    """Validation files, instead of `validation_fraction`; if absent, none."""
     classes: int
-    """Values of the target; the files do not say it."""
+    """Number of classes, which the files do not state."""
     image_column: str = "image"
     """Feature that holds an encoded image (JPEG, PNG, ...)."""
     label_column: str = "label"
     """Feature that holds a class, an integer from 0."""
     image_size: int = 224
-    """Height and width to which images are brought: the shorter side is scaled to it, the middle
-    of the longer kept."""
+    """Height and width of inputs: the shorter side of an image is scaled to it, and the middle of
+    the longer one is kept."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue."""
     cache_folder: str | None = None
-    """Where files at a URL are copied to, whole, before the first is read; they stay there. The
-    format is read from local disks alone. Refused for files whose store does not say when they
-    were written."""
+    """Folder to which files at a URL are copied, whole, before the first is read; they are kept
+    there. The format can only be read from local disks. Refused for files whose store does not say
+    when they were written."""
 
     def __post_init__(self) -> None:
         require_size("data.image_size", self.image_size)
@@ -649,14 +650,14 @@ class CustomDataConfig(DataConfig):
     name: Literal["custom"]
     """Selects data of your own."""
     path: str
-    """Import path "module:function". The function is called with "train" or "test", and gives
+    """Import path "module:function". The function is called with "train" or "test", and returns
     samples by index: a length, `[index]`, and an attribute `classes`, the number of classes or the
     size of the vocabulary. The module is imported, also to cost a run, which runs its code: name
     one that you trust."""
     options: dict[str, OptionValue] = field(default_factory=dict)
     """Keyword arguments of the function."""
     gives_validation: bool = False
-    """Whether the function gives a part "validation" too, in place of `validation_fraction`."""
+    """Whether the function also gives a part "validation", instead of `validation_fraction`."""
 
     def __post_init__(self) -> None:
         require_import_path("data.path", self.path, "my_data:samples")
@@ -673,29 +674,29 @@ class CustomDataConfig(DataConfig):
 
 
 Text = TokensConfig | PythonDocsConfig | SyntheticTokensConfig | CustomDataConfig
-"""Data sets that may hold texts to continue."""
+"""Data sets that may hold text for next-token prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureStage:
-    """Weights of the sources of a mixture in the beginning of a run."""
+    """Weights of the sources of a mixture for an initial part of a run."""
 
     until_epoch: float
-    """Epochs of the run after which the next stage begins, or `weights` hold: 0.8 of a run of one
-    epoch is its first 80 %."""
+    """Epochs after which the next stage begins, or `data.weights` apply: 0.8 in a run of one epoch
+    means its first 80 %."""
     weights: tuple[float, ...]
-    """As `data.weights`, until then."""
+    """Like `data.weights`, until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig(DataConfig):
-    """Texts of several sources, mixed by weights that may change in the run.
+    """Texts of several sources, mixed by weights that may change during the run.
 
     Which source the n-th example of a run is from depends on n alone: sources take turns by
-    Webster's method of apportionment. Of the first n examples each of up to three sources has its
-    share to within one example (of six, two), whatever n and the batch are. Each source is shuffled
-    for itself, and begins anew, shuffled again, when it is used up: small ones may be seen several
-    times in an epoch. Test and validation examples are all those of every source.
+    Webster's method of apportionment. Among the first n examples, each of up to three sources has
+    its share to within one example (of up to six, two), whatever n and the batch are. Each source
+    is shuffled separately, and starts over, shuffled again, when it is used up: small ones may be
+    seen several times in an epoch. Test and validation examples are those of all sources.
     """
 
     is_of_files = True
@@ -704,14 +705,14 @@ class MixtureConfig(DataConfig):
     name: Literal["mixture"] = "mixture"
     """Selects this data set."""
     sources: tuple[Annotated[Text, BY_NAME], ...]
-    """Data sets to mix, of the same number of tokens and the same vocabulary; each a table of its
-    own, [[data.sources]]. `validation_fraction` is that of the mixture, held out of each."""
+    """Data sets to mix, with the same number of tokens and the same vocabulary; each is a table,
+    [[data.sources]]. The mixture's `validation_fraction` is held out of each."""
     weights: tuple[float, ...]
-    """How often each source is drawn from: [0.7, 0.3], or in any other unit, such as tokens. 0:
-    never, but tested on."""
+    """How often each source is drawn from: [0.7, 0.3], or in any other unit, such as tokens. A
+    source with 0 is never trained on, but tested on."""
     stages: tuple[MixtureStage, ...] = ()
-    """Other weights in the beginning, one after the other (a curriculum); after the last of them
-    `weights` hold."""
+    """Other weights at the beginning, one stage after the other (a curriculum); after the last
+    stage `weights` apply."""
     epoch_examples: int | None = None
     """Examples of an epoch; if absent, as many as all sources have."""
 
@@ -755,17 +756,17 @@ class MixtureConfig(DataConfig):
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Those of its sources."""
+        """The locations of its sources."""
         return tuple(each for source in self.sources for each in source.locations)
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether that of a source may be."""
+        """Whether something that a source names may be missing."""
         return any(source.may_be_missing for source in self.sources)
 
     @property
     def divided_sources(self) -> tuple[DataConfig, ...]:
-        """The sources, with what is held out of each."""
+        """The sources, each with the examples to hold out."""
         fraction, seed = self.validation_fraction, self.validation_seed
         return tuple(
             replace(source, validation_fraction=fraction, validation_seed=seed)
@@ -774,7 +775,7 @@ class MixtureConfig(DataConfig):
 
     @property
     def known_facts(self) -> DatasetFacts | None:
-        """Its counts and shapes, where those of all sources follow from their words."""
+        """Its counts and shapes, if those of all sources follow from their config."""
         facts = [
             source.divided(known)
             for source in self.divided_sources
@@ -783,15 +784,15 @@ class MixtureConfig(DataConfig):
         return self.mixed(facts) if len(facts) == len(self.sources) else None
 
     def divided(self, whole: DatasetFacts) -> DatasetFacts:
-        """`whole`: its sources are divided one by one."""
+        """`whole`, since its sources are divided one by one."""
         return whole
 
     def mixed(self, facts: Sequence[DatasetFacts]) -> DatasetFacts:
-        """The facts of the mixture of sources of these facts.
+        """The facts of the mixture of sources with these facts.
 
         Raises:
-            ConfigError: if a source holds no text to continue, or texts of another kind than the
-                first.
+            ConfigError: if a source holds no text for next-token prediction, or texts of another
+                kind than the first.
         """
         first = facts[0]
         for index, each in enumerate(facts):

@@ -6,13 +6,13 @@ from typing import Literal
 from scalejax.core.serialization import document
 
 ExampleKind = Literal["images", "text", "text with hidden words", "rows of numbers"]
-"""What the examples of a data set are."""
+"""Kind of the examples of a data set."""
 
 SEGMENT_IDS, POSITIONS = "segment_ids", "positions"
-"""Arrays of a batch of packed documents: which document of its example a token is of, and the
-tokens of it that come before; int32 of the shape of the tokens (the names of MaxText and Grain)."""
+"""Arrays of a batch of packed documents: the document in its example that a token belongs to, and
+the token's position in it; int32 with the shape of the tokens (named as in MaxText and Grain)."""
 IGNORED_TARGET = -100
-"""Target that has no loss: that of the last token of a document (`ignore_index` of PyTorch)."""
+"""Target without a loss, that of the last token of a document (`ignore_index` of PyTorch)."""
 
 
 @document("facts")
@@ -25,7 +25,7 @@ class DatasetFacts:
     test_examples: int
     """Examples to evaluate on."""
     validation_examples: int = 0
-    """Examples to choose by, which are neither trained nor tested on; 0 where there are none."""
+    """Validation examples, which are neither trained nor tested on; 0 if there are none."""
     input_shape: tuple[int, ...]
     """Shape of one example: (height, width, channels) of an image, (tokens,) of a text, (features,)
     of a row of numbers."""
@@ -35,14 +35,14 @@ class DatasetFacts:
     classes: int
     """Number of classes, or size of the vocabulary."""
     is_masked: bool = False
-    """Whether targets are masked tokens; a batch then also holds "places", their positions."""
+    """Whether targets are masked tokens; a batch then also holds their positions, "places"."""
     is_table: bool = False
     """Whether examples are rows of numbers (float32, of mean 0 and deviation 1), not images."""
     is_packed: bool = False
     """Whether an example holds several documents, which do not see each other; a batch then also
-    holds "segment_ids" and "positions", those of each token."""
+    holds "segment_ids" and "positions" of the tokens."""
     pixel_mean: float = 0.5
-    """Mean subtracted from pixels scaled to 0..1; images only. That of the data set where it is
+    """Mean subtracted from pixels scaled to 0..1; images only. It is that of the data set if
     stated, else about that of photographs; or the mean that pretrained weights expect."""
     pixel_std: float = 0.25
     """Standard deviation by which pixels are divided after that; chosen as `pixel_mean` is."""
@@ -63,8 +63,8 @@ class DatasetFacts:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number of the inputs of a batch: pixels are uint8, tokens int32, and columns
-        of tables float32."""
+        """Bytes of one input element in a batch: pixels are uint8, tokens int32, and columns of
+        tables float32."""
         return 4 if self.is_text or self.is_table else 1
 
     @property

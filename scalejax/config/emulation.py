@@ -1,6 +1,6 @@
 """Config of an emulation in virtual time: algorithm, workers, timing, stragglers, failures.
 
-Each class checks its own fields when built, and says what follows from them; emulates nothing.
+Each class checks its own fields when built, and derives what follows from them.
 """
 
 from dataclasses import dataclass, field
@@ -26,8 +26,8 @@ class AlgorithmConfig(Family):
 
     name: str
     divides: ClassVar[Literal["examples", "batch", "work"]] = "examples"
-    """What is divided among the workers: all training examples, of which each has a part for
-    itself; the batch of each step; or a queue of work items."""
+    """What is divided among the workers: all training examples, of which each worker has its own
+    part; the batch of each step; or a queue of work items."""
     all_reduces: ClassVar[bool] = False
     """Whether workers communicate by a collective, without servers."""
     pushes_gradients: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class AlgorithmConfig(Family):
 
     @property
     def is_all_reduced(self) -> bool:
-        """Whether it `all_reduces`, with these fields."""
+        """Whether it `all_reduces` with these fields."""
         return self.all_reduces
 
     @property
@@ -59,24 +59,24 @@ class AlgorithmConfig(Family):
 
     @property
     def all_reduce_ranges(self) -> tuple[ReduceRange, ...] | None:
-        """Reduction by which a mode of another program is costed, without emulated servers."""
+        """Reduction that gives the cost of another program's mode, without emulated servers."""
         return None
 
     @property
     def link_rate(self) -> float | None:
-        """Bandwidth between the workers of one host, bytes per second, where it has a field."""
+        """Bandwidth between the workers of one host, bytes per second, if it has such a field."""
         return getattr(self, "host_bytes_per_second", None)
 
     def sharing_workers(self, workers: int) -> int:
-        """Workers among whom the samples of a step are divided; 1 where each has all of them."""
+        """Workers among which the samples of a step are divided; 1 if each has all of them."""
         return workers if self.divides == "batch" else 1
 
     def round_steps(self, total_steps: int) -> int:
-        """Steps that are lost where a worker fails."""
+        """Steps that are lost when a worker fails."""
         return 1
 
     def steps_per_update(self, workers: int) -> int:
-        """Steps of the run for each update of one optimizer, on which the learning rate depends."""
+        """Steps of the run per update of one optimizer, which the learning rate depends on."""
         return 1
 
     def require_workers(self, workers: int, server_shards: int) -> None:
@@ -99,7 +99,7 @@ class DownpourConfig(AlgorithmConfig):
     """Minibatches whose gradients are summed for one push."""
     waits_for_fetch: bool = True
     """Whether a replica waits for the parameters that it fetches; else it continues with the ones
-    it has, as algorithm 7.1 of the paper's appendix."""
+    it has, as in algorithm 7.1 of the paper's appendix."""
     local_learning_rate: float = 0.0
     """Learning rate of the plain SGD that a replica applies to its own copy between fetches."""
     warmstart_updates: int = 0
@@ -155,7 +155,7 @@ class SynchronousConfig(AlgorithmConfig):
 
     @property
     def divides_examples(self) -> bool:
-        """Whether workers have samples of their own, as the fastest are not known beforehand."""
+        """Whether workers have samples of their own, since the fastest are not known beforehand."""
         return self.backup_workers > 0
 
     def sharing_workers(self, workers: int) -> int:
@@ -183,9 +183,9 @@ class SynchronousConfig(AlgorithmConfig):
 class StaleSynchronousConfig(AlgorithmConfig):
     """Stale synchronous parallel: asynchronous workers with bounded staleness (Ho et al. 2013).
 
-    As with Downpour, an update is of one worker's minibatch of `batch.global_batch` samples: with a
-    bound of 0 (bulk synchronous) every gradient of a clock is taken at the same parameters, and
-    they are applied one after another.
+    As with Downpour, an update is from one worker's minibatch of `batch.global_batch` samples: with
+    a bound of 0 (bulk synchronous), all gradients of a clock are computed at the same parameters,
+    and applied one after another.
     """
 
     pushes_gradients = True
@@ -204,7 +204,7 @@ class EasgdConfig(AlgorithmConfig):
     """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
 
     Every worker trains its own parameters, in minibatches of `batch.global_batch`; an elastic force
-    draws them towards a centre variable, which is the one evaluated.
+    draws them towards a centre variable, which is evaluated.
     """
 
     name: Literal["easgd"] = "easgd"
@@ -212,7 +212,7 @@ class EasgdConfig(AlgorithmConfig):
     period_steps: int = 1
     """Communication period: minibatches of a worker between its updates of the centre (tau)."""
     moving_rate: float = 0.9
-    """Moving rate of all workers together: at each communication worker and centre move by
+    """Moving rate of all workers together: at each communication, worker and centre move by
     `moving_rate / workers` of their difference (beta = p alpha; 0.9 in the paper)."""
 
     def __post_init__(self) -> None:
@@ -229,7 +229,7 @@ class HogwildConfig(AlgorithmConfig):
     """Hogwild: workers update one shared memory without locks (Niu, Recht, Re & Wright 2011).
 
     The memory is read and written in `server_shards` blocks, at `timing.worker_bytes_per_second`;
-    other workers may write in between. An update is of one worker's minibatch of
+    other workers may write in between. An update is from one worker's minibatch of
     `batch.global_batch`.
     """
 
@@ -282,13 +282,13 @@ class DelayedConfig(AlgorithmConfig):
     """Selects this algorithm."""
     delayed: Literal["gradients", "reads"] = "gradients"
     """What is one step old. gradients: each is applied one update later (tf_cnn_benchmarks' relaxed
-    consistency; the first update is of zeros). reads: the parameters at which gradients are taken
-    (its staged_vars)."""
+    consistency; the first update applies zeros). reads: the parameters at which gradients are
+    computed (its staged_vars)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndependentConfig(AlgorithmConfig):
-    """Workers that do not communicate: an upper bound of speed; the result is that of the first."""
+    """Workers that do not communicate: an upper bound on speed; the first one gives the result."""
 
     divides = "batch"
     waits_for_all = True
@@ -300,9 +300,9 @@ class IndependentConfig(AlgorithmConfig):
 class SandblasterConfig(AlgorithmConfig):
     """Sandblaster L-BFGS: one large batch as a queue of work items (Dean et al. 2012, section 4.2).
 
-    A work item is of `batch.global_batch` samples; the batch is always all training examples, less
-    those that fill no work item, and `train.epochs` counts evaluations of its loss and gradient.
-    There is no learning rate: the line search determines the step.
+    A work item has `batch.global_batch` samples; the batch is always all training examples, except
+    those that do not fill a work item, and `train.epochs` counts evaluations of its loss and
+    gradient. There is no learning rate: the line search determines the step.
     """
 
     divides = "work"
@@ -312,9 +312,9 @@ class SandblasterConfig(AlgorithmConfig):
     memory_size: int = 10
     """History size of L-BFGS: pairs of a step and its change of gradient that are kept."""
     line_search_trials: int = 20
-    """Most step sizes that are tried in one direction, each half of the one before."""
+    """Most step sizes tried in one direction, each half the previous one."""
     backup_copies: int = 1
-    """Further replicas that are given an unfinished work item once the queue is empty."""
+    """Additional replicas that get an unfinished work item once the queue is empty."""
 
     def __post_init__(self) -> None:
         for name in ("memory_size", "line_search_trials"):
@@ -323,7 +323,7 @@ class SandblasterConfig(AlgorithmConfig):
 
 
 # The `variable_update` modes of tf_cnn_benchmarks and the types of MXNet's kvstore. Those that are
-# synchronous SGD differ in the cost of their gradient synchronisation alone.
+# synchronous SGD differ only in the cost of their gradient synchronisation.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +349,7 @@ class VariableUpdateConfig(AlgorithmConfig):
     staged_vars: bool = False
     """Whether parameters are read a step ahead (parameter_server)."""
     variable_consistency: Literal["strong", "relaxed"] = "strong"
-    """relaxed: gradients are those of the step before (replicated)."""
+    """relaxed: gradients are those of the previous step (replicated)."""
     cross_replica_sync: bool = True
     """Whether workers are synchronous (parameter_server); else each updates asynchronously, with a
     minibatch of `batch.global_batch`."""
@@ -393,7 +393,7 @@ class VariableUpdateConfig(AlgorithmConfig):
 
     @property
     def all_reduce_ranges(self) -> tuple[ReduceRange, ...]:
-        """Reduction by which gradient synchronisation without emulated servers is costed."""
+        """Reduction that gives the cost of gradient synchronisation without emulated servers."""
         if self.all_reduce_spec is not None:
             return parse_all_reduce_spec(self.all_reduce_spec)
         usual = {"replicated": "psgpu", "parameter_server": "pscpu"}
@@ -401,7 +401,7 @@ class VariableUpdateConfig(AlgorithmConfig):
 
     @property
     def core(self) -> AlgorithmConfig:
-        """The algorithm that the flags make."""
+        """The algorithm that the flags amount to."""
         mode = self.variable_update
         if mode == "independent":
             return IndependentConfig()
@@ -442,7 +442,7 @@ class KvStoreConfig(AlgorithmConfig):
 
     @property
     def all_reduce_ranges(self) -> tuple[ReduceRange, ...]:
-        """Reduction by which gradient synchronisation without emulated servers is costed."""
+        """Reduction that gives the cost of gradient synchronisation without emulated servers."""
         return parse_all_reduce_spec({"device": "psgpu", "nccl": "nccl"}.get(self.type, "pscpu"))
 
     @property
@@ -473,8 +473,8 @@ class TimingConfig:
     collective_seconds: float | None = None
     """Exposed time of an all-reduce, not overlapped with compute."""
     update_seconds: float = 0.0
-    """Time in which one server applies a gradient of all parameters; for a server that holds a
-    share of them, that share of the time."""
+    """Time in which one server applies a gradient of all parameters; a server that holds a share of
+    them takes that share of the time."""
     latency_seconds: float | None = None
     """Latency of a message between a worker and a server."""
     worker_bytes_per_second: float | None = None
@@ -505,7 +505,7 @@ class StragglersConfig:
     exponential has a cv of 1."""
     cv: float | None = None
     """Coefficient of variation: standard deviation over mean; if absent, that of the cluster's
-    conditions or chip, or 0."""
+    conditions or chip, else 0."""
     slow_share: float = 0.0
     """Share of the workers, 0..1, that are slow all the time."""
     slow_factor: float = 1.0
@@ -534,7 +534,7 @@ class FailuresConfig:
     server_mtbf_seconds: float | None = None
     """Mean time between failures of one server; if absent, none fails."""
     server_restart_seconds: float = 0.0
-    """Time until a failed server restarts, for which messages to it wait; its state survives in
+    """Time until a failed server restarts, during which messages to it wait; its state survives in
     replicas."""
 
     def __post_init__(self) -> None:
@@ -558,9 +558,9 @@ class EmulationConfig:
     server_shards: int = 1
     """Parameter servers, each of which holds a shard of every parameter."""
     compression: GradientSyncConfig | None = None
-    """Compression of the gradients that workers push to servers: fp16, two_bit or top_k, of the
-    shard of a parameter that each server holds (with several, all stacked blocks count as one
-    layer); if absent, none."""
+    """Compression of the gradients that workers push to servers: fp16, two_bit or top_k, applied to
+    the shard of a parameter that each server holds (with several servers, all stacked blocks count
+    as one layer); if absent, none."""
     timing: TimingConfig = field(default_factory=TimingConfig)
     """Durations of compute and communication."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
@@ -584,10 +584,10 @@ class EmulationConfig:
 
     @property
     def core(self) -> AlgorithmConfig:
-        """The algorithm that is emulated, for modes of tf_cnn_benchmarks and MXNet too."""
+        """The algorithm that is emulated, also for modes of tf_cnn_benchmarks and MXNet."""
         return self.algorithm.core
 
     @property
     def sharing_workers(self) -> int:
-        """Workers among whom the samples of a step are divided; 1 where each has all of them."""
+        """Workers among which the samples of a step are divided; 1 if each has all of them."""
         return self.core.sharing_workers(self.workers)

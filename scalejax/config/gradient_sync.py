@@ -1,7 +1,7 @@
 """Config of gradient synchronisation over the data axis: compression, Adasum, local SGD.
 
-Each class checks its own fields when built, and says what follows from them; `checks` compares them
-with the rest of the run, and `training/gradient_sync/` builds what they name.
+Each class checks its own fields when built, and derives what follows from them; `checks` compares
+them with the rest of the run, and `training/gradient_sync/` builds what they name.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class GradientSyncConfig(Family):
 
     name: str
     averages_parameters: ClassVar[bool] = False
-    """Whether devices train parameters of their own, which are averaged in place of gradients."""
+    """Whether devices train their own parameters, which are averaged instead of gradients."""
     is_lossy: ClassVar[bool] = False
-    """Whether what a device sends may not show that its gradient overflowed."""
+    """Whether what a device sends may hide that its gradient overflowed."""
 
     @property
     def compresses(self) -> bool:
@@ -38,13 +38,13 @@ class GradientSyncConfig(Family):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether each device keeps state of its own from one step to the next."""
+        """Whether each device keeps its own state from one step to the next."""
         return self.averages_parameters or getattr(self, "error_feedback", False)
 
     @property
     def paired_by(self) -> str | None:
-        """What takes devices in pairs, whose number must then be a power of two; None if nothing
-        does."""
+        """The setting that pairs devices, whose number must then be a power of two; None if there
+        is none."""
         return None
 
     def shares(self, epochs: int) -> dict[str, float]:
@@ -53,7 +53,7 @@ class GradientSyncConfig(Family):
         return {}
 
     def require_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Refuse optimizers that this method does not go with."""
+        """Refuse optimizers that this method does not work with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,11 @@ class AdasumConfig(GradientSyncConfig):
     """Adasum of the gradients, layer by layer: orthogonal gradients are summed, parallel ones
     averaged (Maleki et al. 2020, arXiv 2006.02924).
 
-    It combines gradients, as Horovod's `allreduce(op=Adasum)`, for the optimizer "sgd", whose
-    momentum is then of combined gradients. Horovod's `DistributedOptimizer(op=Adasum)` combines the
-    updates that each device's own optimizer makes, momentum and weight decay included: the same
-    without these two. That, with any optimizer, is local_sgd with `every_steps = 1` and
-    `reduction = "adasum"`.
+    It combines gradients, like Horovod's `allreduce(op=Adasum)`, for the optimizer "sgd", whose
+    momentum then accumulates combined gradients. Horovod's `DistributedOptimizer(op=Adasum)`
+    combines the updates of each device's own optimizer, including momentum and weight decay:
+    without these two, the results are the same. For that, with any optimizer, use local_sgd with
+    `every_steps = 1` and `reduction = "adasum"`.
     """
 
     name: Literal["adasum"]
@@ -90,7 +90,7 @@ class AdasumConfig(GradientSyncConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16Config(GradientSyncConfig):
-    """Gradients cast to float16 and summed in it, as Horovod's `Compression.fp16`."""
+    """Gradients cast to float16 and summed in it, like Horovod's `Compression.fp16`."""
 
     name: Literal["fp16"]
     """Selects this method."""
@@ -102,17 +102,17 @@ class Fp16Config(GradientSyncConfig):
 class TwoBitConfig(GradientSyncConfig):
     """Gradients quantised to threshold, 0 or -threshold, in two bits each (MXNet's "2bit").
 
-    An all-gather: each device receives the bits of all others, from 32 devices on more than an
-    all-reduce of float32 would send.
+    An all-gather: each device receives the bits of all others, which from 32 devices on is more
+    than an all-reduce of float32 would send.
     """
 
     is_lossy = True
     name: Literal["two_bit"]
     """Selects this method."""
     threshold: float = 0.5
-    """Least magnitude of an entry that is sent, and the magnitude that is sent; of gradients summed
-    over the samples of a device, as MXNet's, so that for their mean it is threshold / samples; of
-    those that count, the mean over the devices."""
+    """Least magnitude of an entry that is sent, and the magnitude that is sent, for gradients
+    summed over the samples of a device, as in MXNet: for their mean it is threshold / samples,
+    where samples are those that count, averaged over the devices."""
     error_feedback: bool = True
     """Whether each device adds the quantisation error to its next gradient, as MXNet does."""
 
@@ -132,7 +132,7 @@ class TopKConfig(GradientSyncConfig):
     name: Literal["top_k"]
     """Selects this method."""
     fraction: float = 0.001
-    """Share of the entries that is sent, at least one of each layer; 0.001 as in Lin et al."""
+    """Share of the entries that is sent, at least one per layer; 0.001 as in Lin et al."""
     error_feedback: bool = True
     """Whether each device adds the entries that were not sent to its next gradient."""
 
@@ -140,7 +140,7 @@ class TopKConfig(GradientSyncConfig):
         require_fraction("gradient_sync.fraction", self.fraction)
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: beside those of the base of a family
+@dataclass(frozen=True, kw_only=True)  # no slots: they conflict with those of a family's base
 class LocalSgdRounds:
     """Averages of local SGD, trained or emulated, and the outer step towards them."""
 
@@ -150,7 +150,7 @@ class LocalSgdRounds:
     """Nesterov momentum of the outer step (DiLoCo, Douillard et al. 2023: 0.9); 0 for none."""
 
     def require_rounds(self, table: str, every_steps: int | None) -> None:
-        """Refuse what cannot be, by the names of fields of `table`."""
+        """Refuse impossible values, with the names of the fields in `table`."""
         require_at_least(f"{table}.every_steps", 1 if every_steps is None else every_steps, 1)
         require_above(f"{table}.outer_learning_rate", self.outer_learning_rate, 0)
         if not 0 <= self.outer_momentum < 1:
@@ -165,7 +165,7 @@ class LocalSgdConfig(LocalSgdRounds, GradientSyncConfig):
 
     Each device has its own optimizer state and BatchNorm statistics; the statistics are averaged
     with the parameters, the optimizer state is not. A device without a row that counts makes no
-    update; averages are over all devices alike. Evaluation and the final weights use the average.
+    update; averages weight all devices equally. Evaluation and the final weights use the average.
     With outer rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023, arXiv 2311.08105,
     algorithm 1).
     """
@@ -179,8 +179,8 @@ class LocalSgdConfig(LocalSgdRounds, GradientSyncConfig):
     """Epoch until which gradients are averaged in every step (post-local SGD; Lin et al. 2018,
     arXiv 1808.07217)."""
     reduction: Literal["mean", "adasum"] = "mean"
-    """What devices go on from: the mean of their parameters; or the last average plus Adasum of how
-    far each has moved from it, which with `every_steps = 1` is Horovod's
+    """What devices continue from: the mean of their parameters; or the last average plus Adasum of
+    each device's move away from it, which with `every_steps = 1` is Horovod's
     `DistributedOptimizer(op=Adasum)`."""
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class LocalSgdConfig(LocalSgdRounds, GradientSyncConfig):
         return {SYNCHRONOUS: before, AVERAGE: (1 - before) / self.every_steps}
 
     def require_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Refuse those that average their iterates."""
+        """Refuse optimizers that average their iterates."""
         if optimizer.averages_iterates:
             accepted = (
                 'it evaluates an average of its own, as gradient_sync.name="local_sgd"; use another'

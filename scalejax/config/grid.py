@@ -2,9 +2,9 @@
 
 The grammar and its precedence are those of HPE's Deep Learning Benchmarking Suite
 (github.com/HewlettPackard/dlcookbook-dlbs, `experimenter.py`, 2022): values are JSON; every
-combination of the variables is merged over the parameters; then extensions, in order, override
-or fork the combinations that match them. Knows fields as dotted names and values, not what they
-mean.
+combination of the variables is merged over the parameters; then extensions, in order, override or
+fork the combinations that match them. Knows fields as dotted names and values, but not their
+meaning.
 """
 
 import itertools
@@ -31,8 +31,8 @@ class Extension:
     """Replacement of fields in the runs that match a condition."""
 
     condition: Fields
-    """Accepted value of each field, or a list of them; a text is a regular expression that matches
-    the whole value. Empty: every run."""
+    """Accepted value of each field, or a list of them; a string is a regular expression that
+    matches the whole value. Empty: every run."""
     parameters: Fields
     """Fields that are replaced."""
     cases: tuple[Fields, ...]
@@ -46,7 +46,7 @@ class Extension:
         )
 
     def applied(self, fields: Fields) -> list[Fields]:
-        """Fields of the runs that a run with `fields` is replaced by."""
+        """Fields of the runs that replace a run with `fields`."""
         return [fields | self.parameters | case for case in self.cases or ({},)]
 
 
@@ -55,7 +55,7 @@ class Range:
     """Range of a hyper-parameter for a search."""
 
     low: float
-    """Smallest value; a whole number, as `high`, if the field is one."""
+    """Smallest value; like `high`, a whole number if the field is one."""
     high: float
     """Largest value."""
     log: bool
@@ -69,14 +69,14 @@ class Grammar:
     parameters: Fields
     """-P: fields of every run."""
     variables: dict[str, list[JsonValue]]
-    """-V: values of which every combination is a run."""
+    """-V: values; every combination of them is a run."""
     extensions: tuple[Extension, ...] = ()
     """-E: extensions, in order."""
     ranges: dict[str, Range] = field(default_factory=dict)
     """-V with low and high: for searches, which choose values before runs are planned."""
 
     def expanded(self, file: Mapping[str, JsonValue]) -> list[Fields]:
-        """The fields that each run replaces in its file, templates resolved; the last variable
+        """The fields that each run replaces in its file, with templates resolved; the last variable
         changes fastest.
 
         Precedence: file < parameters < variables < extensions.
@@ -85,7 +85,7 @@ class Grammar:
             file: fields of the run.toml by dotted name, which conditions and templates see.
 
         Raises:
-            ConfigError: if a template names no field, or itself, or a variable is a range.
+            ConfigError: if a template names an unknown field or itself, or a variable is a range.
         """
         for name in self.ranges:
             accepted = "a range is for --optuna to choose from; give a list of values"
@@ -97,7 +97,7 @@ class Grammar:
         """Refuse an extension whose condition no run matches.
 
         Raises:
-            ConfigError: naming the condition, and how to give a field that no run has.
+            ConfigError: naming the condition, and how to add a field that no run has.
         """
         _, unmet = self._extended(file)
         known = {*file, *self.parameters, *self.named_fields()}
@@ -132,7 +132,7 @@ class Grammar:
         return runs, unmet
 
     def named_fields(self) -> list[str]:
-        """Every field that runs may differ in, in the order in which they were named."""
+        """Every field in which runs may differ, in the order in which they were named."""
         changed = (
             fields
             for extension in self.extensions
@@ -144,10 +144,10 @@ class Grammar:
 def parse_grammar(
     parameters: Iterable[str], variables: Iterable[str], extensions: Iterable[str]
 ) -> Grammar:
-    """The grammar parsed from texts such as 'train.epochs=3', 'seed=[0,1]' and '{"cases": [...]}'.
+    """The grammar in strings such as 'train.epochs=3', 'seed=[0,1]' and '{"cases": [...]}'.
 
     Raises:
-        ConfigError: if a text is not of its form, naming what is accepted.
+        ConfigError: if a string is malformed, naming what is accepted.
     """
     pairs = [_current_pair(*_variable(text)) for text in variables]
     return Grammar(
@@ -163,7 +163,7 @@ def parse_grammar(
 def _current_pair(
     name: str, values: list[JsonValue] | Range
 ) -> tuple[str, list[JsonValue] | Range]:
-    """A variable under the names that fields and values have now."""
+    """A variable under the current names of fields and values."""
     if isinstance(values, Range):
         return current_name(name), values
     ((now, listed),) = current_fields({name: values}).items()
@@ -188,7 +188,7 @@ def _json(field: str, text: str) -> JsonValue:
 
 
 def _suggestion(field: str, text: str) -> str:
-    """A hint with the JSON that was most likely meant; empty for nested values."""
+    """A hint with the JSON that was probably meant; empty for nested values."""
     bare = text.strip().strip("'\"")
     if "{" in bare or "[" in bare[1:] or bare != shortened(bare):
         return ""
@@ -268,7 +268,7 @@ def flat_fields(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
 
 
 def fields_of(described: object) -> Fields:
-    """The fields of a dataclass and of those in it, by dotted name."""
+    """The fields of a dataclass and of nested ones, by dotted name."""
     return flat_fields(cast(Fields, plain(described)))
 
 
@@ -279,7 +279,7 @@ def _as_list(value: JsonValue) -> list[JsonValue]:
 def _matches_value(value: JsonValue, wanted: JsonValue) -> bool:
     if isinstance(wanted, str) and isinstance(value, str):
         return wanted == value or re.fullmatch(wanted, value) is not None
-    # True equals 1 in Python, and not in JSON.
+    # True equals 1 in Python, but not in JSON.
     return isinstance(wanted, bool) == isinstance(value, bool) and wanted == value
 
 
@@ -287,12 +287,12 @@ def _matches_value(value: JsonValue, wanted: JsonValue) -> bool:
 
 
 def _with_templates_resolved(fields: Fields, known: Mapping[str, JsonValue]) -> Fields:
-    """`fields` with the templates in their texts replaced by values of `known`."""
+    """`fields` with the templates in their strings replaced by values of `known`."""
     return {name: _resolved(value, known, (name,)) for name, value in fields.items()}
 
 
 def _resolved(value: JsonValue, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
-    """`value` with templates resolved; a text that is one template alone takes the type of the
+    """`value` with templates resolved; a string that is a single template takes the type of the
     value that it names."""
     if isinstance(value, list):
         return [_resolved(each, known, path) for each in value]
@@ -307,7 +307,7 @@ def _resolved(value: JsonValue, known: Mapping[str, JsonValue], path: tuple[str,
 
 
 def _template_value(name: str, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
-    """The value of the template ${name}: of a field, or else of an environment variable."""
+    """The value of the template ${name}: that of a field, or else of an environment variable."""
     if name in path:
         cycle = " -> ".join((*path[path.index(name) :], name))
         raise ConfigError(refusal(path[0], f"${{{name}}}", f"it names itself: {cycle}"))

@@ -1,4 +1,4 @@
-"""Config of the input pipeline: augmentation, workers, prefetch. Reads and changes no data."""
+"""Config of the input pipeline: augmentation, workers, prefetch. Neither reads nor changes data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,25 +6,25 @@ from typing import Literal
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 MOST_HUE = 0.5
-"""Largest rotation of hues: half a circle to either side reaches all of them."""
+"""Largest rotation of hues: half a circle to either side reaches every hue."""
 MOST_MAGNITUDE = 30
 """Largest magnitude of RandAugment's operations."""
 MOST_OPERATIONS = 14
-"""As many as RandAugment has."""
+"""Number of operations in RandAugment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandAugmentConfig:
-    """RandAugment (Cubuk et al. 2019, arXiv 1909.13719): operations drawn anew for each image of 14
-    that are alike probable, one after the other: identity, shear and translation along x and y,
+    """RandAugment (Cubuk et al. 2019, arXiv 1909.13719): operations drawn for each image from 14
+    equally likely ones, applied one after the other: identity, shear and translation along x and y,
     rotation, brightness, colour, contrast, sharpness, posterize, solarize, autocontrast, equalize.
     """
 
     operations: int = 2
-    """Operations for each image (N of the paper)."""
+    """Operations per image (N in the paper)."""
     magnitude: int = 9
-    """Their strength (M), 0 to 30, at which they are those of AutoAugment at 10: shears of 0.3,
-    rotations of 30 degrees. In steps, and with defaults, of torchvision's RandAugment."""
+    """Their strength (M), 0 to 30; at 30 they are those of AutoAugment at 10: shears of 0.3,
+    rotations of 30 degrees. Steps and defaults are those of torchvision's RandAugment."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -44,7 +44,7 @@ class AugmentationConfig:
 
     Applied in this order: crop or shift, flip, RandAugment or TrivialAugment, colour jitter,
     erasing, mixup or CutMix. Test examples are never augmented. The augmentation of an example
-    depends on the seed of the run, the epoch and the index of the example alone.
+    depends only on the seed of the run, the epoch and the index of the example.
     """
 
     crop_area: tuple[float, float] | None = None
@@ -59,10 +59,10 @@ class AugmentationConfig:
     flip: bool = False
     """Whether images are mirrored left to right with probability 1/2."""
     rand_augment: RandAugmentConfig | None = None
-    """RandAugment; if absent, none. `{}` has its defaults."""
+    """RandAugment; if absent, none. `{}` gives its defaults."""
     trivial_augment: bool = False
     """TrivialAugment (Müller & Hutter 2021, arXiv 2103.10158): one of RandAugment's operations for
-    each image, of a strength that is drawn too, from its wide ranges: to 32 pixels, whatever the
+    each image, with a strength also drawn, from its wide ranges: up to 32 pixels, whatever the
     size. Not with `rand_augment`."""
     brightness: float = 0.0
     """x: pixels are multiplied by a factor in [1 - x, 1 + x]. Brightness, contrast, saturation and
@@ -80,21 +80,21 @@ class AugmentationConfig:
     erase_area: tuple[float, float] = (0.02, 0.33)
     """Least and largest share of the image's area that is erased (the paper: 0.02 to 0.4)."""
     erase_aspect: tuple[float, float] = (0.3, 3.3)
-    """Least and largest aspect ratio of what is erased, height over width; uniform in the
+    """Least and largest aspect ratio of the erased rectangle, height over width; uniform in the
     logarithm."""
     evaluation_crop: float = 1.0
-    """Share of the shorter side that the centre crop of evaluation keeps, of encoded images: 0.875
-    is a shorter side of 256 of which 224 are kept (He et al. 2015, arXiv 1512.03385, section 3.4).
+    """Share of the shorter side of encoded images that the centre crop of evaluation keeps: 0.875
+    keeps 224 of a shorter side of 256 (He et al. 2015, arXiv 1512.03385, section 3.4).
     """
     mixup_alpha: float = 0.0
-    """Mixup of neighbouring pairs of a batch, and of their losses, each example with its own weight
+    """Mixup of neighbouring pairs in a batch, and of their losses, each example with its own weight
     from Beta(alpha, alpha) (Zhang et al. 2017, arXiv 1710.09412; there 0.1 to 0.4); 0 for none."""
     cutmix_alpha: float = 0.0
-    """CutMix of neighbouring pairs of a batch: a rectangle of each image is that of its neighbour,
-    of an area from Beta(alpha, alpha), and the losses are weighted by areas (Yun et al. 2019, arXiv
-    1905.04899, where alpha is 1); 0 for none. Not with `mixup_alpha`."""
+    """CutMix of neighbouring pairs in a batch: a rectangle of each image is replaced by its
+    neighbour's, with an area from Beta(alpha, alpha), and the losses are weighted by areas (Yun et
+    al. 2019, arXiv 1905.04899, where alpha is 1); 0 for none. Not with `mixup_alpha`."""
     cutmix_probability: float = 1.0
-    """Probability with which an image is cut at all (the paper: 1 on ImageNet, 0.5 on CIFAR)."""
+    """Probability that an image is cut at all (the paper: 1 on ImageNet, 0.5 on CIFAR)."""
 
     def __post_init__(self) -> None:
         area = self.crop_area
@@ -152,12 +152,12 @@ class AugmentationConfig:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether pixels of an image are changed: by anything but mixup and CutMix."""
+        """Whether pixels of an image are changed by anything but mixup and CutMix."""
         return self.crop_area is not None or self.finishes
 
     @property
     def operations(self) -> int:
-        """Operations of RandAugment or TrivialAugment for each image."""
+        """Operations of RandAugment or TrivialAugment per image."""
         if self.rand_augment is not None:
             return self.rand_augment.operations
         return int(self.trivial_augment)
@@ -183,21 +183,21 @@ class InputConfig:
 
     workers: int | Literal["auto"] = 0
     """Worker processes per host that make training batches, one core each; 0: threads of the
-    training process; "auto": as many as a measurement at the start finds best. Batches are
-    identical bit by bit. Evaluation, and runs of a sweep that train together, use threads."""
+    training process; "auto": as many as a measurement at the start finds best. Batches are bitwise
+    identical in all cases. Evaluation, and runs of a sweep that train together, use threads."""
     read_ahead_batches: int = 4
     """Batches that are prefetched; each worker process prefetches two or more."""
     memory_bytes: int = 2**32
-    """Most memory that prefetched batches take; fewer are prefetched where they need more. Memory
-    that a data set keeps its rows in is a field of the data set, and shared by its processes."""
+    """Most memory that prefetched batches take; fewer are prefetched if they need more. Memory that
+    a data set keeps its rows in is a field of the data set, and shared by its processes."""
     remainder: Literal["drop", "pad"] = "drop"
-    """Handling of the last examples of an epoch, too few for a batch. drop: they are left out. pad:
-    the batch is padded with rows of weight 0, so that an epoch sees every example."""
+    """Handling of the last examples of an epoch, if too few for a batch. drop: they are left out.
+    pad: the batch is padded with rows of weight 0, so that an epoch sees every example."""
     unreadable: Literal["refuse", "skip"] = "refuse"
     """Handling of an example that cannot be decoded or is invalid. refuse: it ends the run. skip:
-    it has weight 0 (in its place is the row beside it, or zeros if that is unreadable too), and the
-    record says how many were skipped and why. A file that is damaged as a whole, or that the
-    system cannot read, always ends the run."""
+    it has weight 0 (and is replaced by a neighbouring row, or by zeros if that is unreadable too),
+    and the record says how many were skipped and why. A file that is damaged as a whole, or that
+    the system cannot read, always ends the run."""
     augmentation: AugmentationConfig | None = None
     """Random augmentation of images; if absent, none."""
 

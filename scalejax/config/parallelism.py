@@ -22,7 +22,7 @@ DATA = "data"
 FSDP = "fsdp"
 """Mesh axis over which both the batch and the parameters are sharded (ZeRO 3)."""
 EXPERT = "expert"
-"""Mesh axis over which the batch is sharded, and of the parameters those of experts alone."""
+"""Mesh axis over which the batch and the parameters of experts are sharded, but no others."""
 CONTEXT = "context"
 """Mesh axis over which the tokens of a sample are sharded."""
 TENSOR = "tensor"
@@ -35,7 +35,7 @@ BATCH_AXES = (DATA, FSDP, EXPERT)
 """The axes that shard the batch."""
 
 MODEL_AXES = (PIPELINE, FSDP, EXPERT, CONTEXT, TENSOR)
-"""The axes whose sizes a run gives: the data axis takes the devices that they leave."""
+"""The axes whose sizes a run gives; the data axis takes the remaining devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Layout:
 
     @property
     def batch_axes(self) -> str:
-        """The axes that shard the batch, as refusals name their product: "data*fsdp", and
-        "*expert" where that axis is used."""
+        """The axes that shard the batch, written as a product for refusals: "data*fsdp", with
+        "*expert" if that axis is used."""
         return "data*fsdp" if self.expert == 1 else "data*fsdp*expert"
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Layout:
 
 
 def fill_data_axis(device_count: int, **others: int) -> Layout:
-    """The layout of `device_count` devices whose data axis takes what the other axes leave.
+    """The layout of `device_count` devices whose data axis takes those that the other axes leave.
 
     Args:
         device_count: devices in the run.
@@ -111,11 +111,10 @@ def fill_data_axis(device_count: int, **others: int) -> Layout:
 
 
 def stage_layers(layers: int, stages: int, before: int = 0) -> tuple[int, ...]:
-    """Layers of each pipeline stage: as equal as possible, the first stages one more than others.
+    """Layers of each pipeline stage: as equal as possible, with one more in the first stages.
 
     The last ones are shorter, because the last stage also has the output layer wherever stages do
-    not share it. Where the first stage computes `before` layers that come before these, it has so
-    many fewer.
+    not share it. If the first stage also computes `before` earlier layers, it has that many fewer.
     """
     least, long_stages = divmod(layers + before, stages)
     first, *others = (least + 1,) * long_stages + (least,) * (stages - long_stages)
@@ -127,9 +126,9 @@ def stage_layers(layers: int, stages: int, before: int = 0) -> tuple[int, ...]:
 def balanced_layers(
     layers: int, stages: int, layer_weights: int, output_weights: int
 ) -> tuple[int, ...]:
-    """Layers of each pipeline stage as nanotron deals them (PipelineBlock, and
-    get_block_compute_costs of its models): by weights, those of the output layer among them, in
-    order; a stage takes layers until all so far exceed its share."""
+    """Layers of each pipeline stage as nanotron assigns them (PipelineBlock, and
+    get_block_compute_costs of its models): in order and by weights, including those of the output
+    layer; a stage takes layers until the sum so far exceeds its share."""
     total = layers * layer_weights + output_weights
     counts, stage = [0] * stages, 0
     for index in range(layers):
@@ -144,7 +143,7 @@ ContextStrategy = Literal["all_gather", "ring", "all_to_all"]
 
 
 _MOST_DEVICES = 2**20
-"""For which others are suggested."""
+"""Most devices for which other numbers are suggested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +171,9 @@ class BatchSplit:
             raise ConfigError(refusal("batch.global_batch", self.global_batch, accepted))
 
     def _fitting_devices(self) -> list[int]:
-        """The nearest fewer and more devices with the same other axes that the batch divides over,
-        up to twice as many; none for more devices than any cluster has, which would take long."""
+        """The nearest smaller and larger numbers of devices (up to twice as many) that divide the
+        batch, with the same other axes; none beyond the size of any cluster, which would take
+        long."""
         shards, devices = self.layout.batch_shards, self.layout.device_count
         if devices > _MOST_DEVICES:
             return []
@@ -195,9 +195,9 @@ class BatchSplit:
 
 
 def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None) -> int:
-    """Number of groups into which the samples of one forward pass are cut for BatchNorm.
+    """Number of groups into which the samples of one forward pass are divided for BatchNorm.
 
-    Global statistics are one group; local ones a group per device, or groups of `group_size`
+    Global statistics are one group; local ones are a group per device, or groups of `group_size`
     samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677): several in a device
     (ghost batches; Hoffer et al. 2017, arXiv 1705.08741), or one of several devices.
 

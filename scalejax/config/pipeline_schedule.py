@@ -1,7 +1,7 @@
 """Schedules of a pipeline: which pass of which microbatch a stage computes, and when.
 
-One table for whoever asks: the trainer runs it, the simulator costs it. Knows nothing of what a
-pass computes and how long it takes.
+The trainer runs the same table that the simulator costs. Does not know what a pass computes or how
+long it takes.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from typing import Literal, NamedTuple
 TrainedSchedule = Literal["gpipe", "1f1b", "zb_h1"]
 """Order of the microbatches of a pipeline: all forward and then all backward (GPipe; Huang et al.
 2018, arXiv 1811.06965); alternating (1F1B, PipeDream-Flush; Narayanan et al. 2021, arXiv
-2104.04473, section 2.2), interleaved where stages have chunks; or alternating with the gradients of
-weights in a pass of their own, which fills part of the bubble (ZB-H1; Qi et al. 2023, arXiv
-2401.10241, section 3)."""
+2104.04473, section 2.2), interleaved if stages have chunks; or alternating with the gradients of
+weights in a separate pass, which fills part of the bubble (ZB-H1; Qi et al. 2023, arXiv 2401.10241,
+section 3)."""
 
 PipelineSchedule = Literal[TrainedSchedule, "dualpipe"]
-"""`TrainedSchedule`, or one that is costed but not trained: microbatches from both ends, of which a
-device computes a forward pass of one way beside a backward pass of the other (DualPipe; DeepSeek-AI
-2024, arXiv 2412.19437, section 3.2.1)."""
+"""`TrainedSchedule`, or one that is costed but not trained: microbatches enter from both ends, and
+a device computes a forward pass of one direction together with a backward pass of the other
+(DualPipe; DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1)."""
 
 PassKind = Literal["forward", "backward", "weights"]
-"""What a stage computes of a microbatch: its output; the gradients of its input and its weights;
-with "zb_h1", where "backward" is the gradient of its input alone, that of its weights."""
+"""What a stage computes for a microbatch: its output; the gradients of its input and its weights;
+with "zb_h1", where "backward" is only the former, the gradient of its weights."""
 
 GATES = (
     "forward_pass",
@@ -32,19 +32,19 @@ GATES = (
     "last_part",
     "layer_of_stage",
 )
-"""Scopes of what only some stages compute in a slot, by which a compiled step is read: passes, and
-in them what comes before the layers of the first stage, the output layer of the last, and layers of
-those that have most."""
+"""Scopes of what only some stages compute in a slot, which identify it in a compiled step: passes,
+and within them what precedes the layers of the first stage, the output layer of the last, and
+layers of the stages that have most."""
 
 EXCHANGE = "stage_exchange"
-"""Scope of the two exchanges between stages that follow slots in turn."""
+"""Scope of the two exchanges between stages, which alternately follow slots."""
 
 
 class PipelineTicks(NamedTuple):
     """Ticks of a pipeline stage in one step: in each, one chunk of its layers takes a microbatch.
 
-    After each it sends activations, or gradients, to the next stage. There are as many in every
-    schedule, which sets what is held meanwhile.
+    After each tick it sends activations, or gradients, to the next stage. All schedules have the
+    same number of ticks; they differ in what is held meanwhile.
     """
 
     schedule: PipelineSchedule
@@ -63,18 +63,17 @@ class PipelineTicks(NamedTuple):
 
     @property
     def idle(self) -> int:
-        """Ticks without one, while the first arrives and the last returns: the bubble, of
-        (stages - 1) / chunks microbatches (Narayanan et al. 2021, section 2.2). With "zb_h1" a
-        stage is idle for as long as for a forward and a backward pass of such ticks, less the time
-        of a pass over weights (Qi et al. 2023, section 3.1 and table 2); with "dualpipe" each is as
-        long as a pair of passes and a backward pass, less three passes over weights (DeepSeek-AI
-        2024, table 2)."""
+        """Ticks without a microbatch, while the first arrives and the last returns: the bubble, of
+        (stages - 1) / chunks microbatches (Narayanan et al. 2021, section 2.2). With "zb_h1" each
+        idle tick lasts as long as a forward and a backward pass, less the time of a pass over
+        weights (Qi et al. 2023, section 3.1 and table 2); with "dualpipe" as long as a pair of
+        passes and a backward pass, less three passes over weights (DeepSeek-AI 2024, table 2)."""
         return self.stages // 2 - 1 if self.schedule == "dualpipe" else self.stages - 1
 
     @property
     def paired(self) -> int:
-        """With "dualpipe", forward passes of one way that a device in the middle computes beside a
-        backward pass of the other: that device is idle for longest. Else 0."""
+        """With "dualpipe", the forward passes of one direction that a device in the middle, which
+        is idle longest, computes together with a backward pass of the other; else 0."""
         if self.schedule != "dualpipe":
             return 0
         middle = dualpipe(self.stages, self.microbatches, self.stages // 2)
@@ -84,10 +83,9 @@ class PipelineTicks(NamedTuple):
     def in_flight(self) -> float:
         """Microbatches whose activations the first stage holds at once.
 
-        GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved
-        1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
-        section 4.2.3); DualPipe one more than there are stages, of both ways together; none more
-        than all.
+        GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved 1 + (stages - 1) /
+        (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3);
+        DualPipe one more than there are stages, both directions together; none holds more than all.
         """
         if self.schedule == "gpipe":
             return self.microbatches
@@ -109,20 +107,20 @@ class Pass(NamedTuple):
 
 
 _Span = tuple[Pass, int, int]
-"""A pass, and the first and last slot in which something of it is held."""
+"""A pass, and the first and last slot in which something from it is held."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Passes of all stages, in slots of time in which a stage computes one pass or none.
+    """Passes of all stages, in time slots in which a stage computes at most one pass.
 
-    Stages exchange their results between slots. A slot is as long as what neighbours wait for.
+    Stages exchange their results between slots. A slot lasts as long as what neighbours wait for.
     """
 
     ticks: PipelineTicks
     """Its schedule, stages, microbatches and chunks."""
     slots: tuple[tuple[Pass | None, ...], ...]
-    """[slot][stage]: the pass that the stage computes; None where it is idle."""
+    """[slot][stage]: the pass that the stage computes; None if it is idle."""
 
     @cached_property
     def when(self) -> dict[tuple[int, Pass], int]:
@@ -135,9 +133,9 @@ class Timetable:
         }
 
     def sends(self, stage: int, done: Pass) -> tuple[int, Pass] | None:
-        """(stage, pass) that waits for the result of the pass `done` of `stage`: behind the last
+        """(stage, pass) that waits for the result of the pass `done` of `stage`: after the last
         layers that is the backward pass of the same stage, which waits for the gradient of the
-        loss; None behind the first layers, and for gradients of weights."""
+        loss; None after the backward pass of the first layers, and for gradients of weights."""
         last_stage, last_chunk = self.ticks.stages - 1, self.ticks.chunks - 1
         if done.kind == "forward":
             if stage < last_stage:
@@ -152,7 +150,7 @@ class Timetable:
         return None if done.chunk == 0 else (last_stage, done._replace(chunk=done.chunk - 1))
 
     def _spans(self, stage: int, first: PassKind, last: PassKind) -> list[_Span]:
-        """What `stage` holds from its pass of kind `first` until that of kind `last` has ended."""
+        """What `stage` holds from its pass of kind `first` until the end of that of kind `last`."""
         return [
             (each, slot, self.when[stage, each._replace(kind=last)])
             for (owner, each), slot in self.when.items()
@@ -165,8 +163,8 @@ class Timetable:
         return "weights" if self.ticks.schedule == "zb_h1" else "backward"
 
     def saved(self, stage: int) -> dict[Pass, int]:
-        """Place in a buffer of what each forward pass of `stage` saves for the backward pass; a
-        place is used again when it is free."""
+        """Place in a buffer of what each forward pass of `stage` saves for the backward pass;
+        places are reused when free."""
         return _places(self._spans(stage, "forward", self._last))
 
     def unweighed(self, stage: int) -> dict[Pass, int]:
@@ -176,8 +174,8 @@ class Timetable:
         return _places(self._spans(stage, "backward", "weights"))
 
     def received(self, stage: int, kind: PassKind) -> dict[Pass, int]:
-        """Place of the result of another stage that each pass of `kind` of `stage` waits for, from
-        when it is sent until the pass begins."""
+        """Place of the result from another stage that each pass of `kind` of `stage` waits for,
+        from sending it until the pass begins."""
         spans = []
         for (sender, done), slot in self.when.items():
             waiting = self.sends(sender, done)
@@ -187,7 +185,7 @@ class Timetable:
 
 
 def _places(spans: list[_Span]) -> dict[Pass, int]:
-    """The lowest place for each that is free in all its slots."""
+    """For each pass, the lowest place that is free in all its slots."""
     places: dict[Pass, int] = {}
     until: list[int] = []
     for each, start, end in sorted(spans, key=lambda span: span[1]):
@@ -201,14 +199,14 @@ def _places(spans: list[_Span]) -> dict[Pass, int]:
 def timetable(ticks: PipelineTicks) -> Timetable:
     """The passes of every stage in the schedule of `ticks`.
 
-    Every microbatch goes once forward and once backward through every chunk of every stage, and
-    nothing is computed before what it waits for was sent. Microbatches go through chunks in groups
-    of as many as there are stages, which divide them.
+    Every microbatch passes once forward and once backward through every chunk of every stage, and
+    nothing is computed before what it waits for has been sent. Microbatches pass through chunks in
+    groups of as many as there are stages, whose number divides them.
 
-    GPipe: a slot later on each stage. 1F1B: neighbours alternate, one forward while the other is
-    backward, so that each holds as few as the paper says. Interleaved: all stages go forward in
-    one slot and backward in the next. ZB-H1: what is most urgent of what can be computed, in the
-    limits of 1F1B's memory.
+    GPipe: each stage is one slot later. 1F1B: neighbours alternate, one forward while the other is
+    backward, so that each holds as few as the paper says. Interleaved: all stages run forward in
+    one slot and backward in the next. ZB-H1: the most urgent pass that can be computed within
+    1F1B's memory.
     """
     if ticks.schedule == "zb_h1":
         return Timetable(ticks, _zero_bubble(ticks))
@@ -242,20 +240,20 @@ def timetable(ticks: PipelineTicks) -> Timetable:
 
 @cache
 def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, ...], ...]:
-    """What a device of DualPipe computes, in order: one pass, or two beside each other.
+    """What a device of DualPipe computes, in order: one pass, or two together.
 
-    Device i holds stage i for the microbatches that enter at the first device, and stage
-    `stages` - 1 - i for those that enter at the last, half of all each; the `chunk` of a pass is
-    which way it goes, 0 or 1. A "backward" pass is of the input alone where "weights" of the same
-    microbatch follow.
+    Device i holds stage i for the microbatches that enter at the first device, and stage `stages` -
+    1 - i for those that enter at the last, half of all each; the `chunk` of a pass is its
+    direction, 0 or 1. A "backward" pass computes only the gradient of the input if "weights" of the
+    same microbatch follow.
 
     Args:
-        stages: stages, and devices, an even number.
-        microbatches: of both ways, an even number, and at least twice the stages.
+        stages: number of stages, and of devices; even.
+        microbatches: microbatches of both directions, an even number, at least twice the stages.
         device: index of the device.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, figure 5; the order near the ends is that of
-        github.com/deepseek-ai/DualPipe, which refuses other numbers too.
+    github.com/deepseek-ai/DualPipe, which also refuses other numbers.
     """
     half, from_end = stages // 2, min(device, stages - 1 - device)
     near, far = (0, 1) if device < half else (1, 0)
@@ -290,7 +288,7 @@ def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, .
         made.append((open_weights.pop(0),))
         forward(far)
     for index in range(microbatches // 2 - stages + from_end + 1):
-        if index == 0 and between == 0:  # apart, for a shorter bubble
+        if index == 0 and between == 0:  # separately, for a shorter bubble
             forward(near)
             backward(far)
         else:
@@ -299,7 +297,7 @@ def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, .
     for _ in range(between):
         backward(far)
         pair(far, near)
-    # Weights wait in the second half of the last whole passes, to fill the bubble behind them.
+    # Weights wait in the second half of the last whole passes, to fill the bubble after them.
     for index in range(2 * (from_end + 1)):
         backward(near if index % 2 else far, of_input=index > from_end)
     for _ in range(between):
@@ -310,8 +308,8 @@ def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, .
 
 
 def _zero_bubble(ticks: PipelineTicks) -> tuple[tuple[Pass | None, ...], ...]:
-    """Slots of ZB-H1, by the rule of its section 3: forward while no more are held than in 1F1B,
-    else backward, and weights in what would be bubble."""
+    """Slots of ZB-H1, by the rule in section 3 of its paper: forward while no more are held than in
+    1F1B, else backward, and weights in what would be bubble."""
     stages, count = ticks.stages, ticks.microbatches
     done = [dict.fromkeys(("forward", "backward", "weights"), 0) for _ in range(stages)]
     slots = []

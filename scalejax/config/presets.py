@@ -1,6 +1,6 @@
 """Presets of published transformers, which `model.name` of a run may name.
 
-A preset is a network and its sizes; any field beside the name replaces the published value. The
+A preset is a network and its sizes; any field given with the name replaces the published value. The
 published vocabulary and context length are listed too, but belong to the data and are not set
 (`data.vocabulary` and `data.tokens` of `synthetic_tokens`). The presets are in `presets.toml`. No
 network is built here.
@@ -26,7 +26,7 @@ class PublishedTraining:
     global_batch: int
     """Samples of the preset's tokens per update, at the end of any ramp."""
     layout: Mapping[str, int]
-    """Devices along each axis but data, which takes the rest."""
+    """Devices along each axis except data, which takes the rest."""
     zero_stage: int
     """ZeRO stage."""
     source: str
@@ -38,7 +38,7 @@ class Pretraining:
     """What a published decoder was pretrained on."""
 
     tokens: int
-    """Tokens of a sample for most of it."""
+    """Tokens of a sample for most of the training."""
     global_batch: int | None = None
     """Samples per update, at the end of any ramp; None if not published, or not kept here."""
     total_tokens: int | None = None
@@ -54,24 +54,23 @@ class Preset:
     network: str
     """Its architecture: the `model.name` of the config class."""
     sizes: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Other fields of the model; the others keep the defaults of the network."""
+    """Fields of the model that the preset sets; the others keep the defaults of the network."""
     vocabulary: int | None = None
-    """Size of the vocabulary, as published; None for networks that read images."""
+    """Published size of the vocabulary; None for networks that read images."""
     tokens: int | None = None
-    """Context length in tokens, as published; None for networks that read images."""
+    """Published context length in tokens; None for networks that read images."""
     parameters: int
-    """Parameters, as published; with 1000 classes for images. The input embedding counts."""
+    """Published number of parameters, input embedding included; with 1000 classes for images."""
     rounded_to: int = 1
     """Unit that `parameters` is rounded to; 1 if it is exact."""
     surplus: int = 0
-    """Parameters of the network here less those published, where a layer differs from the
-    published one."""
+    """Parameters of this network minus the published ones, where a layer differs."""
     active_parameters: int | None = None
-    """Parameters that a token goes through, as published, of a mixture of experts; None for others,
-    or if not published."""
+    """Published number of parameters that a token passes through, for a mixture of experts; None
+    for others, or if not published."""
     counts_embedding: bool = True
-    """Whether `active_parameters` have the input embedding, of which a token reads one row;
-    `parameters` always have it."""
+    """Whether `active_parameters` include the input embedding, of which a token reads one row;
+    `parameters` always do."""
     active_rounded_to: int = 1
     """Unit that `active_parameters` is rounded to."""
     source: str
@@ -79,17 +78,17 @@ class Preset:
     training: PublishedTraining | None = None
     """How it was trained; None if that is not kept here."""
     pretraining: Pretraining | None = None
-    """Samples, batch and tokens of it; None if they are not kept here."""
+    """Samples, batch and tokens of its pretraining; None if they are not kept here."""
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is trained on plain text of known vocabulary and context, as `cost` takes."""
+        """Whether it is trained on plain text of known vocabulary and context, as `cost` needs."""
         model = build(ModelConfig, {"name": self.network, **self.sizes}, where="model")
         return isinstance(model, DecoderConfig) and None not in (self.tokens, self.vocabulary)
 
     @property
     def pretraining_tokens(self) -> int | None:
-        """Tokens of a sample while it was trained, or else its context; None for images."""
+        """Tokens of a sample in most of its training, or else its context; None for images."""
         return self.tokens if self.pretraining is None else self.pretraining.tokens
 
     @property
@@ -107,7 +106,7 @@ def with_preset(tables: dict[str, JsonValue]) -> dict[str, JsonValue]:
         tables: of a `run.toml`; not modified.
 
     Raises:
-        ConfigError: if there is neither a network nor a published one of that name.
+        ConfigError: if neither a network nor a preset has that name.
     """
     model = tables.get("model")
     if not isinstance(model, dict):
@@ -134,7 +133,7 @@ def costed_note(name: str | None, model: ModelConfig, dataset: DatasetFacts) -> 
     if it is float32, in which networks of published sizes are not trained.
 
     Args:
-        name: `model.name` as it was given.
+        name: `model.name` as given.
         model: its config.
         dataset: the data set it is trained on.
     """
@@ -169,7 +168,7 @@ def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:
 def _with_given(
     published: Mapping[str, JsonValue], given: Mapping[str, JsonValue]
 ) -> dict[str, JsonValue]:
-    """`published` with the fields that are given; of tables, the fields of theirs."""
+    """`published` with the given fields replaced; within tables, field by field."""
     sizes = dict(published)
     for key, value in given.items():
         of_table = sizes.get(key)

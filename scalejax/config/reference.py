@@ -25,7 +25,7 @@ class FieldReference:
     accepted: str
     """Accepted values: a type, or a list of names."""
     default: str
-    """Default if it is left out; "required" if there is none."""
+    """Default if it is left out; "required" if no field does."""
     meaning: str
     """Its docstring."""
 
@@ -57,7 +57,7 @@ def named_reference(name: str) -> list[TableReference]:
     "model.block", "batch.microbatches".
 
     Raises:
-        ConfigError: if there is none of this name.
+        ConfigError: if there is no table or field of this name.
     """
     tables = run_reference()
     found = [dataclasses.replace(each, fields=_of_name(each, name)) for each in tables]
@@ -72,10 +72,10 @@ def named_reference(name: str) -> list[TableReference]:
 
 
 def containing(tables: list[TableReference], text: str) -> list[TableReference]:
-    """The fields of `tables` in whose name, values or meaning `text` is, whatever its case.
+    """The fields of `tables` whose name, values or meaning contain `text`, in any case.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if no field does.
     """
     wanted = text.casefold()
     found = [
@@ -95,7 +95,7 @@ def containing(tables: list[TableReference], text: str) -> list[TableReference]:
 
 
 def _of_name(table: TableReference, name: str) -> tuple[FieldReference, ...]:
-    """The field of this name, or those of the table of this name."""
+    """The field of this name, or the fields of the table of this name."""
     fields = (each for each in table.fields if each.accepted)
     return tuple(each for each in fields if f"{each.name}.".startswith(f"{name}."))
 
@@ -161,7 +161,7 @@ def _accepted(hint: object) -> str:
 
 
 def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
-    """As TOML, but for names and texts, which have no quotes here as in what is accepted."""
+    """As TOML, except that names and texts have no quotes, as in the accepted values."""
     value = field.default
     if value is dataclasses.MISSING:
         return "none" if field.default_factory is not dataclasses.MISSING else "required"
@@ -169,5 +169,5 @@ def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
         return "absent"
     if dataclasses.is_dataclass(value):
         return "none"
-    # JSON's notation of numbers, lists and booleans is TOML's too.
+    # JSON and TOML write numbers, lists and booleans alike.
     return value if isinstance(value, str) else json.dumps(value)

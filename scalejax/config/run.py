@@ -1,7 +1,7 @@
 """The config of a run, read from a `run.toml`, checked and resolved on a number of devices.
 
-`train` and `predict` both start from it. Knows every table of the file, and has `checks` compare
-them with each other; builds no model and needs no JAX.
+`train` and `predict` both start from it. Knows every table of the file; `checks` compares them with
+each other. Builds no model and needs no JAX.
 """
 
 import json
@@ -84,7 +84,7 @@ from scalejax.core.errors import ConfigError, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, plain
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
-"""The two fields that give the batch, of which a run has exactly one."""
+"""The two fields that give the batch; a run has exactly one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +126,9 @@ class RunConfig:
     clipping: ClippingConfig | None = None
     """Clipping of the gradient by its norm; if absent, none."""
     averaging: AveragingConfig | None = None
-    """An average of the parameters, kept beside them; if absent, none."""
+    """An average of the parameters, kept in addition to them; if absent, none."""
     start: StartConfig | None = None
-    """Weights that it begins with; if absent, random ones, or those of `model.pretrained`."""
+    """Initial weights; if absent, random ones, or those of `model.pretrained`."""
     fine_tuning: FineTuningConfig | None = None
     """Which parameters are trained, and at which rate; if absent, all at the rate of `schedule`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -143,12 +143,12 @@ class RunConfig:
     tracking: TrackingConfig | None = None
     """Programs that its metrics are written for, besides its record; if absent, none."""
     emulation: EmulationConfig | None = None
-    """How `scalejax emulate` trains it with many workers in virtual time; `train` ignores it."""
+    """How `scalejax emulate` trains with many workers in virtual time; `train` ignores it."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
+        if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, NumPy keeps all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
         model, layout, train = self.model, self.layout, self.train
         require_validation(self.data, train)
@@ -198,23 +198,23 @@ class RunConfig:
 
     @property
     def averages_samples(self) -> bool:
-        """Whether the evaluated parameters are averages of ones far from each other, with which no
-        batch was normalised in training."""
+        """Whether the evaluated parameters average ones that are far from each other, so that no
+        batch was normalised with them in training."""
         averaging = self.averaging
         is_average = averaging is not None and averaging.samples_run and averaging.replaces_weights
         return is_average or self.optimizer.averages_iterates
 
     @property
     def local_sgd(self) -> LocalSgdConfig | None:
-        """`gradient_sync`, if it averages parameters, by an update of its own."""
+        """`gradient_sync`, if it averages parameters, in an update of its own."""
         return self.gradient_sync if isinstance(self.gradient_sync, LocalSgdConfig) else None
 
 
 def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
-    """Refuse network, augmentation and layout of `config` where its data contradict them.
+    """Refuse the network, augmentation and layout of `config` if its data contradict them.
 
     Raises:
-        ConfigError: naming the field, and what it may be.
+        ConfigError: naming the field and what it may be.
     """
     require_compatible_data(config.model, config.data, facts)
     require_compatible_augmentation(config.input.augmentation, config.data, facts)
@@ -244,7 +244,7 @@ class ResolvedRun:
     dataset: DatasetFacts
     """Counts and shapes of the data set."""
     bn_groups: int
-    """Groups into which one forward pass (one microbatch of all devices) is cut for BatchNorm."""
+    """BatchNorm groups in one forward pass (one microbatch of all devices)."""
     steps_per_epoch: int
     """Optimizer updates in one pass over the data."""
 
@@ -265,7 +265,7 @@ class ResolvedRun:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Rows of all batches of an epoch, padding of the last one included."""
+        """Rows of all batches of an epoch, including padding of the last one."""
         return self.steps_per_epoch * self.split.global_batch
 
     @property
@@ -298,7 +298,7 @@ class ResolvedRun:
 
     @property
     def is_cut(self) -> bool:
-        """Whether rectangles of training examples are of their neighbours (CutMix)."""
+        """Whether rectangles of training examples are replaced by their neighbours' (CutMix)."""
         augmentation = self.config.input.augmentation
         return augmentation is not None and augmentation.cutmix_alpha > 0
 
@@ -318,15 +318,15 @@ def resolve(
 
     Args:
         config: the run.
-        device_count: devices to use; if None, those that the config's axes multiply to.
+        device_count: devices to use; if None, the product of the config's axes.
         facts: counts and shapes of its data; if None, those that follow from the config.
 
     Raises:
-        ConfigError: if axes, batch or data do not divide, naming the nearest that do; if there are
-            no facts.
+        ConfigError: if axes, batch or data do not divide, naming the nearest values that do; if
+            there are no facts.
     """
     if (known := config.data.known_facts) is not None:
-        facts = config.data.divided(known)  # words come first
+        facts = config.data.divided(known)  # the config comes first
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"
         raise ConfigError(refusal("data.name", config.data.name, accepted))
@@ -408,7 +408,7 @@ def _with_model_pixels(dataset: DatasetFacts, model: ModelConfig) -> DatasetFact
 
 
 def in_phase(run: ResolvedRun, phase: Phase) -> ResolvedRun:
-    """`run` with the batch of `phase`, of which its step is built."""
+    """`run` with the batch of `phase`, for which its step is built."""
     groups = _bn_groups(run.config.layout, phase.split)
     return replace(run, split=phase.split, bn_groups=groups, steps_per_epoch=phase.steps_per_epoch)
 
@@ -434,8 +434,8 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
 
     Args:
         path: the file.
-        overrides: values by dotted field name, such as {"train.epochs": 3}. One of
-            batch.global_batch and batch.per_device_batch also replaces the other of the file.
+        overrides: values by dotted field name, such as {"train.epochs": 3}. Either of
+            batch.global_batch and batch.per_device_batch also replaces the other one in the file.
 
     Raises:
         ConfigError: one line per problem.
@@ -452,14 +452,15 @@ def load_kept_config(path: Path) -> RunConfig:
     """The config in the `run.toml` kept in a run folder; refusals name the file.
 
     Raises:
-        ConfigError: one line per problem, each with the file.
+        ConfigError: one line per problem, each naming the file.
     """
     with prefixed(f"{path}: "):
         return load_config(path)
 
 
 def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
-    """Hints for fields of the file that are refused because a flag replaces their table's name."""
+    """Hints for fields of the file that are refused because a flag replaces their table's
+    `name`."""
     hints = []
     for dotted, kind in current_fields(overrides).items():
         table, _, last = dotted.rpartition(".")
@@ -476,14 +477,14 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
 
 
 def require_decoder(name: str, hint: str = "") -> None:
-    """Refuse what is no published decoder.
+    """Refuse names that are not published decoders.
 
     Args:
-        name: of a network.
-        hint: what else is taken, to end the refusal with.
+        name: name of a network.
+        hint: what else is accepted, appended to the refusal.
 
     Raises:
-        ConfigError: with the names that there are.
+        ConfigError: with the accepted names.
     """
     decoders = [each for each, preset in PRESETS.items() if preset.is_decoder]
     if name not in decoders:
@@ -493,9 +494,9 @@ def require_decoder(name: str, hint: str = "") -> None:
 def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config of a pretraining run of the published network `name` (`scalejax.config.presets`).
 
-    Tokens of its published vocabulary and pretraining context, the published global batch if it is
-    known, bfloat16 and AdamW; fields are replaced as by `load_config`. For costs: nothing of the
-    learning rate follows from a publication.
+    It has tokens of the published vocabulary and pretraining context, the published global batch if
+    known, bfloat16 and AdamW; fields are replaced as by `load_config`. It is meant for costs: its
+    learning rate does not come from the publication.
 
     Raises:
         ConfigError: if there is no such decoder, or one line per problem.
@@ -523,15 +524,15 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
 def given_name(
     path: Path, overrides: Mapping[str, JsonValue] | None = None, *, table: str = "model"
 ) -> str | None:
-    """The `model.name` of a `run.toml` as it was given, before a preset is expanded.
+    """The `model.name` of a `run.toml` as given, before a preset is expanded.
 
     Args:
         path: the file.
         overrides: values by dotted field name, as for `load_config`.
-        table: the table whose `name` is returned, if not of the model.
+        table: the table whose `name` is returned.
 
     Raises:
-        ConfigError: if there is no such file, or it is not TOML.
+        ConfigError: if the file does not exist, or is not TOML.
     """
     given = _tables(path, overrides).get(table)
     name = given.get("name") if isinstance(given, dict) else None
@@ -589,7 +590,7 @@ def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) ->
 
 
 def condition_shares(run: ResolvedRun) -> dict[str, float]:
-    """Share of the steps of `run`, 0..1, in which each conditional collective, and each part of the
-    optimizer, runs, by scope."""
+    """Share of the steps of `run`, 0..1, in which each conditional collective and each conditional
+    part of the optimizer runs, by scope."""
     config, of_optimizer = run.config.gradient_sync, run.config.optimizer.shares
     return of_optimizer | ({} if config is None else config.shares(run.config.train.epochs))

@@ -1,4 +1,4 @@
-"""Config of learning rate schedules, of their scaling with the batch, and of a batch that grows.
+"""Config of learning rate schedules, their scaling with the batch, and growing batches.
 
 Each class checks its own fields when built.
 """
@@ -25,7 +25,7 @@ SMOOTH_DECAYS = ("cosine", "polynomial", "one_minus_sqrt")
 """The decays that depend on the length of the run."""
 
 Named = Iterator[tuple[str, object, float]]
-"""Fields, their values, and a number that follows from each."""
+"""Names of fields, their values, and a number that follows from each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,17 @@ class LearningRateConfig(Family):
         return False
 
     def scaled(self, global_batch: int | None) -> tuple[float, float]:
-        """The peak learning rate (after warmup, before decay) and the epochs of warmup: at a batch,
-        or as they are given."""
+        """The peak learning rate (after warmup, before decay) and the epochs of warmup, scaled to
+        `global_batch`; as given if that is None."""
         raise NotImplementedError
 
     def scaled_optimizer(self, optimizer: OptimizerConfig, global_batch: int) -> OptimizerConfig:
-        """The optimizer at `global_batch`, where the rule scales its hyper-parameters too."""
+        """The optimizer at `global_batch`, with its hyper-parameters scaled by the rule, if at
+        all."""
         return optimizer
 
     def at_batch(self, global_batch: int) -> "LearningRateConfig":
-        """The schedule as if tuned for that batch, at which it scales nothing."""
+        """The schedule as if tuned for that batch, so that nothing is scaled at it."""
         return self
 
     def largest_rates(self, global_batch: int) -> Named:
@@ -63,7 +64,7 @@ class LearningRateConfig(Family):
         raise NotImplementedError
 
     def last_epochs(self) -> Named:
-        """Fields beside the warmup that give epochs, and the last epoch of each."""
+        """Fields other than the warmup that give epochs, and the last epoch of each."""
         return iter(())
 
 
@@ -90,8 +91,8 @@ class ScheduleConfig(LearningRateConfig):
     warmup_from: Literal["base", "zero"] = "base"
     """Start value of a warmup: `base_learning_rate`, or zero."""
     decay: Literal["constant", "step", "cosine", "polynomial", "one_minus_sqrt"] = "constant"
-    """Decay after the warmup; one_minus_sqrt is peak x (1 - root of the share of the decay that is
-    over) (Haegele et al. 2024, arXiv 2405.18392)."""
+    """Decay after the warmup; one_minus_sqrt is peak x (1 - root of the elapsed share of the decay)
+    (Haegele et al. 2024, arXiv 2405.18392)."""
     decay_epochs: tuple[float, ...] = ()
     """Epochs, from the start of training, at which a step decay multiplies the rate."""
     decay_factor: float = 0.1
@@ -100,7 +101,7 @@ class ScheduleConfig(LearningRateConfig):
     """Exponent of a polynomial decay; 1 is linear."""
     decay_share: float | None = None
     """Share of the run, at its end, that a cosine, polynomial or one_minus_sqrt decay takes; before
-    it the peak rate is held (warmup-stable-decay). If absent, all after the warmup."""
+    it the peak rate is held (warmup-stable-decay). If absent, everything after the warmup."""
     end_learning_rate: float = 0.0
     """Learning rate at the end of a cosine, polynomial or one_minus_sqrt decay."""
 
@@ -155,7 +156,7 @@ class ScheduleConfig(LearningRateConfig):
         return replace(self, reference_batch=global_batch)
 
     def largest_rates(self, global_batch: int) -> Named:
-        """The peak, and what a decay makes of it."""
+        """The peak, and the rates that follow from a decay."""
         peak, _ = self.scaled(global_batch)
         yield "base_learning_rate", self.base_learning_rate, peak
         yield "end_learning_rate", self.end_learning_rate, self.end_learning_rate
@@ -165,7 +166,7 @@ class ScheduleConfig(LearningRateConfig):
             yield "decay_factor", self.decay_factor, 2.0 ** min(doublings, 1000)
 
     def last_epochs(self) -> Named:
-        """Those of a step decay."""
+        """The epochs of a step decay."""
         if self.decay_epochs:
             yield "decay_epochs", self.decay_epochs, self.decay_epochs[-1]
 
@@ -215,7 +216,7 @@ class HorovodMultiplierConfig:
     start_epoch: float = 0.0
     """First epoch, counted from 0, in which the callback sets the rate."""
     end_epoch: float | None = None
-    """First epoch in which it no longer sets the rate, which is then held. If absent, none."""
+    """First epoch in which it no longer sets the rate, which is then held; if absent, none."""
     staircase: bool = True
     """Whether the rate is set at the start of an epoch only, or before every update."""
 
@@ -243,7 +244,7 @@ class HorovodScheduleConfig(LearningRateConfig):
     """The callbacks after warmup, in order; the last one that sets a rate counts."""
     constant_multiplier: Literal["constant", "exponential"] = "constant"
     """How a constant multiplier m is applied: as m, as before Horovod's pull request 3135, or as m
-    to the power of epoch - start_epoch, as since 3142."""
+    to the power of epoch - start_epoch, as since pull request 3142."""
 
     def __post_init__(self) -> None:
         require_above("schedule.initial_learning_rate", self.initial_learning_rate, 0)
@@ -251,7 +252,7 @@ class HorovodScheduleConfig(LearningRateConfig):
         require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
 
     def scaled(self, global_batch: int | None) -> tuple[float, float]:
-        """As they are given."""
+        """As given."""
         return self.initial_learning_rate, self.warmup_epochs
 
     def largest_rates(self, global_batch: int) -> Named:
@@ -273,7 +274,7 @@ class HorovodScheduleConfig(LearningRateConfig):
 class PiecewiseScheduleConfig(LearningRateConfig):
     """The piecewise schedule of tf_cnn_benchmarks: rates, and the epochs at which they change.
 
-    A slow start (Akiba et al. 2017, arXiv 1711.04325) is one with a lower first rate.
+    A slow start (Akiba et al. 2017, arXiv 1711.04325) is a schedule with a lower first rate.
     """
 
     name: Literal["piecewise"]
@@ -306,11 +307,11 @@ class PiecewiseScheduleConfig(LearningRateConfig):
 
     @property
     def epochs(self) -> tuple[float, ...]:
-        """Epochs at which each rate but the first begins."""
+        """Epochs at which each rate except the first begins."""
         return tuple(float(part) for part in self.learning_rates.split(";")[1::2])
 
     def scaled(self, global_batch: int | None) -> tuple[float, float]:
-        """As they are given."""
+        """As given."""
         return self.rates[0], self.warmup_epochs
 
     def largest_rates(self, global_batch: int) -> Named:
@@ -331,8 +332,8 @@ def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
 # What a scaling rule changes with the batch, and the largest rates.
 
 _LARGEST_RATE = 1e6
-"""Far above any rate at which a network learns, and far below the largest number of float32, in
-which rates are computed."""
+"""Far above any rate at which a network learns, and far below the largest float32 number, the type
+in which rates are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,10 +353,10 @@ class Change:
 
 
 def require_learnable(schedule: LearningRateConfig, global_batch: int) -> None:
-    """Refuse learning rates, as scaled, at which nothing can learn.
+    """Refuse scaled learning rates at which nothing can learn.
 
     Raises:
-        ConfigError: naming the field that makes them so large.
+        ConfigError: naming the field that makes them too large.
     """
     for name, value, largest in schedule.largest_rates(global_batch):
         if not largest <= _LARGEST_RATE:

@@ -1,6 +1,6 @@
 """Config of training: batch, layout, loss, fine-tuning, averaging, loop.
 
-Each class checks its own fields when built; what involves two of them is checked in `checks`.
+Each class checks its own fields when built; `checks` checks what involves several of them.
 """
 
 import math
@@ -24,10 +24,10 @@ from scalejax.core.filesystem import is_url
 from scalejax.core.serialization import Family
 
 MOST_STEPS = 2**31 - 1
-"""Largest number of steps, of int32, JAX's default integers."""
+"""Largest number of steps, that of int32, JAX's default integer type."""
 
 _LARGEST_BATCH = 1e12
-"""Samples of an update: more than of any data set."""
+"""Samples of an update: more than any data set has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class BatchConfig:
     ramp_factor: int = 2
     """Factor by which the batch grows at each of `ramp_epochs`."""
     ramp_scaling: Literal["none", "linear", "root"] = "none"
-    """How the learning rate grows with the batch at `ramp_epochs`: not at all, by as much (Goyal et
-    al. 2017), or by its root (Krizhevsky 2014, arXiv 1404.5997, section 5); besides what `schedule`
-    makes of it."""
+    """How the learning rate grows with the batch at `ramp_epochs`, in addition to the changes of
+    `schedule`: not at all, by the same factor (Goyal et al. 2017), or by its root (Krizhevsky 2014,
+    arXiv 1404.5997, section 5)."""
 
     def __post_init__(self) -> None:
         if (self.global_batch is None) == (self.per_device_batch is None):
@@ -77,70 +77,70 @@ class LayoutConfig:
     """The mesh of devices, and how the step is sharded over it."""
 
     data: int | None = None
-    """Devices along the data axis; if absent, all that the other axes leave."""
+    """Devices along the data axis; if absent, all devices that the other axes leave."""
     fsdp: int = 1
     """Devices along the fsdp axis, which shards both the batch and the parameters (ZeRO 3)."""
     expert: int = 1
-    """Devices along the expert axis, which shards the batch, and of the parameters those of experts
-    alone (mixtures of experts)."""
+    """Devices along the expert axis, which shards the batch and the parameters of experts, but no
+    others (mixtures of experts)."""
     expert_tensor: int | None = None
     """Devices of the tensor axis that shard each expert (Megatron-LM's
-    --expert-tensor-parallel-size): all of them if absent; with 1 each holds whole experts, to which
-    tokens are sent, and the experts are spread over expert times tensor devices: costed, not
-    trained."""
+    --expert-tensor-parallel-size): all of them if absent; with 1 each device holds whole experts,
+    to which tokens are sent, and the experts are spread over expert times tensor devices: costed,
+    not trained."""
     overlap_expert_exchange: bool = False
-    """Whether tokens are on their way to the experts, and back, while another microbatch computes
+    """Whether tokens travel to the experts and back while another microbatch computes
     (Megatron-LM's --overlap-moe-expert-parallel-comm): costed, not trained."""
     tensor: int = 1
     """Devices along the tensor axis, which shards each layer (Megatron tensor parallelism)."""
     context: int = 1
     """Devices along the context axis, which shards the tokens of a sample (transformers)."""
     context_strategy: ContextStrategy = "all_gather"
-    """How attention sees tokens of other devices on the context axis: by keys and values gathered
-    from all ("all_gather"); by keys and values that travel round all (Ring Attention, "ring";
-    Megatron's p2p); or by heads sharded over context in place of tokens (DeepSpeed Ulysses,
-    "all_to_all"; Megatron's a2a), which context times tensor must divide."""
+    """How attention sees tokens of other devices on the context axis: keys and values are gathered
+    from all devices ("all_gather"); they travel around all devices (Ring Attention, "ring";
+    Megatron's p2p); or heads are sharded over context instead of tokens (DeepSpeed Ulysses,
+    "all_to_all"; Megatron's a2a), and context times tensor must divide them."""
     pipeline: int = 1
     """Stages along the pipeline axis, which splits the blocks of a transformer;
     `batch.microbatches` pass through them one after another."""
     pipeline_chunks: int = 1
-    """Model chunks per pipeline stage, with those of the other stages between them (interleaved
+    """Model chunks per pipeline stage, with chunks of the other stages between them (interleaved
     schedule; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     pipeline_counts_ends: bool = False
     """Whether stages share embedding and loss as if each were a layer (Megatron-LM's
     --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split), so that 126
-    layers are dealt like 128: costed, not trained."""
+    layers are divided like 128: costed, not trained."""
     pipeline_schedule: PipelineSchedule = "gpipe"
     """Order of the microbatches in a pipeline: "gpipe", all forward and then all backward; "1f1b",
-    alternating, which holds the activations of as many as there are stages (Narayanan et al. 2021,
-    section 2.2; interleaved with `pipeline_chunks`); "zb_h1", which fills part of the bubble with
-    the gradients of weights (Qi et al. 2023, arXiv 2401.10241, section 3); "dualpipe", from both
-    ends, with all communication beside compute (DeepSeek-V3, arXiv 2412.19437, section 3.2.1):
-    costed, not trained."""
+    alternating, which holds the activations of at most as many microbatches as there are stages
+    (Narayanan et al. 2021, section 2.2; interleaved with `pipeline_chunks`); "zb_h1", which fills
+    part of the bubble with the gradients of weights (Qi et al. 2023, arXiv 2401.10241, section 3);
+    "dualpipe", from both ends, with all communication overlapped with compute (DeepSeek-V3, arXiv
+    2412.19437, section 3.2.1): costed, not trained."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel layers are sharded over tokens along the tensor
     axis (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
     zero_stage: Literal[0, 1, 2] = 0
     """What is sharded over the data axis: 0 nothing; 1 parameters and optimizer state, each device
     updating its shard and all-gathering the rest for use; 2 the gradients as well (Rajbhandari et
-    al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole.
-    Where there is an expert or a context axis, what 1 shards is sharded over it too (Megatron-LM's
-    distributed optimizer: over data and context). The fsdp axis is stage 3."""
+    al. 2020, arXiv 1910.02054). A parameter stays whole if `data` divides none of its dimensions.
+    If there is an expert or a context axis, what stage 1 shards is sharded over it too
+    (Megatron-LM's distributed optimizer: over data and context). The fsdp axis is stage 3."""
     optimizer_memory_host_offload: bool = False
-    """Whether optimizer state lies in the pinned memory of the host, and is copied to the devices
-    for each update and back (MaxText's name; the idea is of Ren et al. 2021, ZeRO-Offload, arXiv
-    2101.06840, whose update is on the host). The batch and layers take the freed memory."""
+    """Whether optimizer state is kept in pinned host memory, and copied to the devices and back for
+    each update (MaxText's name; the idea is from Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840,
+    where the update is on the host). The freed memory is available to the batch and the layers."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
-    """Who places the collectives: the compiler ("jit"), or the step itself, per device
+    """What places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
     bn_scope: Literal["global", "local"] = "global"
     """Whether BatchNorm statistics are over the samples of all devices (synchronised) or of each
-    device; in either case of one microbatch."""
+    device; in either case, of one microbatch."""
     bn_group_size: int | None = None
     """Samples that share local BatchNorm statistics: part of those of a device (ghost batches), or
     those of several whole devices; if absent, those of one device."""
     bn_running: Literal["mean", "in_turn"] = "mean"
-    """How the statistics of several groups update the running ones: once, by their mean; or one
+    """How the statistics of several groups update the running ones: once, with their mean; or one
     group after the other (ghost batches; Hoffer et al. 2017, algorithm 1, arXiv 1705.08741)."""
 
     def __post_init__(self) -> None:
@@ -180,11 +180,11 @@ class LayoutConfig:
             )
             raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
         if self.pipeline_schedule != "gpipe" and self.context_strategy == "ring":
-            # On CPUs a collective permute is a rendezvous of all devices of the program, not of
-            # those that its pairs join, and JAX gives all permutes in a `shard_map` channel 1, by
-            # which XLA tells them apart: the ring of one stage meets the exchange of another, and
-            # each takes the other's data (jax 0.10.2). With no exchange in between it waits for
-            # ever. NCCL pairs by peers, which could not be tried; gathers have groups.
+            # On CPUs a collective permute is a rendezvous of all devices of the program, not only
+            # of those in its pairs, and XLA distinguishes permutes by their channel, which in JAX
+            # is 1 for all permutes in a `shard_map`: the ring of one stage meets the exchange of
+            # another, and each takes the other's data (jax 0.10.2). With no exchange in between it
+            # waits forever. NCCL matches peers, which could not be tried; gathers have groups.
             accepted = (
                 f'with layout.pipeline_schedule="{self.pipeline_schedule}" stages send at '
                 'different times, which XLA confuses with the ring; use "all_gather"'
@@ -202,7 +202,7 @@ class LayoutConfig:
 
     @property
     def pipeline_ends(self) -> int:
-        """Layers as which embedding and loss count together in a pipeline."""
+        """Number of layers that embedding and loss together count as in a pipeline."""
         return 2 if self.pipeline_counts_ends else 0
 
     @property
@@ -216,27 +216,27 @@ _CROSS_ENTROPY = "cross_entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """The training loss, a cross-entropy or a function of your own; evaluation is always by the
-    cross-entropy of the targets alone."""
+    """The training loss, a cross-entropy or a function of your own; evaluation always uses the
+    plain cross-entropy of the targets."""
 
     kind: str = "cross_entropy"
     """"cross_entropy", or the import path "module:function" of a loss of your own. It is called as
     function(logits, targets, **options) with logits float32 [..., classes] and targets int32 [...],
-    and gives the loss of each target, floating-point numbers [...], of which the mean is taken over
-    what counts; targets that do not count, of packed documents, are -100. It is traced into the
-    step, sharded and costed as the rest is: JAX operations alone, and where classes are split over
-    tensor in `layout.mode = "shard_map"` a sum over one-hot classes in place of a gather, which
-    XLA's partitioner does not survive. The module is imported, which runs its code: name one that
-    you trust."""
+    and returns the loss of each target, floating-point numbers [...], whose mean is taken over the
+    targets that count; targets in packed documents that do not count are -100. It is traced into
+    the step, and sharded and costed like the rest: use JAX operations only, and where classes are
+    split over tensor in `layout.mode = "shard_map"` a sum over one-hot classes instead of a gather,
+    which crashes XLA's partitioner. The module is imported, which runs its code: name one that you
+    trust."""
     options: dict[str, OptionValue] = field(default_factory=dict)
-    """Keyword arguments of a loss of your own."""
+    """Keyword arguments of your own loss."""
     label_smoothing: float = 0.0
     """Share of a target that is spread evenly over all classes (Szegedy et al. 2015, section 7,
-    arXiv 1512.00567); of the targets of multi-token prediction too."""
+    arXiv 1512.00567), including the targets of multi-token prediction."""
     z_loss: float = 0.0
     """Weight of the mean square of the logarithm of the sum of exponentials of a target's logits,
-    which keeps logits near 0 (Chowdhery et al. 2022, arXiv 2204.02311, section 5: 1e-4); in
-    training alone, of the targets of multi-token prediction too."""
+    which keeps logits near 0 (Chowdhery et al. 2022, arXiv 2204.02311, section 5: 1e-4); only in
+    training, including the targets of multi-token prediction."""
 
     def __post_init__(self) -> None:
         if self.is_own:
@@ -259,29 +259,30 @@ class LossConfig:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a function of the user's own."""
+        """Whether it is the user's own function."""
         return self.kind != _CROSS_ENTROPY
 
     @property
     def own_module(self) -> str | None:
-        """The module of a user's own that `kind` names; None of the cross-entropy."""
+        """The user's own module that `kind` names; None for the cross-entropy."""
         return self.kind.split(":")[0] if self.is_own else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutConfig:
-    """Dropout and stochastic depth in the residual stream of a transformer, in training alone.
-    Masks follow from the seed, the update, the row of the global batch and the layer, not from the
-    layout, so that a run that is resumed elsewhere has the same ones."""
+    """Dropout and stochastic depth in the residual stream of a transformer, only in training. Masks
+    follow from the seed, the update, the row of the global batch and the layer, not from the
+    layout, so that a run resumed elsewhere has the same masks."""
 
     rate: float = 0.0
-    """Share of the entries that are left out, 0..1, of the embedding and of what attention and
-    feed-forward layers add (Srivastava et al. 2014, JMLR 15; the resid_pdrop and embd_pdrop of
-    GPT-2, 0.1 there). Not of attention's probabilities: fused kernels have them nowhere."""
+    """Share of the entries, 0..1, that are dropped from the embedding and from the outputs of
+    attention and feed-forward layers (Srivastava et al. 2014, JMLR 15; the resid_pdrop and
+    embd_pdrop of GPT-2, 0.1 there). Not of attention probabilities, which fused kernels never
+    store."""
     depth_rate: float = 0.0
-    """Share of the samples, 0..1, for which attention or feed-forward of the last layer are left
-    out; of layer l of L, with the block of multi-token prediction, it is l / L of that (Huang et
-    al. 2016, arXiv 1603.09382, equation 4)."""
+    """Share of the samples, 0..1, for which attention or feed-forward of the last layer is skipped;
+    layer l of L, counting the block of multi-token prediction, has l / L of it (Huang et al. 2016,
+    arXiv 1603.09382, equation 4)."""
 
     def __post_init__(self) -> None:
         for name in ("rate", "depth_rate"):
@@ -291,7 +292,7 @@ class DropoutConfig:
 
 
 _EVERY_LINEAR = "all-linear"
-"""PEFT's name of all linear layers of the blocks."""
+"""PEFT's name for all linear layers of the blocks."""
 
 _LAYERS_OF = {
     _EVERY_LINEAR: (),
@@ -307,13 +308,13 @@ _LAYERS_OF = {
     "linear_fc1": ("gated", "up"),
     "linear_fc2": ("down",),
 }
-"""The linear layers of gpt and llama that a target means: PEFT's names of Llama's layers, and
+"""The linear layers of gpt and llama that a target stands for: PEFT's names for Llama's layers, and
 Megatron Bridge's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters of linear layers, trained in place of their matrices: x W + scale x (x A) B
+    """Low-rank adapters of linear layers, trained instead of their matrices: x W + scale x (x A) B
     with A [in, rank] and B [rank, out] (LoRA; Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = 16
@@ -326,8 +327,8 @@ class LoraConfig:
     """Linear layers of the blocks that get adapters: by their names here ("qkv", "projection",
     "gated" or "up", "down"), by PEFT's ("q_proj", "o_proj", "gate_proj", ...) or by Megatron
     Bridge's ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"); or "all-linear". Queries,
-    keys and values are one matrix here, with one A, as are gate and up: all of a matrix are
-    targets, or none."""
+    keys and values are one matrix here, with one A, as are gate and up: either all parts of a
+    matrix are targets or none."""
 
     def __post_init__(self) -> None:
         require_at_least("fine_tuning.lora.rank", self.rank, 1)
@@ -347,8 +348,8 @@ class LoraConfig:
 
     @property
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """The names of the layers that each target means, of which a network has some; none for all
-        layers."""
+        """The names of the layers that each target stands for, of which a network has some; empty
+        for all layers."""
         return {target: _LAYERS_OF.get(target, (target,)) for target in self.targets}
 
 
@@ -362,20 +363,20 @@ class FineTuningConfig:
 
     trainable: tuple[str, ...] = ()
     """Path prefixes of the parameters that are trained; the others are frozen, with no gradient and
-    no optimizer state, and their BatchNorm uses the running statistics. If empty, all are
-    trained, or with `lora` none but the adapters."""
+    no optimizer state, and their BatchNorm uses the running statistics. If empty, all are trained,
+    or with `lora` only the adapters."""
     lora: LoraConfig | None = None
-    """Low-rank adapters, trained beside what `trainable` names (decoders); if absent, none."""
+    """Low-rank adapters, trained along with `trainable` (decoders); if absent, none."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type in which frozen matrices and embeddings are kept: bfloat16 is half the memory,
-    and with `model.compute_dtype = "bfloat16"` the same results."""
+    """Element type in which frozen matrices and embeddings are kept: bfloat16 takes half the memory
+    and, with `model.compute_dtype = "bfloat16"`, gives the same results."""
     rate_factors: dict[str, float] = field(default_factory=dict)
     """Factor on the learning rate of the schedule, by path prefix; the longest match counts
     (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
     cache_features: bool = False
     """Whether to compute the input of the last layer, "head", once for each example, keep it on
     disk (in SCALEJAX_CACHE, or the user's cache folder), and train that layer on it: the results
-    are identical, with no image decoded and no other layer computed again. Only where nothing but
+    are identical, and no image is decoded and no other layer computed again. Only if nothing but
     the head is trained."""
 
     def __post_init__(self) -> None:
@@ -408,8 +409,8 @@ class AveragingConfig(Family):
 
     name: str
     samples_run: ClassVar[bool] = False
-    """Whether it is of parameters far from each other, at steps that are counted in one batch, so
-    that it would need BatchNorm statistics of its own."""
+    """Whether it averages parameters that are far from each other, at steps counted at one batch
+    size, so that it would need BatchNorm statistics of its own."""
 
     @property
     def replaces_weights(self) -> bool:
@@ -422,12 +423,12 @@ class AveragingConfig(Family):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig(AveragingConfig):
-    """An exponential moving average of parameters and BatchNorm statistics, of every update."""
+    """An exponential moving average of parameters and BatchNorm statistics over all updates."""
 
     name: Literal["ema"]
     """Selects this average."""
     decay: float = 0.999
-    """Decay of the average: the share of it that an update keeps."""
+    """Decay of the average: the share that an update keeps."""
     warms_up: bool = False
     """Whether the decay after t updates is at most (1 + t) / (10 + t), so that the initial
     parameters are soon forgotten (as TensorFlow's ExponentialMovingAverage with num_updates)."""
@@ -459,7 +460,7 @@ class SwaConfig(AveragingConfig):
         require_above("averaging.every_epochs", self.every_epochs, 0)
 
     def require_within(self, epochs: int) -> None:
-        """Refuse a start after the last epoch: it would be the last parameters."""
+        """Refuse a start after the last epoch: the average would be the last parameters."""
         if self.start_epoch >= epochs:
             accepted = f"it must be below train.epochs={epochs}, such as {epochs - 1}"
             raise ConfigError(refusal("averaging.start_epoch", self.start_epoch, accepted))
@@ -467,7 +468,7 @@ class SwaConfig(AveragingConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStoppingConfig:
-    """Early stopping by the rules of Keras 3 `EarlyStopping`."""
+    """Early stopping by the rules of `EarlyStopping` of Keras 3."""
 
     monitor: Literal["validation_loss", "validation_accuracy"] = "validation_loss"
     """Metric that must improve: loss downwards, accuracy upwards (Keras: "val_loss")."""
@@ -508,26 +509,26 @@ class NoiseScaleConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharpnessConfig:
     """Measurement of the sharpness: the largest eigenvalue of the Hessian of the training loss, by
-    Lanczos over products of the Hessian with vectors, as along a warmup in Lewkowycz et al. 2020
+    Lanczos with products of the Hessian and vectors, as during a warmup in Lewkowycz et al. 2020
     (arXiv 2003.02218), Cohen et al. 2021 (arXiv 2103.00065) and Gilmer et al. 2021 (2110.04369).
 
-    Of the parameters that learn, in float32, over the same training samples each time, without
-    augmentation and dropout; BatchNorm normalises by all of these together; weight decay is not in
-    the loss. With AdamW as many products again give that of the Hessian as its steps are
-    preconditioned (Cohen et al. 2022, 2207.14484). The step is the same with it and without, so
-    `predict` does not know of it.
+    It covers the parameters that learn, in float32, over the same training samples each time,
+    without augmentation and dropout; BatchNorm normalises over all of these together; weight decay
+    is not in the loss. With AdamW, as many products again give the sharpness of the Hessian
+    preconditioned as its steps are (Cohen et al. 2022, 2207.14484). The step does not change, so
+    `predict` ignores it.
     """
 
     every_steps: int = 10
-    """Updates between measurements; the first is before any."""
+    """Updates between measurements; the first is before any update."""
     samples: int = 1024
-    """Training samples that the loss is the mean of. They are held at once, with the activations of
-    all of them and what a second derivative needs of these."""
+    """Training samples that the loss averages. All are held at once, with their activations and
+    what a second derivative needs of these."""
     iterations: int = 32
     """Products with the Hessian, after which the largest eigenvalue is taken: the record says how
-    far it may be from an eigenvalue. Each keeps a vector as large as the parameters in float32."""
+    far it can be from an eigenvalue. Each keeps a vector as large as the parameters in float32."""
     seed: int = 0
-    """Seed of the choice of samples and of the first vector, whatever the run's own."""
+    """Seed of the choice of samples and of the first vector, independent of the run's own."""
 
     def __post_init__(self) -> None:
         require_at_least("train.sharpness.every_steps", self.every_steps, 1)
@@ -548,7 +549,7 @@ class DivergenceConfig:
     stops_dead: bool = True
     """Whether an evaluation in which all examples get the same output ends the run."""
     max_gradient_growth: float | None = None
-    """Largest gradient norm over the median of the norms before it; beyond it the run ends. If
+    """Largest gradient norm over the median of the norms before it; above this the run ends. If
     absent, the norm is not measured. Gradients clipped to half to ten times their mean norm train
     well (Pascanu et al. 2013, section 3.2, arXiv 1211.5063), so choose a factor well above 10."""
     patience: int = 3
@@ -566,26 +567,26 @@ class TrainConfig:
     epochs: int = 1
     """Passes over the training data."""
     evaluate_every_epochs: int = 1
-    """Epochs between evaluations; the last epoch is always evaluated. They are of validation data
-    if there are any, and test data are then evaluated once, at the end, with the weights that the
-    run ends with; else of test data, and nothing is chosen by them."""
+    """Epochs between evaluations; the last epoch is always evaluated. They use validation data if
+    there are any, and test data are then evaluated once, at the end, with the final weights;
+    otherwise they use test data, and nothing is chosen by them."""
     evaluate_every_steps: int | None = None
-    """Steps between evaluations, in place of epochs: the resolution of steps to target."""
+    """Steps between evaluations, instead of epochs: the resolution of steps to target."""
     metric_average: Literal["examples", "devices"] = "examples"
     """How metrics of evaluations are averaged: over all examples; or, to compare with Horovod's
-    MetricAverageCallback, over the averages of the devices that share a batch, whatever number of
-    examples each has. Training metrics are over all rows of the batch that are not masked."""
+    MetricAverageCallback, over the averages of the devices that share a batch, however many
+    examples each has. Training metrics are over all unmasked rows of the batch."""
     log_every_steps: int = 10
     """Steps between log lines of the run record."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints; if absent, one at the end of every epoch."""
     keep_checkpoints: int = 2
-    """Latest checkpoints kept; the best one by validation accuracy, where there are validation
-    data, is kept as well."""
+    """Number of latest checkpoints to keep; the best one by validation accuracy, if there are
+    validation data, is kept as well."""
     compare_replicas_every_steps: int | None = None
-    """Steps between comparisons of what several devices hold, and one before each checkpoint, to
-    find silent corruption; if absent, none. Only arrays that lie on several devices can differ:
-    with all of the mesh on the fsdp axis there are few."""
+    """Steps between comparisons of arrays held on several devices, to find silent corruption; there
+    is also one before each checkpoint. If absent, none. Only arrays held on several devices can
+    differ: with all of the mesh on the fsdp axis there are few."""
     early_stopping: EarlyStoppingConfig | None = None
     """Early stopping; if absent, none."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
@@ -595,11 +596,11 @@ class TrainConfig:
     sharpness: SharpnessConfig | None = None
     """Measurement of the sharpness; if absent, it is not measured."""
     layer_gradient_norms: bool = False
-    """Whether the norm of the gradient of each layer is measured: before it is clipped."""
+    """Whether the norm of the gradient of each layer is measured, before clipping."""
 
     @property
     def measures_gradient_norm(self) -> bool:
-        """Whether it asks for the norm of the gradient."""
+        """Whether it needs the norm of the gradient."""
         return self.noise_scale is not None or self.divergence.max_gradient_growth is not None
 
     def __post_init__(self) -> None:
@@ -623,19 +624,19 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartConfig:
-    """Weights that a run begins with, in place of random ones; optimizer and schedule begin anew.
+    """Initial weights of a run, instead of random ones; optimizer and schedule start afresh.
 
-    Arrays that are missing there, or not of this network, or of another shape are refused by name.
+    Arrays that are missing, not of this network, or of another shape are refused by name.
     """
 
     weights: str
     """Where they are: the folder of an earlier run (its final weights, or its newest checkpoint
-    that verifies), a safetensors file in the names of this network ("blocks.attention.qkv.kernel"),
-    or the folder of a model as hubs have it (config.json and safetensors) of GPT-2 for gpt, and of
-    Llama, Mistral, Qwen2 or Qwen3 for llama."""
+    that verifies), a safetensors file with the names of this network
+    ("blocks.attention.qkv.kernel"), or the folder of a model as on hubs (config.json and
+    safetensors): GPT-2 for gpt; Llama, Mistral, Qwen2 or Qwen3 for llama."""
     reinitialized: tuple[str, ...] = ()
-    """Path prefixes of parameters that begin at random all the same, such as "head", where the data
-    have other classes."""
+    """Path prefixes of parameters that are initialised at random nevertheless, such as "head" if
+    the data have other classes."""
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -655,8 +656,8 @@ class TrackingConfig:
     """Programs that the metrics of a run are written for, besides its record."""
 
     trackers: tuple[Tracker, ...]
-    """Which; their packages are brought by `pip install 'scalejax[trackers]'`. They write to files
-    below `trackers/` in the folder of the run, and use no network, unless the environment asks for
+    """The programs; `pip install 'scalejax[trackers]'` installs their packages. They write to files
+    below `trackers/` in the folder of the run, and use no network unless the environment asks for
     it: WANDB_MODE=online, or an MLFLOW_TRACKING_URI."""
     project: str = "scalejax"
     """Project of Weights & Biases and experiment of MLflow that the run belongs to."""

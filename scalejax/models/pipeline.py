@@ -216,8 +216,8 @@ def _exchanged(leaf: jax.Array, chunks: int) -> jax.Array:
     rounds, rest = _rounds(chunks, axis_size(PIPELINE)), leaf.shape[1:]
     in_order, as_dealt = P(PIPELINE), P(None, PIPELINE)
 
-    def moved(own: jax.Array, *, is_back: bool) -> jax.Array:
-        here, made = jax.lax.axis_index(PIPELINE), jnp.zeros_like(own)
+    def moved(own: jax.Array, here: jax.Array, *, is_back: bool) -> jax.Array:
+        made = jnp.zeros_like(own)
         for each in rounds:
             pairs, taken, put = (each.back, each.to, each.of) if is_back else each
             sent = jax.lax.dynamic_index_in_dim(own, jnp.asarray(taken)[here])
@@ -225,17 +225,17 @@ def _exchanged(leaf: jax.Array, chunks: int) -> jax.Array:
             made = jax.lax.dynamic_update_slice_in_dim(made, got, jnp.asarray(put)[here], 0)
         return made
 
-    def dealt(own: jax.Array) -> jax.Array:
-        return moved(own.reshape(chunks, -1, *rest), is_back=False)[:, None]
+    def dealt(stage: jax.Array, own: jax.Array) -> jax.Array:
+        return moved(own.reshape(chunks, -1, *rest), stage[0], is_back=False)[:, None]
 
-    def back(own: jax.Array) -> jax.Array:
-        return moved(own[:, 0], is_back=True).reshape(-1, *rest)
+    def back(stage: jax.Array, own: jax.Array) -> jax.Array:
+        return moved(own[:, 0], stage[0], is_back=True).reshape(-1, *rest)
 
     # Its transpose by JAX would make an array of all chunks for each of them, to add them up.
     return jax.custom_derivatives.linear_call(
-        lambda _, leaf: _over_stages(dealt, in_order, as_dealt)(leaf),
-        lambda _, gradient: _over_stages(back, as_dealt, in_order)(gradient),
-        (),
+        lambda stages, leaf: _over_stages(dealt, (P(PIPELINE), in_order), as_dealt)(stages, leaf),
+        lambda stages, leaf: _over_stages(back, (P(PIPELINE), as_dealt), in_order)(stages, leaf),
+        jnp.arange(axis_size(PIPELINE)),
         leaf,
     )
 

@@ -268,6 +268,12 @@ OF_1F1B = {
         {"data": 1, "tensor": 2, "pipeline": 2, "pipeline_chunks": 2},
         4,
     ),
+    "fsdp=4 x pipeline=2, interleaved": (
+        "gpt",
+        "selective",
+        {"data": 1, "fsdp": 4, "pipeline": 2, "pipeline_chunks": 2},
+        4,
+    ),
     "2, 2, 1 and 1": ("gpt of 6 blocks", "none", {"data": 2, "pipeline": 4, "zero_stage": 2}, 4),
     "2 and 1, context=2 x tensor=2": (
         "llama of 3 blocks",

@@ -1,6 +1,6 @@
 """Explanation of a step's time: its breakdown, costliest operations and possible improvements.
 
-Arithmetic on a compiled program and a cluster; knows no JAX, and nothing of how it is shown.
+Arithmetic on a compiled program and a cluster; imports no JAX, and is independent of its display.
 """
 
 from scalejax.simulator.explain.explanation import Explanation, MemoryChoice, Term, explain

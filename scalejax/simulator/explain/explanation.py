@@ -37,19 +37,19 @@ class Term:
     seconds: float | None
     """Time of the term, at least 0; None if unknown."""
     is_of_step: bool
-    """Whether it is part of the step; checkpoints and failures are not."""
+    """Whether the term is part of the step; checkpoints and failures are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostlyOperation:
-    """One operation of the program and the time it adds to a step, all its runs together."""
+    """One operation of the program and the time it adds to a step, summed over its runs."""
 
     name: str
     """The compiler's name for the operation."""
     what: str
     """Description of the operation: "matmul bf16 4096 x 1024 x 4096"."""
     source: str | None
-    """Place in the user's program that it was compiled from."""
+    """Place in the user's program that it comes from."""
     runs: int
     """Runs per step."""
     bound: str
@@ -59,25 +59,25 @@ class CostlyOperation:
     share: float
     """Fraction of the step that it adds, 0..1."""
     peak_share: float | None
-    """Achieved FLOP/s over the peak of the chip: above 1 where fewer FLOP are done than counted
-    (Winograd's algorithm), or a kernel beats a peak that was itself measured. None if the
+    """Achieved FLOP/s over the peak of the chip: above 1 if fewer FLOP are done than counted
+    (Winograd's algorithm), or if a kernel beats a peak that was itself measured. None if the
     operation has no FLOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChoice:
-    """A step that recomputes or offloads otherwise, in time and memory."""
+    """Time and memory of a step with another choice of recompute or offload."""
 
     change: str
-    """The field and its value: 'model.remat = "full"'; "as it is" of the run's own."""
+    """The field and its value: 'model.remat = "full"'; "as it is" for the run's own."""
     step_seconds: float
     """Time of one step."""
     peak_memory_bytes: int
-    """Peak memory of one device, the runtime's own reserve included."""
+    """Peak memory of one device, including the runtime's own reserve."""
     host_bytes: int
-    """Memory of the host that a device holds."""
+    """Host memory that a device uses."""
     fits: bool
-    """Whether it fits into the memory of device and host."""
+    """Whether the step fits into the memory of device and host."""
 
 
 @document("explanation")
@@ -120,8 +120,8 @@ class Explanation(Tabular):
     trace: TraceMatch | None = None
     """Comparison with a profiler trace; None without one."""
     memory_choices: tuple[MemoryChoice, ...] = ()
-    """The step as it is, and with each other recompute and offload, by rising memory; () unless
-    asked for."""
+    """The step as it is, and with each other choice of recompute and offload, by rising memory; ()
+    unless requested."""
 
     @property
     def title(self) -> str:
@@ -176,7 +176,7 @@ def explain(
     Args:
         program: the compiled step; its mesh gives the device count.
         cluster: the hardware.
-        site: conditions and input of its hosts.
+        site: conditions and input of the cluster's hosts.
         doubled_batch: the step with twice the samples per device; if None, the batch is not among
             the improvements.
         most_operations: how many of the costliest operations to name.

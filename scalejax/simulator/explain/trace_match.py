@@ -1,7 +1,7 @@
 """Comparison of a profiled step with the predicted one, operation by operation.
 
-Operations are matched by the compiler's names, which agree where one compiler version compiled
-both programs; operations without a match are listed separately.
+Operations are matched by the compiler's names, which agree if one compiler version compiled both
+programs; operations without a match are listed separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationMatch:
-    """One operation, predicted and measured, all its runs in a step together."""
+    """One operation, predicted and measured, summed over its runs in a step."""
 
     name: str
     """The compiler's name for the operation."""
     what: str
     """Description of the operation."""
     source: str | None
-    """Place in the user's program that it was compiled from."""
+    """Place in the user's program that it comes from."""
     predicted_seconds: float
-    """Predicted time; of a collective, overlapped or not."""
+    """Predicted time; for a collective, whether or not it is overlapped."""
     measured_seconds: float
     """Time in the trace."""
 
@@ -74,7 +74,7 @@ class TraceMatch:
 
     @property
     def warning(self) -> str | None:
-        """Warning that too little of the measured time is matched; None where enough is."""
+        """Warning that too little of the measured time is matched; None if enough is."""
         if self.matched_share >= LEAST_SHARE:
             return None
         return (
@@ -97,7 +97,7 @@ def match_trace(
     Args:
         program: the compiled step.
         cluster: the hardware that the step was profiled on.
-        measured_by_name: seconds in one step by the compiler's name, all runs together.
+        measured_by_name: seconds in one step by the compiler's name, summed over all runs.
     """
     matches, only_predicted = [], []
     remaining = dict(measured_by_name)

@@ -2,11 +2,11 @@
 
 Each axis of a layout implies collectives: gradients are summed over data; parameters are gathered
 and gradients scattered over fsdp; tokens go to their experts and back over expert; activations are
-summed over tensor; keys are gathered over context; stages of a pipeline send activations on, and
+summed over tensor; keys are gathered over context; stages of a pipeline pass activations on, and
 share the embedding and the output layer. With ZeRO, gradients are scattered over data and
 parameters gathered. Any other collective that the compiler inserted moves an array from one
-sharding to another, mostly because a dimension does not divide or two annotations disagree. User-
-defined axes have no rules.
+sharding to another, mostly because a dimension does not divide or two annotations disagree.
+User-defined axes have no rules.
 """
 
 from collections.abc import Sequence, Set
@@ -39,19 +39,19 @@ class UnexpectedCollective:
     collective: CollectiveName
     """Kind of collective."""
     axes: tuple[str, ...]
-    """Mesh axes that it spans; () if its group is no product of axes."""
+    """Mesh axes that it spans; () if its group is not a product of axes."""
     payload_bytes: int
     """Payload of one run."""
     runs: int
     """Runs per step."""
     seconds: float
-    """Time of all its runs, overlapped or not."""
+    """Time of all its runs, whether or not they are overlapped."""
     step_seconds: float
     """Exposed time that it adds to the step."""
     reason: str
-    """Explanation of why it is unexpected."""
+    """Reason why it is unexpected."""
     source: str | None
-    """Place in the user's program that it was compiled from."""
+    """Place in the user's program that it comes from."""
 
 
 def unexpected_collectives(
@@ -101,7 +101,7 @@ def _reason(
     Args:
         collective: the collective.
         program: the program that contains it.
-        scattered: axes along which the program scatters sums: it may gather there again.
+        scattered: axes along which the program scatters sums, and may gather them again.
     """
     known = {name for name, _ in program.mesh_axes} <= set(AXES)
     if not known or collective.group == HOST_MEMORY:
@@ -109,7 +109,7 @@ def _reason(
     axes = collective.group.axes
     stages = dict(program.mesh_axes).get(PIPELINE, 1)
     if collective.name == "collective_permute" and stages > 1 and axes in ((PIPELINE,), ()):
-        return None  # the last stage's neighbour is the first: these two are no whole axis
+        return None  # the last stage's neighbour is the first: these two are not a whole axis
     if not axes:
         return "its devices are no axis of the mesh: an array changes its sharding"
     if collective.name == "all_to_all" and axes == (PIPELINE,):
@@ -130,6 +130,6 @@ def _reason(
         return None if axes in scattered else "an activation is gathered that could stay sharded"
     if all(collective.name in _CALLED_FOR[axis] for axis in axes):
         return None
-    if collective.name == "reduce_scatter":  # of sequence parallelism, or over data and fsdp
+    if collective.name == "reduce_scatter":  # from sequence parallelism, or over data and fsdp
         return None
     return f"the layout of {' x '.join(axes)} calls for none"

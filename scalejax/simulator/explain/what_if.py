@@ -14,7 +14,7 @@ from scalejax.simulator.timeline.timeline import Scales, what_if
 FACTOR = 2
 """Factor of improvement of each resource."""
 LATENCY, HOST = "latency", "host"
-"""Names of the resources that are halved in place of doubled."""
+"""Names of the resources that are halved instead of doubled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Improvement:
     step_seconds: float
     """Time of the improved step."""
     speedup: float
-    """Samples per second over those of the original step; steps per second without samples."""
+    """Samples per second over those of the original step; steps per second if there are none."""
     fits: bool
     """Whether the step fits into the memory of a device."""
 
@@ -51,7 +51,7 @@ def improvements(
     Args:
         program: the compiled step.
         cluster: the original hardware.
-        site: conditions and input of its hosts.
+        site: conditions and input of the cluster's hosts.
         doubled_batch: the step with twice the samples per device, if it was compiled.
 
     Returns:
@@ -98,9 +98,9 @@ def improvements(
 def _half_latency_seconds(program: Program, cluster: Cluster, site: Site) -> float:
     """Time of a step whose collectives have half the latency at unchanged bandwidth.
 
-    Every collective takes latency L and, for its bytes, time B over links and network, filling of
-    pipelines included. L / 2 + B is half of L + 2 B, its time at half the bandwidth. So L need not
-    be known separately, which tables of measured times do not give.
+    Every collective takes latency L and, for its bytes, time B over links and network, including
+    filling of pipelines. L / 2 + B is half of L + 2 B, its time at half the bandwidth. So L need
+    not be known separately, which tables of measured times do not give.
     """
     program, site = of_fullest_device(program, site)
     seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
@@ -162,7 +162,7 @@ def _network(cluster: Cluster, factor: float = FACTOR) -> Cluster:
 
 
 def _host_link(cluster: Cluster, factor: float = FACTOR) -> Cluster:
-    """`cluster` with `factor` times the bandwidth between devices and the memory of their host."""
+    """`cluster` with `factor` times the bandwidth between devices and their host's memory."""
     host = cluster.host
     if host is None:
         return cluster

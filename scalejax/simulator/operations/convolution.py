@@ -1,21 +1,21 @@
 """Seconds of a convolution, costed as an implicit matrix product, per pass.
 
-Each pass is the product (groups, m, n, k) at the fraction of the peak that convolutions reach; a
-chip's table of products, where it has one, gives the dependence on shape.
+Each pass is the product (groups, m, n, k) at the fraction of the peak that convolutions reach; the
+chip's table of products, if it has one, gives the dependence on shape.
 
     forward          m = samples positions       n = outputs   k = inputs window
     input gradient   m = samples positions       n = inputs    k = outputs window
     filter gradient  m = inputs window           n = outputs   k = samples positions
 
 Inputs and outputs are channels of a group, positions those of the forward output. A filter
-gradient has few results and a long sum, which libraries split so that every multiprocessor has a
+gradient has few results and long sums, which libraries split so that every multiprocessor has a
 part (split-k); the parts are counted into its batch.
 
 On f32 units, square windows are multiplied by Winograd's algorithm, with fewer multiplications
 than are counted as FLOP: VGG-16 on P100 was published at 1.3 times the rate that its peak allows.
 
 Left out: that Winograd needs stride 1 (3 of 53 convolutions of ResNet-50 have another), and its
-larger tiles, which save more; FFT convolution; wave quantisation. Knows no program.
+larger tiles, which save more; FFT convolution; wave quantisation. Independent of programs.
 """
 
 from dataclasses import replace
@@ -29,24 +29,24 @@ VECTOR_BYTES = 16
 are padded to a multiple of it, so three bf16 channels cost as much as eight."""
 
 _MATRIX_UNITS = (7, 0)
-"""Compute capability of the first GPUs with matrix units, of 16 bits (V100)."""
+"""Compute capability of the first GPUs with matrix units, for 16 bits (V100)."""
 _TILE = 128 * 128
 """Results of one block of a large product (CUTLASS, "Efficient GEMM in CUDA")."""
 _SHORTEST_SUM = 512
 """Terms of a sum below which splitting it further gains nothing."""
 
 _WINOGRAD = {side * side: (2 * side) ** 2 / (side + 1) ** 2 for side in (3, 5)}
-"""Multiplications saved by window positions: tiles of 2 x 2 results of an r x r window take
-(r + 1)^2 in place of (2 r)^2 (Lavin & Gray 2015, arXiv 1509.09308, section 4.1)."""
+"""Factor of multiplications saved, by window positions: tiles of 2 x 2 results of an r x r window
+take (r + 1)^2 instead of (2 r)^2 (Lavin & Gray 2015, arXiv 1509.09308, section 4.1)."""
 _WINOGRAD_CHANNELS = 16
 """Channels on either side below which its transforms cost more than they save; assumed."""
 
 
 def convolution_time(operation: Operation, chip: Chip) -> ProductTime:
-    """Time of a convolution on `chip`, launch not included.
+    """Time of a convolution on `chip`, excluding launch.
 
     Args:
-        operation: of kind "convolution"; an unknown shape counts as one of many channels, an
+        operation: of kind "convolution"; an unknown shape counts as one with many channels, an
             unknown pass as forward.
         chip: where it runs.
     """
@@ -72,8 +72,8 @@ def is_transposed(operation: Operation, chip: Chip) -> bool:
     """Whether the library must transpose every array to put channels last (NHWC).
 
     Matrix units multiply arrays whose channels come last. Before Hopper, XLA keeps f32 arrays with
-    channels first, so cuDNN transposes the inputs and outputs of a convolution; so it does with
-    arrays of 16 bits of which a framework keeps channels first.
+    channels first, so cuDNN transposes the inputs and outputs of a convolution; it does the same
+    with 16-bit arrays that a framework keeps with channels first.
 
     Source: XLA, `gpu_layout_assignment.cc` (f32 convolutions are NCHW below compute capability
     9); NVIDIA, Deep Learning Performance, "Convolutional Layers User's Guide" (tensor layouts in
@@ -155,7 +155,7 @@ def channel_use(shape: tuple[int, ...], dtype: str, groups: int = 1) -> float:
 
     A convolution runs as a matrix product whose rows are gathered pixel by pixel, each in
     whole vectors of channels. Channels are padded to `VECTOR_BYTES`; the padding multiplies
-    zeros. So 3 input channels of bf16 use 3/8, of f32 3/4, and 64 all of it.
+    zeros. So 3 input channels use 3/8 in bf16, 3/4 in f32, and 64 use all of it.
 
     Args:
         shape: as `Operation.shape` of a convolution; () if unknown, which counts as unpadded.
@@ -175,7 +175,7 @@ def _filled(count: int, multiple: int) -> float:
 
 
 def _bits(dtype: str) -> int:
-    """Width of an element type by XLA's name for it: 16 of "bf16", 8 of "f8e4m3fn"."""
+    """Width of an element type from XLA's name for it: 16 for "bf16", 8 for "f8e4m3fn"."""
     digits = dtype.lstrip("bfsuc")
     width = ""
     for character in digits:

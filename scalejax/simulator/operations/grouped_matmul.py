@@ -1,16 +1,16 @@
-"""Seconds of a grouped matrix product, in which each group of rows has a matrix of its own.
+"""Seconds of a grouped matrix product, in which each group of rows has its own matrix.
 
-The groups are the experts on a device and the rows the tokens that were routed to them. A roofline
-in which the rows of each group are rounded up to a tile, every group's matrix is moved, and every
-group takes a little time besides. Its constants were fitted to measured layers of experts, forward
-(`hardware/grouped_matmul_rates/`, `experiments/grouped_products`), and are those of plain products
-on other chips. Knows chips and shapes; nothing of programs.
+The groups are the experts on a device, and the rows the tokens that were routed to them. The model
+is a roofline in which the rows of each group are rounded up to a tile, every group's matrix is
+moved, and every group adds a little time. Its constants were fitted to measured layers of experts,
+forward (`hardware/grouped_matmul_rates/`, `experiments/grouped_products`); other chips use those of
+plain products. Depends on chips and shapes, not on programs.
 
-Gradients were not measured and are derived. That of the input multiplies the same rows by the same
-matrices transposed, so it is costed as the forward product with the widths swapped. That of the
-weights sums over the rows of each group: the rows, rounded up, are the inner side, and a matrix for
-each group is written. Left out: the ramp of many small sums over few rows, and splitting them; a
-kernel that reaches half of the forward rate there would make a step of which experts are two thirds
+Gradients were not measured and are derived. The input gradient multiplies the same rows by the same
+matrices transposed, so it is costed as the forward product with the widths swapped. The weight
+gradient sums over the rows of each group: the rows, rounded up, are the inner side, and a matrix
+for each group is written. Left out: the ramp of many small sums over few rows, and splitting them;
+a kernel that reaches half of the forward rate there would make a step that is two thirds experts
 about a fifth slower. Skew between the groups of one device is left out too: with the power laws of
 `expert_load` it adds 3 to 12 % in the median (the same experiment, one device).
 """
@@ -32,11 +32,11 @@ UNKNOWN_CHIP = GroupedMatmulRates(
     group_seconds=0.1e-6,
     sources={},
 )
-"""Tile and time of a group on chips that were not measured; their fractions are their own."""
+"""Tile and time per group on chips that were not measured; their fractions are their own."""
 
 
 _TPU_TILE_ROWS, _TPU_TILE_SIDE = 512, 1024
-"""Rows of a tile, and elements of both of its widths, of the kernel for TPUs (MaxText/configs/
+"""Rows of a tile, and elements of both of its widths, in the kernel for TPUs (MaxText/configs/
 base.yml: tile_batch_seq, tile_embed_dim, tile_mlp_dim; jax.experimental.pallas.ops.tpu.megablox).
 """
 
@@ -56,7 +56,7 @@ class GroupedProduct:
     dtype: str
     """Type of the operands, as `Operation.dtype`."""
     grouped_pass: GroupedPass = "forward"
-    """Pass that it belongs to."""
+    """Pass that the product belongs to."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "outer", "inner"):
@@ -65,7 +65,7 @@ class GroupedProduct:
 
     @property
     def flop(self) -> float:
-        """FLOP of the rows that there are, the same in every pass."""
+        """FLOP of the actual rows, the same in every pass."""
         return 2 * self.rows * self.outer * self.inner
 
     def compulsory_bytes(self, kind: RateType) -> float:
@@ -83,19 +83,19 @@ class GroupedProduct:
 def grouped_product_time(
     product: GroupedProduct, chip: Chip, *, moved_bytes: float = 0.0
 ) -> ProductTime:
-    """Time of `product` on `chip`, launch not included.
+    """Time of `product` on `chip`, excluding launch.
 
     busy = ramp + groups x group time
          + max(2 tiles tile_rows outer inner / (peak fraction), bytes / attainable bandwidth),
-    with tiles = groups ceil(rows / groups / tile_rows), and both widths rounded up to the side of
-    the matrix units of a TPU. It grows with rows, and with groups at
-    equal rows and widths. The fraction is at most that of plain products on the chip.
+    with tiles = groups ceil(rows / groups / tile_rows), and on a TPU both widths rounded up to the
+    side of the matrix units. Time grows with rows, and with groups at equal rows and widths. The
+    fraction is at most that of plain products on the chip.
 
     Args:
         product: the work.
         chip: where it runs.
-        moved_bytes: bytes that the operation moves, where they are known to be more than its
-            operands and result.
+        moved_bytes: bytes that the operation moves, if they are known to be more than its operands
+            and result.
     Source: tiles of 128 rows padded for each expert, Gale et al. 2022, "MegaBlocks", arXiv
         2211.15841, section 5.1.
     """
@@ -103,7 +103,7 @@ def grouped_product_time(
     rates = rates_of(chip)
     peak, bandwidth = chip.peak_flop_per_second[kind], chip.memory_bytes_per_second
     fraction = rates.matmul_fraction.get("bf16" if kind == "f16" else kind)
-    # Measured by others than plain products, and on Blackwell above them: groups save no time.
+    # Measured by others than plain products were, and above them on Blackwell; groups save no time.
     fraction = min(fraction or 1.0, attainable.matmul_fraction) * attainable.sustained_fraction
     tiles = product.groups * math.ceil(product.rows / product.groups / rates.tile_rows)
     flop = 2 * tiles * rates.tile_rows * product.outer * product.inner
@@ -125,7 +125,7 @@ def grouped_product_time(
 
 def _tiles_on_tpu(product: GroupedProduct) -> int:
     """Tiles of rows that the kernel for TPUs multiplies: groups follow each other in one array, and
-    a tile in which one ends and the next begins is multiplied for both (megablox,
+    a tile in which one group ends and the next begins is multiplied for both (megablox,
     make_group_metadata)."""
     tiles = math.ceil(product.rows / _TPU_TILE_ROWS)
     return tiles + min(product.groups, math.ceil(product.rows)) - 1 if product.rows else 0
@@ -146,7 +146,7 @@ def _tile_bytes_on_tpu(product: GroupedProduct, tiles: int, kind: RateType) -> f
 
 
 def rates_of(chip: Chip) -> GroupedMatmulRates:
-    """The fitted rates of the chip, else those of its plain products."""
+    """The fitted rates of the chip, or those of its plain products if none were fitted."""
     attainable = chip.attainable
     if attainable.grouped_matmul_rates is not None:
         return load_grouped_matmul_rates(attainable.grouped_matmul_rates)

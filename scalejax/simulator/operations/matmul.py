@@ -2,16 +2,16 @@
 
 The form is a ramp plus arithmetic or memory traffic, whichever is longer. A chip with a table
 multiplies it by exp(residual), where the residual is a smooth function of (batch, m, n, k) and
-type that was fitted to log(measured / form). Between the shapes of the table it interpolates;
-above them it is constant, as rates have saturated; below them it decays to about the mean of its
-type. The residual depends on shapes alone, so what-if chips and siblings of the measured one scale
-by their own peaks, bandwidth and ramp, and better hardware is never slower.
+type that was fitted to log(measured / form). It interpolates between the shapes of the table; above
+them it is constant, as rates have saturated; below them it decays to about the mean of its type.
+The residual depends on shapes alone, so what-if chips and siblings of the measured one scale with
+their own peaks, bandwidth and ramp, and better hardware is never slower.
 
 The fit is a Gaussian process (a sum of kernels, weights by least squares) with Student's t noise,
 since the table jumps by up to a factor of 2 between neighbours, presumably where the library
 changes kernels or the profiler saw two: see `hardware/matmul_rates/README.md`. Its length scales
 are round numbers, set by hand while watching the cross-validation over shapes that
-`experiments/gemm_rates` prints. Knows chips and shapes; nothing of programs.
+`experiments/gemm_rates` prints. Depends on chips and shapes, not on programs.
 """
 
 import math
@@ -65,7 +65,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTime:
-    """Time of a product, and of its arithmetic and memory traffic alone."""
+    """Time of a product, and of its arithmetic and its memory traffic alone."""
 
     compute_seconds: float
     """Time of the arithmetic at the attainable rate."""
@@ -76,17 +76,17 @@ class ProductTime:
 
 
 def product_time(product: Product, chip: Chip, *, fraction: float | None = None) -> ProductTime:
-    """Time of `product` on `chip`, launch not included.
+    """Time of `product` on `chip`, excluding launch.
 
     busy = (aside + ramp + max(FLOP / (peak fraction), bytes / attainable bandwidth))
     exp(residual) - aside, and never below FLOP / peak nor bytes / bandwidth. `aside` is the
-    overhead of the measurement behind the table. The residual is 0 where the chip has no table, or
+    overhead of the measurement behind the table. The residual is 0 if the chip has no table, or
     the shape is unknown.
 
     Args:
         product: the work.
         chip: where it runs.
-        fraction: fraction of the peak that large products reach; the chip's own unless given.
+        fraction: fraction of the peak that large products reach; the chip's own if None.
     """
     attainable = chip.attainable
     if attainable.matmul_table is None or product.shape is None:
@@ -139,8 +139,8 @@ _ALIGNED_ELEMENTS = 8  # 16 bytes of two-byte elements
 def is_unaligned(shape: Shape | None, dtype: str) -> bool:
     """Whether a half-precision product is not aligned for matrix units.
 
-    Those load 16 bytes at once. A product with a side, of any operand, that is not a multiple of
-    that runs without them.
+    Matrix units load 16 bytes at once. A product in which any side of any operand is not a multiple
+    of that runs without them.
 
     Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 2.2.
     """
@@ -153,8 +153,8 @@ def is_unaligned(shape: Shape | None, dtype: str) -> bool:
 def log_residual(table: str, kind: RateType, shape: Shape) -> float:
     """Log of the time of a product over the form's; 0 for a type without a table.
 
-    Where a table has rates above the chip's peak, it is not extrapolated beyond its shapes to
-    rates above the form's: there are no such rates, and most products are larger.
+    If a table has rates above the chip's peak, it is not extrapolated beyond its shapes to rates
+    above the form's: such rates do not exist, and most products are larger.
     """
     measured: RateType = "bf16" if kind == "f16" else kind
     surface = _surface(table, measured)

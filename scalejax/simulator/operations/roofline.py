@@ -1,8 +1,8 @@
 """Seconds of one operation on one device: a roofline with attainable rates, plus launch.
 
-Matrix products are costed by shape and type in `matmul`, those of groups of rows in
-`grouped_matmul`, convolutions in `convolution`. A chip with measured rates uses those in place of
-the roofline. Knows one operation and one chip; nothing of the schedule.
+Matrix products are costed by shape and type in `matmul`, grouped ones in `grouped_matmul`,
+convolutions in `convolution`. A chip with measured rates uses those instead of the roofline.
+Depends on one operation and one chip, not on the schedule.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _UNKNOWN_SHAPE = (1, 1024, 1024, 1024)  # several products in one operation coun
 def measured_seconds(
     operation: Operation, measured: MeasuredRates, chip: Chip
 ) -> tuple[float, float]:
-    """(compute, memory) seconds of an operation at measured rates, launch not included.
+    """(compute, memory) seconds of an operation at measured rates, excluding launch.
 
     Args:
         operation: the operation.
@@ -61,7 +61,7 @@ def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
 
 def attention_share(shape: Sequence[int], attainable: Attainable) -> float:
     """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head size):
-    of what was measured of its keys and head size, where it was."""
+    the share measured for its keys and head size, if there is one."""
     if attainable.attention_rates is None or len(shape) != 4 or 0 in shape:
         share = attainable.attention_share(shape)
     else:
@@ -71,7 +71,7 @@ def attention_share(shape: Sequence[int], attainable: Attainable) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationTime:
-    """Time of one operation; operations run one after the other."""
+    """Time of one operation; operations run one after another."""
 
     bound: Literal["compute", "memory"]
     """Limiting resource."""
@@ -90,7 +90,7 @@ def operation_time(operation: Operation, chip: Chip) -> OperationTime:
     """Time of a compute operation on `chip` per step, averaged over all steps.
 
     seconds = launch + ramp + max(flop / attainable FLOP/s, bytes / attainable bandwidth),
-    where ramp is the time to fill and drain the chip: with it rates saturate with size,
+    where ramp is the time to fill and drain the chip, which makes rates saturate with size:
     u(flop) = u flop / (flop + peak u ramp). The fraction u depends on kind, type and shape.
 
     Left out: caches (an operand just written and still in the second-level cache is read from

@@ -1,17 +1,18 @@
-"""Program of a pipeline in DualPipe, from that of the stages it is made of.
+"""Program of a pipeline under DualPipe, derived from the program of its stages.
 
-Microbatches enter at both ends, half of them each, and a device holds the stages of two places, one
-of each way. In the middle of a step it computes a forward pass of one way beside a backward pass of
-the other: what either sends, to experts or to a neighbour, takes no time of its own unless all that
-both send takes longer than all that both compute. At the ends passes are apart, and the device is
-idle for (p/2 - 1) (F&B + B - 3W), for p stages, a pair F&B, a backward pass B and one over weights
-W (`transforms.pipeline`). Nobody trains it here: scalejax compiles 1F1B, of which this is made.
+Microbatches enter at both ends, half of them at each, and a device holds two stages, one of each
+direction. In the middle of a step it computes a forward pass of one direction while it computes a
+backward pass of the other: what either sends, to experts or to a neighbour, takes no extra time
+unless everything that both send takes longer than everything that both compute. At the ends passes
+run separately, and the device is idle for (p/2 - 1) (F&B + B - 3W), for p stages, a pair F&B, a
+backward pass B and a weights pass W (`transforms.pipeline`). scalejax does not train it: it
+compiles 1F1B, from which this program is made.
 
 Left out: what kernels of communication take from those of compute beyond a chip's contention (the
-report reserves 20 of 132 multiprocessors); what is done once a step for the second stage too, the
+report reserves 20 of 132 multiprocessors); what is done once a step for the second stage too: the
 sum of its gradients with the device that has its other copy, the gather of its parameters, and
-without ZeRO their update; and that a device's two copies of an embedding may be one. Knows nothing
-of hardware.
+without ZeRO their update; and that a device's two copies of an embedding may be one. Independent of
+hardware.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.2.1, figures 4
 and 5, table 2.
@@ -25,17 +26,17 @@ from scalejax.simulator.program import Loop, MemoryUse, Operation, Program
 from scalejax.simulator.transforms.pipeline import BUBBLE, PAIRED
 
 _COMPUTE_TYPE_BYTES, _GRADIENT_BYTES = 2, 4
-"""Of a parameter in the compute type, and of the sum of its gradients (float32)."""
+"""Bytes of a parameter in the compute type, and of the sum of its gradients (float32)."""
 
 DUALPIPE = "DualPipe: derived from the program of 1F1B, which is what trains"
-"""Note of a program."""
+"""Note on a program."""
 
 Items = tuple[Operation | Loop, ...]
 
 
 def with_paired_passes(program: Program) -> Program:
-    """`program` with all that is sent in a pair of passes beside all that is computed in it; a
-    program without such pairs unchanged."""
+    """`program` in which everything sent in a pair of passes overlaps with everything computed in
+    it; a program without such pairs is unchanged."""
     operations = tuple(
         _beside(item)
         if isinstance(item, Loop) and item.name.removesuffix(BUBBLE).endswith(PAIRED)
@@ -46,7 +47,7 @@ def with_paired_passes(program: Program) -> Program:
 
 
 def _beside(loop: Loop) -> Loop:
-    """A loop whose iterations start all collectives, compute, and wait for them."""
+    """A loop whose iterations start all collectives, compute, and then wait for them."""
     sent = [
         replace(
             item,
@@ -86,19 +87,19 @@ def _computed(items: Iterable[Operation | Loop]) -> Items:
 def with_second_stage(
     memory: MemoryUse, ticks: PipelineTicks, *, parameters: int, state_bytes: int
 ) -> MemoryUse:
-    """Memory of a device with two stages, from that of 1F1B: a second copy of parameters in the
-    compute type, in bfloat16, and of their summed gradients, and the activations of one microbatch
-    more than there are stages (table 2 of the report).
+    """Memory of a device with two stages, derived from that of 1F1B: it adds a second copy of the
+    parameters in the compute type, in bfloat16, and of their summed gradients, and the activations
+    of one microbatch more than there are stages (table 2 of the report).
 
-    Activations of a microbatch are taken for an equal part of all temporary memory but casts and
+    A microbatch's activations are taken to be an equal part of all temporary memory but casts and
     gradients, which is too much by what the largest pass holds for itself.
 
     Args:
-        memory: of 1F1B, whose stages hold as many microbatches as there are.
+        memory: memory under 1F1B, whose stages hold as many microbatches as there are stages.
         ticks: the pipeline.
         parameters: elements of the layers of a stage, on a device.
-        state_bytes: bytes of their parameters and moments that a device adds to its state: 0 where
-            ZeRO shards them, over twice as many devices then.
+        state_bytes: bytes of their parameters and moments that a device adds to its state: 0 if
+            ZeRO shards them, then over twice as many devices.
     """
     copies = parameters * (_COMPUTE_TYPE_BYTES + _GRADIENT_BYTES)
     held = ticks._replace(schedule="1f1b").in_flight

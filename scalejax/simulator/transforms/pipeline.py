@@ -1,17 +1,17 @@
-"""Programs of pipeline-parallel steps: derived from one stage, and their bubble told apart.
+"""Programs of pipeline-parallel steps: derived from one stage, with their bubble separated.
 
 Under 1F1B stages alternate forward and backward passes of microbatches, or interleave chunks of
 their layers. While the first microbatch travels to the last stage and the last one back, a stage
 idles for as long as all other stages take for one microbatch: the bubble,
-(p - 1) (t forward + t backward) / v for p stages of v chunks (`PipelineTicks`). Where stages are
+(p - 1) (t forward + t backward) / v for p stages of v chunks (`PipelineTicks`). If stages are
 unequal, the slowest is the bottleneck, and the bubble is the time of all others. It is part of the
 schedule, as loops over the blocks of other stages, or of a chunk.
 
-The stage is the last, which computes logits besides its blocks, or another one that is slower
-because the last holds fewer blocks. Left out: the sum of the gradients of tied embeddings between
-the first stage and the last; that sends may overlap with compute. A stage holds one input per
-block of each microbatch in flight: everything else is recomputed. With chunks a first stage holds
-more than is counted. Knows nothing of hardware.
+The stage is the last, which computes logits in addition to its blocks, or another one that is
+slower because the last holds fewer blocks. Left out: the sum of the gradients of tied embeddings
+between the first stage and the last; that sends may overlap with compute. A stage holds one input
+per block of each microbatch in flight: everything else is recomputed. With chunks, a first stage
+holds more than is counted. Independent of hardware.
 """
 
 from collections import Counter
@@ -37,25 +37,25 @@ from scalejax.simulator.program import (
 BUBBLE = ".bubble"
 """Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
 PAIRED = ".paired"
-"""Suffix of the names of loops over a forward and a backward pass beside each other."""
+"""Suffix of the names of loops over a forward and a backward pass that run together."""
 _PASSES_OF_ZB = 3
-"""Passes of a microbatch where that over weights is one of its own."""
+"""Passes of a microbatch if the weights pass is separate."""
 _FLOP_OF_MOVED_BYTE, FLOP_OF_SENT_BYTE = 989 / 3.35, 989 / 0.45
-"""FLOP of bfloat16 in the time of a byte of memory, and of one over NVLink each way (data sheet of
-NVIDIA's H100 SXM: 989 TFLOP/s, 3.35 TB/s, 900 GB/s both ways)."""
+"""FLOP of bfloat16 in the time of one byte of memory, and of one byte over NVLink each way (data
+sheet of NVIDIA's H100 SXM: 989 TFLOP/s, 3.35 TB/s, 900 GB/s both ways)."""
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Division of a network over pipeline stages."""
+    """Division of a network into pipeline stages."""
 
     stages: int
     """Pipeline stages, groups of devices that each hold some of the layers."""
     chunks: int = 1
     """Interleaved chunks of layers per stage (virtual pipeline stages)."""
     layers: tuple[int, ...] | None = None
-    """Blocks of each stage, of one chunk each; None where all stages hold equally many."""
+    """Blocks of each stage, with one chunk each; None if all stages hold equally many."""
     microbatches: int
     """Microbatches per step."""
     boundary_bytes: int
@@ -64,7 +64,7 @@ class Pipeline:
     """Whether these activations are sharded over the tensor axis (sequence parallelism)."""
     is_sent_in_parts: bool = True
     """Whether devices along the tensor axis each send a part of what they all hold, as in
-    Megatron-LM; else each sends all of it, in slots of a timetable, as scalejax trains."""
+    Megatron-LM; otherwise each sends all of it, in slots of a timetable, as scalejax trains."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline.stages", self.stages, 2)
@@ -78,22 +78,22 @@ class Pipeline:
 def pipelined(
     stage: Program, pipeline: Pipeline, *, last: tuple[Operation | Loop, ...] = ()
 ) -> Program:
-    """Program of a device of the slowest stage, bubble included.
+    """Program of a device of the slowest stage, including the bubble.
 
     One microbatch passes through all stages, and the others follow through the slowest: t of the
-    step = sum over stages of t + (microbatches - 1) x largest t. Exact where stages are equal or
-    the last is the slowest; where earlier ones are, they start more microbatches while they
-    wait, and the step is shorter by up to the time of the blocks that other stages lack.
+    step = sum over stages of t + (microbatches - 1) x largest t. Exact if stages are equal or the
+    last is the slowest; if earlier ones are, they start more microbatches while they wait, and the
+    step is shorter by up to the time of the blocks that other stages lack.
 
     Args:
         stage: program of the network with the layers of one stage, on the devices of one stage,
             in a loop over the microbatches.
         pipeline: the division of the network.
         last: operations of the first and the last stage for a microbatch besides their blocks,
-            where these are not the given stage.
+            if these are not the given stage.
 
     Raises:
-        ConfigError: if `stage` has no loop over microbatches, or no stage holds as many blocks.
+        ConfigError: if `stage` has no loop over microbatches, or no stage has its number of blocks.
     """
     loops = [item for item in stage.operations if isinstance(item, Loop)]
     fitting = [loop for loop in loops if loop.trip_count == pipeline.microbatches]
@@ -141,18 +141,19 @@ def with_bubble(
 ) -> Program:
     """`program` of a whole pipeline, with the idle iterations of its loops split into bubble loops.
 
-    Under GPipe stages compute in all ticks of the compiled loops, also results that nobody uses.
+    Under GPipe stages compute in all ticks of the compiled loops, even results that nobody uses.
     Under other schedules the program is that of all stages, slot by slot of a timetable
-    (`training.pipeline`): the result is that of the last stage, which goes forward and backward
-    with each microbatch, and waits for as long as each other stage takes for a chunk of one; the
-    first of those embeds the tokens too. Where stages compute unlike numbers of `layers`, it is
-    that of the one with most to compute, to move and to send. With "zb_h1" passes over weights fill
-    part of that time: it is idle in the slots of the timetable that are left, of the mean length of
-    its passes (Qi et al. 2023, arXiv 2401.10241, table 2, for passes of equal length).
+    (`training.pipeline`). The result is the program of the last stage, which runs forward and
+    backward with each microbatch, and waits for as long as each other stage takes for a chunk of
+    one; the first of those also embeds the tokens. If stages compute different numbers of `layers`,
+    the result is that of the stage with most to compute, to move and to send. With "zb_h1" weights
+    passes fill part of that time: the stage is idle in the remaining slots of the timetable, which
+    have the mean length of its passes (Qi et al. 2023, arXiv 2401.10241, table 2, for passes of
+    equal length).
 
-    With "dualpipe" the program is that of 1F1B, and the result that of the device whose two stages,
-    as far from either end, have most: loops over pairs of passes, over passes that are apart, and
-    over the bubble. What is sent in a pair is beside what is computed after
+    With "dualpipe" the program is that of 1F1B, and the result is that of the device whose two
+    stages, equally far from either end, have most to do: loops over pairs of passes, over separate
+    passes, and over the bubble. What is sent in a pair overlaps with what is computed after
     `transforms.dualpipe.with_paired_passes`.
     """
     if ticks.schedule != "gpipe":
@@ -183,8 +184,8 @@ def _slowest_stage(
     layers: tuple[int, ...] | None,
     stage_devices: int,
 ) -> tuple[Operation | Loop, ...]:
-    """`item`, if it is the loop over the slots of a timetable, as loops over the microbatches of
-    the last stage, or of one of unlike `layers`, and over its bubble."""
+    """`item`, if it is the loop over the slots of a timetable, as loops over the microbatches and
+    over the bubble of the last stage, or of the slowest one for unequal `layers`."""
     is_dual = ticks.schedule == "dualpipe"
     slots = len(timetable(ticks._replace(schedule="1f1b") if is_dual else ticks).slots)
     if not isinstance(item, Loop) or item.trip_count != slots:
@@ -198,7 +199,7 @@ def _slowest_stage(
     own = [
         {
             "first_part": float(stage == 0),
-            # Of the passes of the last stage, those with its last layers.
+            # Only those passes of the last stage that have its last layers.
             "last_part": (stage == ticks.stages - 1) / ticks.chunks,
             "layer_of_stage": count / max(counts),
         }
@@ -224,7 +225,7 @@ def _slowest_stage(
         left = (slots - slots_at_work * ticks.work) / slots_at_work / ticks.idle
         kept = [each for each in passes if not each.name.startswith("weights_pass")]
         idle = with_share(idle, left * sum(map(_flop, passes)) / sum(map(_flop, kept)))
-    # Every pass is followed by an exchange, and so is a slot without one.
+    # Every pass is followed by an exchange, and so is a slot without a pass.
     exchanges = Loop(name=f"{item.name}.exchange", trip_count=slots_at_work, body=between)
     rest = max(1, round((slots - slots_at_work * ticks.work) / max(1, ticks.idle)))
     waiting = Loop(name=f"{item.name}.exchange", trip_count=rest, body=between)
@@ -238,16 +239,16 @@ def _slowest_stage(
 def _dualpipe_loops(
     name: str, passes: tuple[Operation | Loop, ...], exchanges: Loop, ticks: PipelineTicks
 ) -> tuple[Loop, ...]:
-    """Loops of DualPipe in place of the one of that name over slots of 1F1B.
+    """Loops of DualPipe that replace the loop of that name over slots of 1F1B.
 
-    The bubble of (p/2 - 1) (F&B + B - 3W), for p stages, is of pairs and backward passes in the
-    share that three passes over weights leave of their FLOP: a W has as many as the products of a
-    forward pass with matrices.
+    The bubble of (p/2 - 1) (F&B + B - 3W), for p stages, consists of pairs and backward passes,
+    scaled by the share of their FLOP that remains after three weights passes: a W has as many FLOP
+    as the products with matrices in a forward pass.
 
     Args:
-        name: of the loop.
+        name: name of the loop.
         passes: a forward and a backward pass of a microbatch, the mean of a device's two stages.
-        exchanges: what is sent to neighbours in them.
+        exchanges: what is sent to neighbours in the passes.
         ticks: the pipeline.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, table 2.
@@ -286,7 +287,7 @@ def _is_gate(item: Operation | Loop) -> TypeGuard[Loop]:
 
 
 def gate_of(loop: Loop) -> str | None:
-    """The one of `GATES` that a loop of a compiled step is, in a bubble too; None for others."""
+    """The gate of `GATES` that a loop of a compiled step is, even in a bubble; None for others."""
     name = loop.name.removesuffix(BUBBLE).partition("#")[0]
     return name if name in GATES else None
 
@@ -294,7 +295,7 @@ def gate_of(loop: Loop) -> str | None:
 def _passes(
     items: Iterable[Operation | Loop], shares: Mapping[str, float]
 ) -> tuple[Operation | Loop, ...]:
-    """`items` with what only some stages compute in these shares, by the name of its gate."""
+    """`items` in which what only some stages compute has these shares, by the name of its gate."""
     made: list[Operation | Loop] = []
     for item in items:
         if not isinstance(item, Loop):
@@ -343,8 +344,8 @@ def _flop(item: Operation | Loop) -> float:
 
 
 def _work(item: Operation | Loop) -> float:
-    """What a stage has to do, in FLOP, by which stages are ranked: bytes moved and sent count as
-    what an H100 computes meanwhile, as if nothing were done at the same time."""
+    """Work of a stage in FLOP, by which stages are ranked: bytes moved and sent count as what an
+    H100 would compute meanwhile, as if nothing overlapped."""
     if isinstance(item, Loop):
         return item.trip_count * sum(map(_work, item.body))
     if item.collective is not None:
@@ -354,7 +355,7 @@ def _work(item: Operation | Loop) -> float:
 
 
 def _layers(work: Loop) -> int:
-    """Blocks of the stage in the microbatch loop `work`; 1 where it does not loop over them."""
+    """Blocks of the stage in the microbatch loop `work`; 1 if `work` does not loop over them."""
     return max((item.trip_count for item in work.body if isinstance(item, Loop)), default=1)
 
 
@@ -403,16 +404,16 @@ def sent_between_stages(
     Devices along the tensor axis each send 1/tensor of the replicated activations, and all-gather
     them (Narayanan et al. 2021, section 4.1), or each sends them whole; with sequence parallelism
     there is nothing to gather. As scalejax trains, in slots (`training.pipeline`), two stages send
-    both at once, and what arrives is copied and put into its buffer, one for each way.
+    both at once, and what arrives is copied and put into its buffer, one for each direction.
 
     Args:
         stages: pipeline stages.
         boundary_bytes: activation bytes that one microbatch sends from stage to stage.
-        is_divided: whether they are sharded over the tensor axis.
+        is_divided: whether these activations are sharded over the tensor axis.
         tensor: devices along the tensor axis.
         stage_devices: devices of one stage.
         in_parts: whether each device along the tensor axis sends a part of replicated activations;
-            else they are sent in slots.
+            otherwise they are sent in slots.
     """
     part = -(-boundary_bytes // tensor) if in_parts or is_divided else boundary_bytes
     operations: list[Operation] = []
@@ -429,13 +430,13 @@ def sent_between_stages(
 
 
 _SCALARS_OF_SLOT = 8
-"""Small operations between two slots of a timetable, each a launch, as compiled: places and
+"""Small operations between two slots of a timetable, one launch each, as compiled: places and
 conditions (jax 0.10.2 and 0.12.0.1)."""
 
 
 def _received(way: str, size: int) -> list[Operation]:
-    """What follows each exchange of a slot: a copy of what arrived, and a selection for each of the
-    two buffers, of which one may be the stage's own result."""
+    """Operations after each exchange of a slot: a copy of what arrived, and a selection for each of
+    the two buffers, one of which may be the stage's own result."""
     sizes = ("copy", size, size), ("select", 5 * size, 2 * size)
     scalars = ((f"scalar.{index}", 4, 4) for index in range(_SCALARS_OF_SLOT))
     return [

@@ -1,6 +1,6 @@
-"""What a compiled step does not say of its experts: how many tokens an all-to-all sends, and how.
+"""What a compiled step does not say about its experts: how many tokens are sent, and how.
 
-Knows the run and its program; nothing of hardware.
+Depends on the run and its program, not on hardware.
 """
 
 from dataclasses import replace
@@ -12,10 +12,10 @@ from scalejax.simulator.program import Operation, Program, RoutedTokens, each_ch
 
 
 def routed_tokens(run: ResolvedRun) -> RoutedTokens | None:
-    """Tokens of a microbatch on one device and their routing; None of networks without experts.
+    """Tokens of a microbatch on one device and their routing; None for networks without experts.
 
-    Groups of experts, of which a token may choose from some only, are taken to be those of a node,
-    as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    Groups of experts, of which a token may choose only some, are assumed to match nodes, as in
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     """
     model = run.config.model
     moe = model.moe if isinstance(model, LlamaConfig) else None
@@ -31,7 +31,7 @@ def routed_tokens(run: ResolvedRun) -> RoutedTokens | None:
 
 
 def with_routed_tokens(program: Program, run: ResolvedRun) -> Program:
-    """`program` of `run` in which all-to-alls over the expert axis say which tokens they send."""
+    """`program` of `run` in which all-to-alls over the expert axis state which tokens they send."""
     tokens = routed_tokens(run)
     if tokens is None:
         return program

@@ -1,12 +1,12 @@
 """Scale-out of a program: few devices and microbatches are compiled, many are derived.
 
 Each device of a data axis runs the same operations on its own samples, and then sums gradients
-with the others; each microbatch passes through one loop. The compiled program is therefore equal
+with the others; each microbatch passes through one loop. The compiled program is therefore the same
 for any size of the axis from two upwards except for the size of the groups, and for any number of
-microbatches from two upwards except for the trip count of the loop. Where state is sharded over
-the axis (ZeRO), this holds from the size on at which one shard is negligible.
-`tests/validation/test_programs.py` checks this against programs that were compiled in full. Knows
-nothing of hardware.
+microbatches from two upwards except for the trip count of the loop. If state is sharded over the
+axis (ZeRO), this holds from the size at which one shard is negligible.
+`tests/validation/test_programs.py` checks this against programs that were compiled in full.
+Independent of hardware.
 """
 
 import math
@@ -31,15 +31,15 @@ def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     """`run` on the fewest devices and microbatches whose program can be scaled out to it.
 
     The microbatch per device is unchanged. The number of microbatches is kept for images, as
-    their bytes outside the loop are not negligible, and over a pipeline.
+    their bytes outside the loop are not negligible, and for a pipeline.
 
     Args:
-        run: run whose program is wanted.
-        has_server: whether gradients go through a parameter server. Then a single device sends
-            them too, and its program is that of two, each of which sends.
+        run: the run whose program is wanted.
+        has_server: whether gradients go through a parameter server. Then even a single device sends
+            them, and its program is that of two devices, each of which sends.
     """
     config, split = run.config, run.split
-    # Stages loop over ticks and not over microbatches.
+    # Stages loop over ticks, not over microbatches.
     is_reducible = run.dataset.is_text and run.layout.pipeline == 1
     microbatches = min(split.microbatches, REDUCED_SIZE) if is_reducible else split.microbatches
     data = REDUCED_SIZE if has_server else min(run.layout.data, _reduced_data_size(run))
@@ -63,7 +63,7 @@ def _reduced_data_size(run: ResolvedRun) -> int:
 def scaled_out(program: Program, reduced_run: ResolvedRun, run: ResolvedRun) -> Program | None:
     """`program` of `reduced_run` scaled out to `run`; None if it cannot be.
 
-    It cannot if other collectives than sums cross the data axis though state is replicated, or if
+    It cannot be if state is replicated and collectives other than sums cross the data axis, or if
     the loop over microbatches is not found.
     """
     if reduced_run == run:
@@ -79,11 +79,11 @@ def scaled_out(program: Program, reduced_run: ResolvedRun, run: ResolvedRun) -> 
     batch = run.split.global_batch
     added = run.split.per_device_batch - reduced_run.split.per_device_batch
     facts = run.dataset
-    # Held once as an argument, and once more divided into microbatches.
+    # Held once as an argument, and again divided into microbatches.
     places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
     added_bytes = added * places * _TOKEN_BYTES
     memory = program.memory
-    if is_sharded:  # except the tokens, and a counter
+    if is_sharded:  # all but the tokens, and a counter
         kept = memory.alias_bytes - memory.alias_bytes * old // new
         memory = replace(
             memory,
@@ -132,8 +132,8 @@ def _with_more_trips(operations: _Operations, old: int, new: int) -> _Operations
 def _on_more_devices(
     program: Program, old: int, new: int, *, is_sharded: bool
 ) -> _Operations | None:
-    """Operations with the groups of the data axis resized; None if replicated state has other
-    collectives than sums there."""
+    """Operations with the groups of the data axis resized; None if replicated state has collectives
+    other than sums there."""
     if old == new:
         return program.operations
     major = next((axis for axis in program.mesh_axes if axis[1] > 1), None)

@@ -1,10 +1,10 @@
 """Closed-form `Program` of a transformer's training step, without compiling.
 
-From dimensions and a strategy to operations, collectives and memory in milliseconds, for searches
+Maps dimensions and a strategy to operations, collectives and memory in milliseconds, for searches
 over thousands of strategies. Tests compare products, bytes, collectives and memory of small
 networks with compiled programs (`tests/simulator/test_transformer.py`), and step time and memory of
 networks of 1e9 parameters, by layout (`experiments/closed_form`). A pipeline is 1F1B, where the
-trainer's default is GPipe. Knows shapes and how XLA shards them; no compiler, hardware or seconds.
+trainer's default is GPipe. Uses shapes and how XLA shards them; no compiler, hardware or seconds.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -84,9 +84,9 @@ class Part(NamedTuple):
     """Operations of a step as the function and the arguments that make them, quick to compare."""
 
     make: Callable[..., tuple[Operation | Loop, ...]] = tuple[Operation | Loop, ...]
-    """Function that makes them; for a part without operations, the default."""
+    """Function that makes the operations; for a part without operations, the default."""
     arguments: tuple[Hashable, ...] = ()
-    """Its arguments."""
+    """Arguments of the function."""
 
     @property
     def operations(self) -> tuple[Operation | Loop, ...]:
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParts:
-    """Parts of the blocks of a kind, each once per block and microbatch."""
+    """Parts of the blocks of one kind, each run once per block and microbatch."""
 
     forward: Part
     """Forward pass of a block."""
@@ -119,7 +119,7 @@ class StepParts:
     blocks: tuple[BlockParts, ...]
     """Blocks of each kind, in order."""
     first_blocks: tuple[BlockParts, ...]
-    """Dense blocks that the first of several stages has besides, once per microbatch there."""
+    """Additional dense blocks of the first of several stages, once per microbatch there."""
     logits: Part
     """Logits and loss, once per microbatch between the passes over its blocks."""
     embedding_gradient: Part
@@ -131,8 +131,8 @@ class StepParts:
 
 
 def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
-    """Parts of the step of a device of the slowest stage; logits are included even if that is not
-    the last stage."""
+    """Parts of the step of a device of the slowest stage; logits are included even if it is not the
+    last stage."""
     layout = strategy.layout
     slowest = slowest_stage(shape, strategy)
     kinds = stage_kinds(shape, slowest.layers, layout.pipeline)
@@ -162,7 +162,7 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
         gathers_last=not gathers_first,
     )
     is_gathered = strategy.zero_stage > 0
-    # The last stage looks nothing up; of tied embeddings it needs the table.
+    # The last stage looks nothing up; it needs the table only for tied embeddings.
     is_last_alone = stages > 1 and slowest.has_logits and not shape.has_tied_embeddings
     shards = end.parts if is_scattered else dict.fromkeys(end.counts, 1)
     own = sum(count // shards[name] for name, count in end.counts.items())
@@ -208,7 +208,7 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
 
 
 def exchange_of_chunks(shape: TransformerShape, strategy: Strategy) -> Part:
-    """What stages of several chunks send each other; the only part that differs with chunks."""
+    """What stages with several chunks send each other; the only part that depends on chunks."""
     chunks = strategy.pipeline_chunks
     return Part(exchanged_chunks, (shape, strategy.layout, chunks)) if chunks > 1 else Part()
 
@@ -223,8 +223,8 @@ def _block_parts(shard: BlockShard, count: int) -> BlockParts:
 
 
 def _shard(kind: TransformerShape, strategy: Strategy, count: int) -> BlockShard:
-    """A device's shard of a block of a kind; a single dense one before the others is in no loop,
-    and the compiler computes nothing of it again."""
+    """A device's shard of a block of one kind; a single dense block before the others is in no
+    loop, and the compiler recomputes none of it."""
     shard = block_shard(kind, strategy)
     is_single = count == 1 and kind.is_first
     return replace(shard, recompute="none") if is_single else shard
@@ -247,7 +247,7 @@ def transformer_program(
     """Program of one training step of `shape` with `strategy`, per device.
 
     Args:
-        shape: the network, and its samples.
+        shape: the network and its samples.
         strategy: parallelism, microbatches and recompute.
         workspace_bytes: workspace of the matrix-product library (cuBLAS).
 

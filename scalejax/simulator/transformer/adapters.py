@@ -1,8 +1,8 @@
 """Products of matrices with low-rank adapters (LoRA), as XLA compiles them for GPUs.
 
-x W + s (x A) B of a frozen W, and the gradients of x, A and B (`models.lora`). Where tensor divides
-the rows of W, x A is summed over it as x W is. Read off compiled programs (jax 0.10.2, for H100);
-sizes follow from shapes. Knows no hardware.
+x W + s (x A) B for a frozen W, and the gradients of x, A and B (`models.lora`). Where tensor
+divides the rows of W, x A is summed over tensor, as x W is. Read off compiled programs (jax 0.10.2,
+for H100); sizes follow from shapes. Independent of hardware.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from scalejax.simulator.transformer.operations import COMBINED_BYTES, Writer
 from scalejax.simulator.transformer.shape import ROWS_DIVIDED, BlockShard
 
 _MERGED_BYTES = 64 * 1024**2
-"""Two products of one operand are one where the smaller moves no more than this, operands and
-result (XLA's DotMerger; read off programs: 51e6 bytes are merged, 67.6e6 are not)."""
+"""Two products with one operand in common are merged if the smaller moves no more than this,
+operands and result (XLA's DotMerger; read off programs: 51e6 bytes are merged, 67.6e6 are not)."""
 
 
 class AdaptedLayer:
-    """Builder of the operations of adapted matrices of a pass over a block."""
+    """Builder of the operations of adapted matrices in a pass over a block."""
 
     def __init__(self, write: Writer, shard: BlockShard, use: Callable[[str], None]) -> None:
         """Start with no operations.
@@ -50,18 +50,19 @@ class AdaptedLayer:
         return self._rows * self._rank * self._used
 
     def kept_bytes(self, name: str) -> int:
-        """Bytes of x A that the backward pass reads: of this device's tokens alone where it is
+        """Bytes of x A that the backward pass reads: only for this device's tokens if it is
         scattered over them."""
         is_divided = name in ROWS_DIVIDED and self._shard.sequence_parallel
         return self._narrow_bytes // (self._shard.layout.tensor if is_divided else 1)
 
     def _is_summed(self, name: str, *, is_backward: bool) -> bool:
-        """Whether a product of a matrix and its adapters, in this pass, is summed over tensor."""
+        """Whether a product of a matrix and its adapters is summed over tensor in this pass."""
         return self._shard.layout.tensor > 1 and (name in ROWS_DIVIDED) != is_backward
 
     def _both(self, name: str, inner: int, width: int, *, suffix: str, is_summed: bool) -> bool:
-        """Add the products with W and with A (backward: with B), as one or as two, and say whether
-        that with W is there already; of two that is left to the caller, if it is not summed."""
+        """Add the products with W and with A (backward: with B), as one or as two, and return
+        whether that with W is included; if there are two and it is not summed, it is left to the
+        caller."""
         write, rows, rank = self._write, self._rows, self._rank
         if self._used * (rows * (inner + rank) + inner * rank) <= _MERGED_BYTES:
             write.copy(f"{name}{suffix}.concatenate", self._used * inner * (width + rank))
@@ -77,7 +78,7 @@ class AdaptedLayer:
         return is_summed
 
     def multiply(self, name: str, beside: Callable[[], None] = lambda: None) -> None:
-        """x W + s (x A) B; `beside` adds what is put beside its sum over tensor."""
+        """x W + s (x A) B; `beside` adds what overlaps with its sum over tensor."""
         write, shard, rows = self._write, self._shard, self._rows
         inner, width = self._sides(name)
         wide, narrow = rows * width * self._used, self._narrow_bytes
@@ -108,19 +109,19 @@ class AdaptedLayer:
             beside()
 
     def narrow_again(self, name: str) -> None:
-        """x A once more, for the gradient of B, of a product that is not computed again."""
+        """x A once more, for the gradient of B, for a product that is not recomputed."""
         inner, _ = self._sides(name)
         self._write.matmul(f"{name}.adapter.again", (1, self._rows, self._rank, inner))
         self._write.copy(f"{name}.adapter.again.scale", self.kept_bytes(name))
 
     def _is_one(self, inner: int) -> bool:
-        """Whether the products with W and A are one."""
+        """Whether the products with W and A are merged."""
         return self._used * (self._rows * (inner + self._rank) + inner * self._rank) <= (
             _MERGED_BYTES
         )
 
     def _start_sums(self, name: str, wide: int, narrow: int, *, scatters: bool) -> None:
-        """Start the sums over tensor of both products, together where XLA combines them."""
+        """Start the sums over tensor of both products, together if XLA combines them."""
         write = self._write
         if scatters and self._shard.samples > 1:
             write.copy(f"{name}.transpose_tokens", wide)
@@ -137,8 +138,8 @@ class AdaptedLayer:
         write.start(f"{name}.adapter.sum", "all_reduce", narrow, (TENSOR,))
 
     def start_gradient(self, name: str) -> None:
-        """With divided tokens, the gradient of x A of this device's, and the gather over tensor of
-        it and of the gradient of the product of a matrix whose rows are divided."""
+        """With divided tokens, compute the gradient of x A for this device's tokens, and start the
+        gather over tensor of it and of the product's gradient, for a matrix with divided rows."""
         write, shard, (_, outputs) = self._write, self._shard, self._sides(name)
         if not shard.sequence_parallel:
             return
@@ -166,7 +167,7 @@ class AdaptedLayer:
         width, inner = self._sides(name)  # of W^T
         narrow = self._narrow_bytes
         if name in ROWS_DIVIDED and shard.sequence_parallel:
-            is_there = False  # nor is the adapters' part, by `start_gradient`
+            is_there = False  # nor is the adapters' part, which `start_gradient` made
         else:
             is_there = self._both(name, inner, width, suffix=".gradient", is_summed=False)
         wide = rows * width * self._used
@@ -180,7 +181,7 @@ class AdaptedLayer:
         write.matmul(f"{name}.adapter.a.back", (1, rows, width, self._rank), wide)
 
     def start_input_gradient(self, name: str) -> None:
-        """Start `input_gradient` where it is summed over tensor: all tokens on every device."""
+        """Start `input_gradient` if it is summed over tensor: all tokens on every device."""
         width, inner = self._sides(name)
         wide = self._rows * width * self._used
         self._both(name, inner, width, suffix=".gradient", is_summed=True)

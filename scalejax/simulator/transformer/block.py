@@ -1,11 +1,11 @@
 """Operations of one transformer block, forward and backward, as XLA compiles it for GPUs.
 
 The fusions, the bytes that each reads and writes, and their order were read off compiled programs
-of `models.gpt` and `models.llama` (jax 0.10.2, for A100 and H100; what 0.12.0.1 does otherwise, for
-H100) and are derived here from shapes.
-What overlaps with a collective stands between its start and its wait. A layer of a stacked matrix
-is copied out of its stack before a product, and gradients into theirs. Fusions of single vectors
-and counters take a launch and no time. Knows no hardware.
+of `models.gpt` and `models.llama` (jax 0.10.2, for A100 and H100; the differences of 0.12.0.1, for
+H100) and are derived here from shapes. Operations that overlap with a collective stand between its
+start and its wait. A layer of a stacked matrix is copied out of its stack before a product, and
+gradients into theirs. Fusions of single vectors and counters take a launch and no time. Independent
+of hardware.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from scalejax.simulator.transforms.float8 import with_float8_products
 
 _CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
 _F32_BYTES = 4
-_STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
+_STATISTICS_BYTES = 8  # per row: its mean and its variance, float32
 _SPLIT_ROWS = 4096
 """Sums over more rows than this take two operations, the first of which leaves about their root
 (XLA, service/gpu/transforms/tree_reduction_rewriter.cc: 32 threads of 128 rows)."""
@@ -35,8 +35,8 @@ def block_forward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop, 
     """Operations of the forward pass of one block for one microbatch.
 
     Args:
-        shard: the device's shard of it.
-        kind: prefix of the names, where there are blocks of other kinds.
+        shard: the device's shard of the block.
+        kind: prefix of the names, if there are blocks of other kinds.
     """
     block = _Block(f"{kind}forward", shard)
     block.write.scalars("counter", 2)
@@ -52,7 +52,7 @@ def block_forward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop, 
 
 def block_backward(shard: BlockShard, kind: str = "") -> tuple[Operation | Loop, ...]:
     """Operations of the backward pass of one block, with recompute and gradient sums; arguments as
-    of `block_forward`."""
+    for `block_forward`."""
     block = _Block(f"{kind}backward", shard)
     block.write.scalars("counter", 2)
     if shard.recompute == "full":
@@ -95,30 +95,30 @@ class _Block:
         self.inner_width = shape.ffn_hidden // self.tensor
         moe = shape.experts
         self.shared_width = moe.shared_experts * moe.expert_hidden // self.tensor if moe else 0
-        """Width of the shared experts on the device; 0 without."""
+        """Width of the shared experts on the device; 0 if there are none."""
         self.head_width = shape.heads * shape.value_size // self.tensor
         self.stream = shard.kept_stream_bytes
         self.stream_rows = self.stream // (self.hidden * shape.element_bytes)
         self.has_biases = shape.has_biases
         self.norm_vectors = shape.norm_vectors
         self.experts = None if shape.experts is None else ExpertLayer(self.write, shard)
-        """The layer of experts, which has its own matrices; None of a block without."""
+        """The layer of experts, which has its own matrices; None for a block without experts."""
         self.matrices = {
             name: size for name, size in shard.matrices.items() if not is_of_experts(name)
         }
         self.adapted = None if shape.adapters is None else AdaptedLayer(self.write, shard, self.use)
-        """The matrices with adapters, of which these alone are trained; None of a block that is
-        trained in full."""
+        """The matrices with adapters, which alone are trained; None for a block that is trained in
+        full."""
         self.trained = {
             name: size for name, size in shard.trained.items() if not is_of_experts(name)
         }
-        """Bytes of the arrays whose gradients are computed, by name, but for vectors."""
+        """Bytes of the arrays whose gradients are computed, by name, except vectors."""
         self.summed = {
             name: size
             for name, size in self.trained.items()
             if self.adapted is None or not self.adapted.is_summed_apart(name)
         }
-        """Of these, those whose gradients are summed over the batch alone."""
+        """Those of `trained` whose gradients are summed over the batch only."""
         self._has_residual = False
         self._gathers: dict[str, str] = {}
         self._used: set[str] = set()
@@ -127,17 +127,17 @@ class _Block:
         self._done_to_sums: set[str] = set()
         self.has_gradients: set[str] = set()
         """Matrices whose gradients are computed."""
-        # Where the sum over tensor was kept, the fusion of a norm's gradient applies it again.
+        # If the sum over tensor was kept, the fusion of a norm's gradient applies the norm again.
         is_backward = prefix.endswith("backward")
         is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
         self.fuses_norms = is_backward and is_summed and self.has_biases
         self.is_newer = shape.compiler == "0.12"
-        """Whether that compiler makes it, not the one that it was read off first."""
+        """Whether the newer compiler schedules it, not the one that it was first read off."""
         fsdp, is_summed = shard.layout.fsdp, shard.sum_axes != ()
         self.sums_early = self.tensor == fsdp == 1 and is_summed
         self.sums_late = self.is_newer and (fsdp > 1 or (self.tensor > 1 and is_summed))
-        """Whether gradients of matrices are summed before the last input gradient is computed, and
-        beside nothing."""
+        """Whether gradients of matrices are summed before the last input gradient is computed,
+        without overlap."""
         self.is_beside_tensor = self.tensor > 1 and fsdp == 1 and self.adapted is None
         """Whether what a stage does to its sums fills the time of sums over tensor."""
         self.keeps_statistics = shard.is_of_stage and shard.recompute == "full"
@@ -146,7 +146,7 @@ class _Block:
         biased = ("up", *(ROWS_DIVIDED if self.tensor == 1 else ())) if self.has_biases else ()
         is_read = self.is_newer and not shard.is_sliced
         self._copied = self.matrices if not is_read else () if is_backward else biased
-        # The last matrix of a pass, if XLA gathers it alone, is gathered beside copies before it.
+        # The last matrix of a pass, if XLA gathers it alone, is gathered during the copies before.
         is_late = self.is_newer and self.experts is None and shard.recompute != "full"
         self._last = ("qkv" if is_backward else "down") if is_late else None
         self._late: str | None = None
@@ -162,7 +162,7 @@ class _Block:
         return with_float8_products(operations, kind, rank)
 
     def gather(self, *names: str) -> None:
-        """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;
+        """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is fsdp,
         combined as far as XLA combines them."""
         if self.shard.layout.fsdp == 1:
             return
@@ -172,7 +172,7 @@ class _Block:
         self._gather(groups)
 
     def gather_late(self, name: str) -> bool:
-        """Start gathering a matrix if `gather` left it for later, and say whether it did."""
+        """Start gathering a matrix if `gather` left it for later, and return whether it did."""
         if name != self._late:
             return False
         self._gather([[name]])
@@ -187,15 +187,15 @@ class _Block:
                 self._gathers[name] = f"gather_{group[0]}"
             payload = sum(self.matrices[name] for name in group)
             buffers = len(group)
-            if self.adapted is not None and "qkv" in group:  # all are as small as to be combined
+            if self.adapted is not None and "qkv" in group:  # all are small enough to be combined
                 payload += sum(self.trained.values())
                 buffers += len(self.trained)
                 self.write.scalars("adapters.slice", len(self.trained))
             self.write.start(f"gather_{group[0]}", "all_gather", payload, (FSDP,), buffers=buffers)
 
     def use(self, name: str) -> None:
-        """Wait until a matrix is gathered, unless that is late; without fsdp, slice its layer here,
-        unless the product reads it in its stack."""
+        """Wait until a matrix is gathered, unless that happens late; without fsdp, slice its layer
+        here, unless the product reads it in its stack."""
         if name in self._used or name not in self.matrices or name == self._late:
             return
         self._used.add(name)
@@ -218,14 +218,14 @@ class _Block:
     def norm(self, name: str) -> None:
         """Add a norm of the residual stream."""
         self.norm_statistics(name)
-        # Of many rows, each vector is cast to the compute type once.
+        # For many rows, each vector is cast to the compute type once.
         if self.stream_rows > _SPLIT_ROWS:
             count = 4 if self.has_biases else self.norm_vectors
             self.write.scalars(f"{name}.vectors", count)
         self.write.fusion(f"{name}.apply", self.stream, self.stream + self._wide(name))
 
     def _wide(self, name: str) -> int:
-        """Bytes of the stream in float32, which the router reads of the norm before it; else 0."""
+        """Bytes of the stream in float32 that the router reads from the norm before it; else 0."""
         if self.experts is None or name != "feed_forward.norm":
             return 0
         return self.stream * _F32_BYTES // self.shard.shape.element_bytes
@@ -234,7 +234,7 @@ class _Block:
         """Add the gradient of a norm, of its vectors, and of the bias that was added after it."""
         write, size = self.write, self.stream
         statistics = self.stream_rows * _STATISTICS_BYTES
-        if self.adapted is not None:  # of its input alone
+        if self.adapted is not None:  # of its input only
             write.fusion(f"{name}.gradient.statistics", 2 * size, statistics)
             write.copy(f"{name}.gradient.mean", statistics)
             write.fusion(f"{name}.gradient", 3 * size, size)
@@ -242,7 +242,7 @@ class _Block:
         vectors = self.norm_vectors
         is_split = self.stream_rows > _SPLIT_ROWS
         wide = 0 if is_split else size * _F32_BYTES // self.shard.shape.element_bytes
-        if of_router := self._wide(name):  # and of experts, in float32 where no axis splits them
+        if of_router := self._wide(name):  # and of experts, in float32 if no axis splits them
             wide += size
             of_router += 0 if self.shard.layout.expert > 1 else of_router - size
         # The newer compiler sums an array for each vector.
@@ -282,8 +282,7 @@ class _Block:
                 self.write.start(f"sum_{group[0]}", kind, payload, along)
 
     def sum_groups(self) -> list[list[str]]:
-        """Matrices whose gradients are summed by one collective; XLA scatters all of a block at
-        once."""
+        """Matrices whose gradients one collective sums; XLA scatters all of a block at once."""
         if self.shard.is_scattered and self.experts is None:
             return [list(self.summed)]
         return combined(self.summed.items())
@@ -303,8 +302,8 @@ class _Block:
             self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=buffers)
 
     def is_concatenated(self, group: list[str]) -> bool:
-        """Whether the sum of a group is of several buffers, copied into one: matrices, or a matrix
-        and biases (by both compilers; the closed form of the older one leaves biases out)."""
+        """Whether the sum of a group has several buffers, copied into one: matrices, or a matrix
+        and biases (with both compilers; the closed form of the older one leaves biases out)."""
         if self.shard.is_scattered:
             return False
         has_biases = self.is_newer and self.has_biases
@@ -317,7 +316,7 @@ class _Block:
             self.write.wait(f"sum_{name}")
 
     def slice_sums(self) -> None:
-        """Copy the layer's sums of gradients in float32 out of their stacks, which a stage adds to,
+        """Copy the layer's float32 gradient sums, to which a stage adds, out of their stacks,
         once."""
         self._in_sums("slice", reads_gradients=False)
 
@@ -342,7 +341,7 @@ class _Block:
 
     def gather_tokens(self, name: str, matrix: str) -> None:
         """Add the all-gather of tokens over tensor before a column-parallel product; in a stage it
-        is beside the slice of the layer of the product's matrix."""
+        overlaps with the slice of the layer of the product's matrix."""
         self.start_gather_tokens(name)
         if self.shard.is_of_stage and self.shard.layout.fsdp == 1 and not self.adapts(matrix):
             self.use(matrix)
@@ -379,8 +378,8 @@ class _Block:
         return self.adapted is not None and self.adapted.adapts(name)
 
     def multiply_rows(self, name: str, width: int, beside: Callable[[], None]) -> None:
-        """A row-parallel product, and its sum over tensor: started, but of one with adapters, which
-        need it, waited for as well; `beside` adds what is put beside it."""
+        """Add a row-parallel product and start its sum over tensor; with adapters, which need the
+        sum, also wait for it. `beside` adds what overlaps with the sum."""
         if self.adapted is not None and self.adapted.adapts(name):
             self.adapted.multiply(name, beside)
             return
@@ -391,9 +390,9 @@ class _Block:
         beside()
 
     def add_sum(self, name: str, *, is_normalised: bool) -> None:
-        """Wait for the sum over tensor after a row-parallel product, and add it to the stream; one
-        device adds the product as it is written, but of one with adapters, which the norm after it
-        adds."""
+        """Wait for the sum over tensor after a row-parallel product, and add it to the stream. One
+        device adds the product as it is written, except with adapters, where the next norm adds
+        it."""
         if self.adapts(name):
             if self.shard.sequence_parallel:
                 self.write.fusion(f"{name}.residual", 3 * self.stream, self.stream)
@@ -408,7 +407,7 @@ class _Block:
 
 
 def _normalised_for_attention(block: _Block) -> None:
-    """The norm before attention, with gathers of matrices and tokens under way: tokens first."""
+    """The norm before attention, with gathers of matrices and tokens in flight: tokens first."""
     if not block.shard.sequence_parallel:
         block.gather(*block.matrices)
     block.norm("attention.norm")
@@ -465,14 +464,14 @@ def _heads(block: _Block) -> None:
 
 
 def heads(shard: BlockShard, *, parts: int = 1) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) of the queries of this device's heads, and of keys and values of so many parts
-    of a sample."""
+    """(name, bytes) of the queries of this device's heads, and of the keys and values of that many
+    parts of a sample."""
     keys = shard.key_bytes * parts
     return ("queries", shard.head_bytes), ("keys", keys), ("values", keys)
 
 
 def _copy_stream(block: _Block) -> None:
-    """Copies of the stream where one device adds products to it in place, forward."""
+    """Copies of the stream in the forward pass, where one device adds products to it in place."""
     if block.tensor > 1:
         return
     count = 2
@@ -481,15 +480,15 @@ def _copy_stream(block: _Block) -> None:
     elif block.shard.recompute != "full":
         is_many = block.has_biases and block.stream_rows > _SPLIT_ROWS
         count = 3 if block.shard.layout.fsdp == 1 else 0 if is_many else 2
-    # Of a product with adapters the norm after it, or a fusion, adds to the stream.
+    # With adapters, the norm after a product, or a fusion, adds the product to the stream.
     count -= block.adapts("projection") + 2 * block.adapts("down")
     for index in range(count):
         block.write.copy(f"stream.copy.{index}", block.stream)
 
 
 def _start_gathering_keys(block: _Block) -> None:
-    """Start the all-gathers of keys and values of the whole sample over context, beside slices of
-    the next matrices."""
+    """Start the all-gathers of keys and values of the whole sample over context, overlapping with
+    slices of the next matrices."""
     if block.shard.layout.context == 1 or block.shard.is_over_context:
         return
     for name, size in heads(block.shard, parts=block.shard.layout.context)[1:]:
@@ -514,7 +513,7 @@ def _score_shape(shard: BlockShard) -> tuple[int, int, int]:
 
 
 def _product_shape(shard: BlockShard) -> tuple[int, int, int]:
-    """The same as unfused products have it: queries that share keys are rows of one product."""
+    """`_score_shape` for unfused products: queries that share keys are rows of one product."""
     batch, queries, keys = _score_shape(shard)
     shared = shard.shape.heads // shard.shape.kv_heads
     return batch // shared, queries * shared, keys
@@ -554,14 +553,14 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
 
 
 def _is_grouped(shard: BlockShard) -> bool:
-    """Whether several heads of queries share one of keys, which has a dimension of its own in the
-    scores of unfused attention."""
+    """Whether several query heads share one key head, which has its own dimension in the scores of
+    unfused attention."""
     return shard.shape.kv_heads < shard.shape.heads and not shard.shape.is_fused
 
 
 def _feed_forward_half(block: _Block) -> None:
     """The feed-forward layer after its norm, and copies of kept activations into their stacks,
-    beside the sum over tensor."""
+    which overlap with the sum over tensor."""
     block.gather_tokens("feed_forward", "up")
     _up(block, is_read=True)
     if is_late := block.gather_late("down"):
@@ -576,18 +575,18 @@ def _feed_forward_half(block: _Block) -> None:
 
 
 _KEPT_EARLY = "kept", "kept.normalised.0"
-"""Kept activations that are there before attention."""
+"""Kept activations that exist before attention."""
 
 
 def _writes_early(block: _Block) -> bool:
-    """Whether those are copied beside the sum of the projection over tensor, whose adapters wait
-    for it, and not beside that of the layer down."""
+    """Whether those are copied during the projection's sum over tensor, for which its adapters
+    wait, and not during that of the down projection."""
     is_summed = block.tensor > 1 and block.shard.recompute != "full"
     return is_summed and block.shard.layout.fsdp > 1 and block.adapts("projection")
 
 
 def _write_kept(block: _Block, *names: str) -> None:
-    """Copies of kept activations into their stacks: of these names, or of all that are left."""
+    """Copies of kept activations into their stacks: those of these names, or all remaining ones."""
     kept = _kept(block.shard) if block.shard.recompute != "full" else []
     for name, size in (("kept", block.stream), *kept):
         if name in names or not (names or (_writes_early(block) and name in _KEPT_EARLY)):
@@ -596,7 +595,7 @@ def _write_kept(block: _Block, *names: str) -> None:
 
 def _expert_half(block: _Block, layer: ExpertLayer) -> None:
     """The layer of experts after its norm, and copies of kept activations into their stacks,
-    beside the sums over the expert axis."""
+    which overlap with the sums over the expert axis."""
     shard, write = block.shard, block.write
     _route(block, layer)
     layer.forward()
@@ -626,7 +625,7 @@ def _shared(block: _Block) -> None:
 
 
 def _shared_gradients(block: _Block) -> None:
-    """Gradient of the tokens by the shared experts, if there are any."""
+    """Gradient of the tokens from the shared experts, if there are any."""
     if not block.shared_width:
         return
     write, rows, width = block.write, block.rows, block.shared_width
@@ -652,7 +651,7 @@ def _shared_matrix_gradients(block: _Block) -> None:
 
 
 def _route(block: _Block, layer: ExpertLayer) -> None:
-    """Experts of the tokens, which are gathered meanwhile, and the experts' matrices."""
+    """Route the tokens while they are gathered, and gather the experts' matrices."""
     block.gather_tokens("feed_forward", "up")
     layer.start_tokens("tokens")
     layer.route()
@@ -677,7 +676,7 @@ def _expert_gradients(block: _Block, layer: ExpertLayer) -> None:
         _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
     if layer.is_again:
         _shared(block)
-        if shard.recompute == "selective_op":  # beside the sums over the expert axis
+        if shard.recompute == "selective_op":  # during the sums over the expert axis
             _heads_between(block)
     else:
         _read_kept(block, "kept.shared")
@@ -715,8 +714,8 @@ def _columns(block: _Block) -> tuple[tuple[str, int], ...]:
 
 
 def _between_kept(block: _Block) -> None:
-    """Recompute where every second product is kept: the projection, unless its sum over tensor
-    was kept; norms, and tokens gathered for them; the gated half of the up projection."""
+    """Recompute if every second product is kept: the projection, unless its sum over tensor was
+    kept; norms, and tokens gathered for them; the gated half of the up projection."""
     shard, write = block.shard, block.write
     block.wait_for_tokens("attention")
     if block.experts is None:
@@ -734,13 +733,13 @@ def _between_kept(block: _Block) -> None:
 
 
 def _heads_between(block: _Block) -> None:
-    """Heads of kept latents, where every second product is kept."""
+    """Heads made from kept latents, if every second product is kept."""
     if block.shard.shape.latent is not None:
         latent_attention.make_heads(block.write, block.shard, block.use, is_between=True)
 
 
 def _kept(shard: BlockShard) -> list[tuple[str, int]]:
-    """(name, bytes) of the activations that a block keeps besides its input."""
+    """(name, bytes) of the activations that a block keeps in addition to its input."""
     of_fused = [("kept.statistics", shard.statistics_bytes)] if shard.shape.is_fused else []
     if shard.recompute == "selective_op":
         summed = [("kept.stream", shard.kept_stream_bytes)] if shard.layout.tensor > 1 else []
@@ -762,7 +761,7 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     kept += [("kept.queries", shard.head_bytes), ("kept.keys", keys), ("kept.values", keys)]
     if shard.shape.latent is not None:
         kept += latent_attention.kept(shard)
-    # Of fused attention as the kernel wrote it, and as the projection read it.
+    # For fused attention: as the kernel wrote it, and as the projection read it.
     times = range(not shard.shape.trains("projection"), 1 + len(of_fused))
     kept += [(f"kept.mixed.{index}", shard.mixed_bytes) for index in times]
     kept += [(f"kept.narrow.{name}", size) for name, size in _kept_narrow(shard)]
@@ -773,7 +772,7 @@ def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     if shard.recompute == "none" and shard.shape.trains("down"):
         kept.append(("kept.inner", shard.inner_bytes))
     if not shard.shape.is_fused and shard.recompute == "none":
-        # Of grouped queries in both layouts that the backward pass reads.
+        # For grouped queries: in both layouts that the backward pass reads.
         layouts = range(1 + _is_grouped(shard))
         kept += [(f"kept.scores.{index}", shard.score_bytes) for index in layouts]
     return kept
@@ -797,20 +796,20 @@ def kept_stacks(shard: BlockShard) -> tuple[int, ...]:
 
 
 def _read_by_products(block: _Block) -> tuple[str, ...]:
-    """Starts of the names of the kept activations that products read in their stacks; nothing on
+    """Prefixes of the names of the kept activations that products read in their stacks; none with
     the older compiler."""
     shard = block.shard
     if not block.is_newer:
         return ()
     if not shard.sequence_parallel or shard.samples == 1:
         return "kept.normalised", "kept.mixed.0", "kept.inner"
-    # Tokens of several samples are put first in a copy of what was gathered.
+    # With several samples, tokens are put first in a copy of what was gathered.
     return ("kept.mixed.0", "kept.inner") if shard.layout.fsdp == 1 else ()
 
 
 def _read_kept(block: _Block, *names: str) -> None:
-    """Copies of kept activations out of their stacks: those whose names start so. The stream, the
-    up projection and scores are read in place, by the one fusion that uses each."""
+    """Copies of kept activations out of their stacks: those whose names start with one of `names`.
+    The stream, the up projection and scores are read in place, by the one fusion that uses each."""
     if block.shard.recompute == "full":
         return
     in_place = _read_by_products(block)
@@ -820,7 +819,7 @@ def _read_kept(block: _Block, *names: str) -> None:
 
 
 _READ_BY_GRADIENTS = "kept.mixed.0", "kept.normalised.0", "kept.normalised.1"
-"""Kept activations that gradients of matrices read; of adapters after the input gradient."""
+"""Kept activations that gradients of matrices read; with adapters, after the input gradient."""
 
 
 def _feed_forward_gradients(block: _Block) -> None:
@@ -844,14 +843,14 @@ def _feed_forward_gradients(block: _Block) -> None:
     is_again = shard.recompute != "none" and shard.shape.trains("down")
     is_again = is_again and not (shard.recompute == "full" and not block.has_biases)
     again, read = inner if is_again else 0, inner + shard.up_bytes
-    # Stages compute it by itself, before its gradient.
+    # Stages compute it separately, before its gradient.
     is_apart = shard.is_of_stage and shard.recompute == "selective"
     if is_apart and not block.has_biases:
         write.fusion("up.gate.again", shard.up_bytes, inner)
         again = 0
     is_by_block = shard.recompute in ("selective_op", "full") or is_apart
     if block.has_biases and is_by_block and rows > _SPLIT_ROWS:
-        write.copy("up.gelu", inner)  # apart from the sum of the bias's gradient
+        write.copy("up.gelu", inner)  # separate from the sum of the bias's gradient
         read += inner
     write.fusion("up.gelu_gradient", read, shard.up_bytes + again)
     if block.adapted is not None and block.adapts("up"):
@@ -937,18 +936,18 @@ def _context_gradients(block: _Block) -> None:
 
 
 def _matrix_gradients(block: _Block) -> None:
-    """Gradients of the matrices, overlapped with the sum of the input gradient over tensor; or,
-    where tensor is 1, the input gradient overlapped with the sums of the matrices' gradients."""
+    """Gradients of the matrices, overlapped with the sum of the input gradient over tensor; or, if
+    tensor is 1, the input gradient overlapped with the sums of the matrices' gradients."""
     shard, write, rows = block.shard, block.write, block.rows
     is_last = block.tensor == 1 or block.sums_late
     if not is_last:
         _qkv_input_gradient(block)
-    if block.fuses_norms:  # tokens are gathered again beside the gradients that need none
+    if block.fuses_norms:  # tokens are gathered again during the gradients that need none
         block.start_gather_tokens("feed_forward")
     _feed_forward_matrix_gradients(block)
     if block.fuses_norms:
         block.start_gather_tokens("attention")
-    if block.is_newer:  # has the two others beside nothing
+    if block.is_newer:  # the other two overlap with nothing
         write.wait("qkv.input_gradient.sum")
     _projection_gradient(block)
     if block.fuses_norms:
@@ -958,7 +957,7 @@ def _matrix_gradients(block: _Block) -> None:
         sums = block.partial_bytes(rows, block.qkv_width * shard.shape.element_bytes)
         write.fusion("qkv.bias.gradient", shard.qkv_bytes, sums)
         block.write.scalars("biases.gradient", 2 if rows > _SPLIT_ROWS else 1)
-    # That of the projection is combined with those of biases, the last of which is still to come.
+    # The projection's sum is combined with those of biases, the last of which is still to come.
     is_late = block.has_biases and shard.layout.fsdp == 1 and not block.sums_late
     block.start_sums("qkv", *(() if is_late else ("projection",)))
     if block.sums_late:
@@ -973,8 +972,8 @@ def _matrix_gradients(block: _Block) -> None:
 
 
 def _start_adapted_input_gradient(block: _Block, layer: AdaptedLayer, name: str) -> None:
-    """The gradient before a matrix with adapters whose columns are divided over tensor; if it is
-    summed over that, started."""
+    """Compute the gradient before a matrix with adapters whose columns are divided over tensor, or
+    start it if it is summed over tensor."""
     if block.tensor > 1:
         layer.start_input_gradient(name)
     else:
@@ -987,8 +986,8 @@ def _finish_adapted_input_gradient(block: _Block, layer: AdaptedLayer, name: str
 
 
 def _adapter_gradients(block: _Block, layer: AdaptedLayer) -> None:
-    """`_matrix_gradients` of a frozen block: those of its adapters, beside the sum of the input
-    gradient over tensor."""
+    """`_matrix_gradients` of a frozen block: the gradients of its adapters, overlapped with the sum
+    of the input gradient over tensor."""
     is_adapted = layer.adapts("qkv")
     if is_adapted:
         _start_adapted_input_gradient(block, layer, "qkv")
@@ -1013,7 +1012,7 @@ def _qkv_input_gradient(block: _Block) -> None:
     block.use("qkv")
     block.write.matmul("qkv.input_gradient", shape)
     block.start_sum_over_tensor("qkv.input_gradient")
-    if block.is_newer and block.shard.sequence_parallel:  # nothing is put beside it
+    if block.is_newer and block.shard.sequence_parallel:  # nothing overlaps with it
         block.write.wait("qkv.input_gradient.sum")
 
 
@@ -1030,7 +1029,7 @@ def _latent_gradients(block: _Block) -> None:
 
 
 def _projection_gradient(block: _Block) -> None:
-    """Gradient of the projection, if it is not there yet."""
+    """Gradient of the projection, if it was not computed before."""
     if "projection" not in block.has_gradients and block.adapted is None:
         shape = (1, block.head_width, block.hidden, block.rows)
         block.write.matmul("projection.gradient", shape)
@@ -1038,8 +1037,8 @@ def _projection_gradient(block: _Block) -> None:
 
 
 def _feed_forward_matrix_gradients(block: _Block) -> None:
-    """Gradients of the matrices of the feed-forward layer, if they are not there yet; of experts
-    those of the router, the others were made with the gradients of tokens."""
+    """Gradients of the feed-forward matrices, if they were not computed before; with experts those
+    of the router, as the others were computed with the gradients of tokens."""
     if "up" in block.has_gradients or block.adapted is not None:
         return
     if block.experts is not None:

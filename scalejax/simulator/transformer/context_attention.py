@@ -1,8 +1,8 @@
 """Operations of fused attention over a context axis, by blocks or over heads, as compiled.
 
 The three strategies of `models.context_attention`, read off compiled programs of `models.llama`
-(jax 0.10.2, for H100) as the rest of a block; sizes in terms of a device's queries q, keys kv
-(values are as many) and statistics of rows s. Knows no hardware.
+(jax 0.10.2, for H100) like the rest of a block; sizes in terms of a device's queries q, keys kv
+(and as many values) and row statistics s. Independent of hardware.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ _FORWARD, _BACKWARD = "attention", "attention.gradient"
 def attend(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
     """Attention of a device's queries over all keys that they see.
 
-    Over heads, the all-to-all of the result is under way at the end (`wait_for_result`).
+    Over heads, the all-to-all of the result is in flight at the end (`wait_for_result`).
 
     Args:
         write: builder of the block.
-        shard: the device's shard of it.
-        is_first: whether it is the forward pass, and not its recompute.
+        shard: the device's shard of the block.
+        is_first: whether this is the forward pass rather than its recompute.
     """
     if shard.strategy == "all_to_all":
         _exchange(write, f"{_FORWARD}.queries", shard.head_bytes)
@@ -54,7 +54,7 @@ def attend(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
         is_last = time == "last"
         _pick_keys(write, f"{_FORWARD}.{time}", shard)
         for index in range(2):
-            if index and not is_last:  # with the queries' halves, where nothing is sent on
+            if index and not is_last:  # with the queries' halves, if nothing is sent on
                 write.fusion(f"{_FORWARD}.{time}.queries", q, q // 2)
             write.attention(
                 f"{_FORWARD}.{time}.{index}",
@@ -79,8 +79,8 @@ def attend(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
 
 
 def _attend_once(write: Writer, shard: BlockShard, *, is_first: bool) -> None:
-    """`attend` after a device's own tokens where keys of a single other device are gathered: what
-    is in no loop is fused, and nothing is copied to be carried on."""
+    """`attend` after a device's own tokens, if keys of only one other device are gathered: without
+    a loop everything is fused, and nothing is copied from round to round."""
     q, kv, s = shard.head_bytes, shard.key_bytes, shard.statistics_bytes
     _wait_for_keys(write, shard, _FORWARD)
     write.copy(f"{_FORWARD}.queries.picked", q)
@@ -136,8 +136,8 @@ def start_result_gradient(write: Writer, shard: BlockShard) -> None:
 
 
 def attend_back(write: Writer, shard: BlockShard) -> None:
-    """Gradients of queries, keys and values, of which those that belong to other devices are under
-    way at the end (`wait_for_gradients`)."""
+    """Gradients of queries, keys and values; those that belong to other devices are in flight at
+    the end (`wait_for_gradients`)."""
     q, kv, s, times = (
         shard.head_bytes,
         shard.key_bytes,
@@ -152,12 +152,12 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
         for name, size in _heads(shard):
             _exchange(write, f"{_BACKWARD}.home.{name}", size)
         return
-    is_newer = shard.shape.compiler == "0.12"  # sends most sums home at last, beside nothing
+    is_newer = shard.shape.compiler == "0.12"  # sends most sums home last, without overlap
     write.attention(f"{_BACKWARD}.own", _own(shard), _BACKWARD_PRODUCTS, read, _read(shard))
     is_unrolled = _is_unrolled(shard)
     if not is_unrolled:
         write.fusion(f"{_BACKWARD}.halves", q, 2 * q)  # of the queries' gradient, as float32
-    # Recompute left those of queries and result.
+    # Recompute left the halves of queries and result.
     shared = ("gradient",) if shard.recompute == "full" else ("queries", "result", "gradient")
     halved = 3 * q // 2 if shard.strategy == "ring" else q
     for name in shared:
@@ -208,17 +208,17 @@ def attend_back(write: Writer, shard: BlockShard) -> None:
 
 
 def wait_for_gradients(write: Writer, shard: BlockShard) -> None:
-    """Wait for gradients of keys and values from other devices, and put all together."""
+    """Wait for gradients of keys and values from other devices, and concatenate all."""
     for name in ("home", "home.keys", "home.values", "home.queries"):
         write.wait(f"{_BACKWARD}.{name}")
-    # Those of queries are summed in float32, the last block's apart.
+    # Gradients of queries are summed in float32, that of the last block separately.
     wide = {"ring": 2, "all_gather": 1, "all_to_all": 0}[shard.strategy] * shard.head_bytes
     write.fusion("qkv.concatenate", shard.qkv_bytes + wide, shard.qkv_bytes)
 
 
 def _times(write: Writer, shard: BlockShard, name: str) -> Iterator[str]:
-    """Yield a name for each different step over the keys of another device, repeated as often as
-    it runs; the next keys of a ring are sent meanwhile, but for the last."""
+    """Yield a name for each distinct step over another device's keys, repeated as often as it runs;
+    in a ring the next keys are sent meanwhile, except in the last step."""
     others = shard.layout.context - 1
     if shard.strategy == "all_gather":
         with write.repeated(f"{name}.loop", others):
@@ -279,12 +279,12 @@ def _own(shard: BlockShard) -> tuple[int, int, int, int]:
 
 
 def _block(shard: BlockShard) -> tuple[int, int, int, int]:
-    """The same of one chunk of queries and one of keys."""
+    """The same for one chunk of queries and one of keys."""
     tokens = shard.shape.tokens // shard.layout.context // 2
     return shard.score_batch, tokens, tokens, shard.shape.head_size
 
 
 def _whole(shard: BlockShard) -> tuple[int, int, int, int]:
-    """The same of some heads of whole samples."""
+    """The same for some heads of whole samples."""
     tokens = shard.shape.tokens
     return shard.score_batch // shard.layout.context, tokens, tokens, shard.shape.head_size

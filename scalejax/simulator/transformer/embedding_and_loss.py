@@ -1,6 +1,6 @@
 """Operations outside the blocks: casts, embeddings, logits, loss, gradient sums, optimizer update.
 
-As in `block`, read off compiled programs and derived from shapes. Knows no hardware.
+As in `block`, read off compiled programs and derived from shapes. Independent of hardware.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from scalejax.simulator.transformer.shape import (
 )
 
 _F32, _F32_BYTES = "f32", 4
-_VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
+_VECTOR_UPDATES = 10  # of biases and norms, each in its own fusion
 
 
 def _writer(prefix: str, shard: BlockShard) -> Writer:
@@ -59,13 +59,13 @@ def embedding(
     add to gradients in place.
 
     Args:
-        blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
-            each kind.
-        is_gathered: whether the step has cast the matrices already, to gather them from ZeRO's
+        blocks: for each kind of block, a device's shard of it for one microbatch, and the number of
+            such blocks in the stage.
+        is_gathered: whether the step has already cast the matrices, to gather them from ZeRO's
             shards.
-        is_repeated: whether they are in a loop over microbatches.
-        gathered: the update whose parameters are gathered here, beside what is zeroed, and not at
-            its end; None for none.
+        is_repeated: whether the operations are in a loop over microbatches.
+        gathered: the update whose parameters are gathered here, while buffers are zeroed, rather
+            than at its end; None if there is none.
     """
     shard = blocks[-1][0]
     write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
@@ -93,7 +93,7 @@ def embedding(
         write.fusion("gradients.zero", 0, own)
     stacks = [] if shard.is_of_stage else _kept_bytes(blocks)
     write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
-    if is_repeated:  # zeros of a size are the same before each microbatch, and copied
+    if is_repeated:  # zeros of one size are shared, and copied before each microbatch
         for index, size in enumerate(sorted(stacks)):
             if size in sorted(stacks)[:index]:
                 write.copy(f"kept.copy.{index}", size)
@@ -121,14 +121,14 @@ def base_bytes(shape: TransformerShape) -> int:
 
 
 def _trained_bytes(blocks: tuple[tuple[BlockShard, int], ...]) -> int:
-    """Bytes of what is trained of the blocks of a stage, in the compute type."""
+    """Bytes of what is trained in the blocks of a stage, in the compute type."""
     return sum(sum(each.trained.values()) // each.layout.fsdp * count for each, count in blocks)
 
 
 def _cast_matrices(
     write: Writer, blocks: tuple[tuple[BlockShard, int], ...], *, is_gathered: bool
 ) -> None:
-    """Matrices and adapters of some blocks in the compute type, of their shards as they are stored;
+    """Cast the matrices and adapters of some blocks to the compute type, from their stored shards;
     `is_gathered` as for `embedding`."""
     shape = blocks[-1][0].shape
     used, kept_bytes = shape.element_bytes, base_bytes(shape)
@@ -152,8 +152,8 @@ def logits(
 
     Args:
         shard: a device's shard of a block for one microbatch.
-        is_manual: whether the logit of the target is picked by a sum, whose gradient XLA fuses;
-            else it scatters into a gradient in float32.
+        is_manual: whether a sum picks the logit of the target, whose gradient XLA fuses; otherwise
+            it is scattered into a float32 gradient.
         is_scattered: whether the gradient of the output layer is left to `embedding_gradient`.
         is_gathered: whether the layer was gathered from ZeRO's shards in the compute type.
     """
@@ -211,8 +211,8 @@ def logits(
 
 
 def sums_output_alone(shard: BlockShard, *, is_manual: bool) -> bool:
-    """Whether of the gradients of two embeddings only that of the output layer is summed over
-    context, right away; for the other the gradients of tokens are gathered."""
+    """Whether, of two embeddings, only the output layer's gradient is summed over context, right
+    away; for the other the gradients of tokens are gathered."""
     shape = shard.shape
     is_explicit = is_manual and not shard.is_of_stage and shard.layout.fsdp == 1
     is_twofold = not shape.has_tied_embeddings and shape.adapters is None
@@ -220,7 +220,7 @@ def sums_output_alone(shard: BlockShard, *, is_manual: bool) -> bool:
 
 
 def _table_gradient(write: Writer, shard: BlockShard) -> None:
-    """The gradient of the output layer, which overlaps with sums that are under way."""
+    """The gradient of the output layer, which overlaps with sums in flight."""
     width = shard.shape.vocabulary // shard.layout.tensor
     sides = (1, width, shard.shape.hidden, shard.rows)
     # A stage adds it to its sum in the product, unless fsdp scatters it first.
@@ -231,8 +231,8 @@ def _table_gradient(write: Writer, shard: BlockShard) -> None:
 def blocks_of_embedding_gradient(
     blocks: tuple[tuple[BlockShard, int], ...],
 ) -> tuple[tuple[BlockShard, int], ...]:
-    """`blocks` without what `embedding_gradient` does not depend on: strategies that differ in
-    nothing else share its operations."""
+    """`blocks` without what `embedding_gradient` does not depend on: strategies that differ only in
+    that share its operations."""
     shard = blocks[-1][0]
     if not shard.shape.is_fused or transposes_kept(shard):
         return blocks
@@ -251,13 +251,13 @@ def embedding_gradient(
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
     Args:
-        blocks: a device's shard of a block for one microbatch, whose layout says over which
-            devices gradients are summed, and the blocks of the stage, of each kind.
+        blocks: for each kind of block, a device's shard of it for one microbatch, whose layout says
+            over which devices gradients are summed, and the number of such blocks in the stage.
         is_accumulated: whether gradients are accumulated in float32 over microbatches.
-        scattered_over: devices along data, over which ZeRO 2 scatters the gradients of every
+        scattered_over: devices along data over which ZeRO 2 scatters the gradients of every
             microbatch; else 1.
-        tables_of_stage: gradients of whole embeddings that a pipeline stage sums, that of the
-            output layer on the last; None without stages.
+        tables_of_stage: number of whole embeddings whose gradients a pipeline stage sums, that of
+            the output layer on the last; None without stages.
         is_manual: as for `logits`.
     """
     shard, layers = blocks[-1][0], sum(count for _, count in blocks)
@@ -323,13 +323,13 @@ def embedding_gradient(
 
 
 def _start_table_sums(write: Writer, shard: BlockShard, tables: int | None = None) -> None:
-    """Start the sums of the gradients of the embeddings, of all or of so many, and of the last
-    norm."""
+    """Start the sums of the gradients of the embeddings, of all or of `tables` of them, and of the
+    last norm."""
     layout, along = shard.layout, shard.sum_axes
     both = (*along, FSDP)
     used = shard.shape.element_bytes
     table, places = _table_elements(shard) * used, _position_elements(shard) * used
-    # Where tensor shards the table, the gradients of its two uses are summed separately.
+    # If tensor shards the table, the gradients of its two uses are summed separately.
     is_twofold = not shard.shape.has_tied_embeddings
     write.start("sum.norms", "all_reduce", _norm_elements(shard.shape) * _F32_BYTES + 8, both)
     if layout.fsdp == 1:
@@ -366,7 +366,7 @@ def zeros(
     Args:
         shape: the network.
         own: number of gradients of a device.
-        dealt: layout of all devices, where unequal pipeline stages first redistribute blocks.
+        dealt: layout of all devices, if unequal pipeline stages first redistribute blocks.
     """
     write = Writer("accumulator", _F32, dealt or Layout())
     if dealt is not None:
@@ -384,17 +384,17 @@ def start_of_stage(
     is_gathered: bool,
     in_flight: float,
 ) -> tuple[Operation | Loop, ...]:
-    """`zeros` of a stage of a pipeline, of its sums and of what it keeps of microbatches, and its
+    """`zeros` for the sums of a pipeline stage and for what it keeps of microbatches, and its
     matrices in the compute type.
 
     Args:
         shape: the network.
         own: number of gradients of a device.
         layout: layout of all devices.
-        blocks: a device's shard of a block for one microbatch, and the blocks of the stage, of
-            each kind.
+        blocks: for each kind of block, a device's shard of it for one microbatch, and the number of
+            such blocks in the stage.
         is_gathered: as for `embedding`.
-        in_flight: microbatches of which activations are kept at once.
+        in_flight: microbatches whose activations are kept at once.
     """
     write = Writer("stage", shape.operand_type, layout)
     write.fusion("kept.zero", 0, int(sum(_kept_bytes(blocks)) * in_flight))
@@ -405,8 +405,8 @@ def start_of_stage(
 def exchanged_chunks(
     shape: TransformerShape, layout: Layout, chunks: int
 ) -> tuple[Operation | Loop, ...]:
-    """Layers that stages of several chunks send to those that compute them, a chunk of each matrix
-    at a time, and their gradients back in float32."""
+    """Layers that stages with several chunks send to the stages that compute them, a chunk of each
+    matrix at a time, and their gradients back in float32."""
     made: list[Operation | Loop] = []
     for name, is_back in (("chunks", False), ("chunks.back", True)):
         write = Writer(name, _F32 if is_back else shape.operand_type, layout)
@@ -422,7 +422,7 @@ def exchanged_chunks(
 
 
 def _matrix_counts(shape: TransformerShape, whole: Layout, *, is_trained: bool) -> dict[str, int]:
-    """Elements of each matrix that a device has of all its blocks, or of what is trained."""
+    """Elements of each matrix that a device has in all its blocks, or of what is trained there."""
     counts: dict[str, int] = {}
     layout = stage_layout(whole)
     for kind, layers in shape.kinds:
@@ -435,7 +435,7 @@ def _matrix_counts(shape: TransformerShape, whole: Layout, *, is_trained: bool) 
 
 def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout) -> None:
     """All-to-all that redistributes stored shards of all blocks into whole blocks per stage, or
-    their gradients back; each stage's payload is that of the longest."""
+    their gradients back; every stage's payload is that of the longest."""
     layers, parts = max(stage_counts(shape, layout)), layout.tensor * layout.fsdp
     for name, size in shape.matrices.items():
         payload = layers * size * shape.element_bytes // parts
@@ -450,7 +450,7 @@ def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout)
 
 def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:
     """Gradients that a device accumulates over microbatches; 0 with a single one, unless they are
-    summed in float32 all the same."""
+    summed in float32 regardless."""
     if microbatches == 1 and layout.pipeline == 1 and not shape.sums_gradients_once:
         return 0
     return trained_of_device(shape, layout)
@@ -467,27 +467,27 @@ class Update:
     zero_stage: Literal[0, 1, 2]
     """ZeRO stage of the data axis."""
     moments: Literal[0, 1, 2]
-    """Arrays like the parameters that the optimizer keeps."""
+    """Arrays of the parameters' size that the optimizer keeps."""
     is_accumulated: bool
     """Whether gradients were accumulated in float32."""
     is_summed_once: bool
-    """Whether gradients are summed over the batch in the update, not per block."""
+    """Whether gradients are summed over the batch in the update rather than per block."""
     tables: BlockShard | None
-    """Shard of a block of the stage, where the gradients of embeddings are summed in the update;
-    None where they are summed for every microbatch."""
+    """Shard of a block of the stage, if the gradients of embeddings are summed in the update; None
+    if they are summed for every microbatch."""
     gathers_last: bool = True
-    """Whether parameters are gathered from ZeRO's shards at the end, not by `embedding`."""
+    """Whether parameters are gathered from ZeRO's shards at the end rather than by `embedding`."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """Trained parameters of a device by matrix; what is in none is with the tables."""
+        """Trained parameters of a device by matrix; those in no matrix are in "tables"."""
         counts = _matrix_counts(self.shape, self.layout, is_trained=True)
         own = trained_of_device(self.shape, self.layout)
         return {**counts, "tables": max(0, own - sum(counts.values()))}
 
     @property
     def parts(self) -> dict[str, int]:
-        """ZeRO's shards of each of `counts`."""
+        """Number of ZeRO shards of each of `counts`."""
         layout = stage_layout(self.layout)
         return {
             name: zero_parts(layout, of_experts=is_of_experts(name)) if self.zero_stage else 1
@@ -534,8 +534,8 @@ def _start_gather(write: Writer, end: Update) -> None:
     """Start the all-gather of the updated parameters from ZeRO's shards, cast to the compute type
     first except for a few vectors.
 
-    The trainer gathers at the start of the next step; where nothing is beside it there, the closed
-    form has it at the end, which takes as long.
+    The trainer gathers at the start of the next step; if nothing overlaps with it there, the closed
+    form places it at the end, which takes as long.
     """
     counts, used_bytes = end.counts, end.shape.element_bytes
     if used_bytes != _F32_BYTES:
@@ -553,8 +553,8 @@ def _start_gather(write: Writer, end: Update) -> None:
 
 
 def _wait_for_gather(write: Writer, end: Update) -> None:
-    """Wait for what was gathered; the compiler of 0.10 then transposes the stacks of matrices,
-    whose shards are of their last dimension."""
+    """Wait for the gathered parameters; the compiler of 0.10 then transposes the stacks of
+    matrices, whose shards divide their last dimension."""
     write.wait("gather")
     write.wait("gather.experts")
     if end.shape.compiler == "0.10" and end.layout.pipeline == 1:
@@ -563,8 +563,8 @@ def _wait_for_gather(write: Writer, end: Update) -> None:
 
 
 def _sum_stages(write: Writer, end: Update, counts: dict[str, int]) -> None:
-    """Start the sums of gradients over experts and context, and of what all stages hold over these
-    besides."""
+    """Start the sums of gradients over experts and context, and, for what all stages hold, over
+    stages as well."""
     layout = end.layout
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}
     shared = () if end.shape.stages_apart else (PIPELINE,)
@@ -580,13 +580,13 @@ def _sum_stages(write: Writer, end: Update, counts: dict[str, int]) -> None:
 
 
 def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> dict[str, int]:
-    """Start the sums of accumulated gradients over the batch, as XLA combines them; each has the
-    name of its first member, before whose update it is waited for.
+    """Start the sums of accumulated gradients over the batch, as XLA combines them; each is named
+    after its first member, before whose update it is waited for.
 
     Returns:
-        Bytes of the sums of several members, to be sliced once they are there, by that name.
+        Bytes of the sums with several members, to be sliced once they are complete, by that name.
     """
-    # Over context they are summed already: in each microbatch, or once by stages.
+    # Over context they are already summed: in each microbatch, or once by stages.
     along = (DATA,) if end.layout.data > 1 else ()
     summed = dict[str, int]()
     sizes = {name: count * _F32_BYTES for name, count in counts.items()}

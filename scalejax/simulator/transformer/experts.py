@@ -1,8 +1,9 @@
-"""Operations of a layer of experts, as XLA compiles it for GPUs, as the other half of a block.
+"""Operations of a layer of experts, the other half of a block, as XLA compiles it for GPUs.
 
 Read off compiled programs of `models.moe` without a capacity (jax 0.10.2, for H100): devices along
 the expert axis gather each other's tokens, a loop multiplies blocks of rows of one expert, and the
-sums are reduce-scattered. Everything is derived from shapes; loads are even. Knows no hardware.
+sums are reduce-scattered. Everything is derived from shapes; loads are even. Independent of
+hardware.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from scalejax.simulator.transformer.shape import BlockShard, is_of_experts, sum_
 _CACHE_SIZE = 65536
 _F32_BYTES = 4
 _ROUTING = 6
-"""Fusions of scores, choice and weights of the experts of a token, of its scores each."""
+"""Fusions for the scores, choice and weights of a token's experts, each over all its scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class ExpertShard:
     """Rows and blocks of the experts of one device, for one microbatch."""
 
     tokens: int
-    """Tokens that the device has once they are gathered."""
+    """Tokens that the device has after they are gathered."""
     experts: int
-    """Experts of the device."""
+    """Number of experts on the device."""
     inner: int
     """Width of an expert on the device."""
     rows: int
@@ -35,16 +36,16 @@ class ExpertShard:
     blocks: int
     """Blocks at even loads."""
     most_blocks: int
-    """Most blocks that there can be."""
+    """Largest possible number of blocks."""
     most: int
-    """Most assignments that there can be."""
+    """Largest possible number of assignments."""
     is_kept: bool
     """Whether products before the activation function are kept for the backward pass."""
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def expert_shard(shard: BlockShard) -> ExpertShard:
-    """Rows and blocks of a device; as `models.moe` cuts them."""
+    """Rows and blocks of a device, as `models.moe` cuts them."""
     moe, layout = _moe(shard), shard.layout
     tokens, here = shard.rows * layout.expert, moe.experts // layout.expert
     mean = shard.rows * moe.experts_per_token / here
@@ -69,7 +70,7 @@ def _moe(shard: BlockShard) -> MoeConfig:
 
 
 def gathered_bytes(shard: BlockShard) -> int:
-    """Bytes of the tokens that a device has once they are gathered."""
+    """Bytes of the tokens that a device has after they are gathered."""
     return shard.stream_bytes * shard.layout.expert
 
 
@@ -96,8 +97,8 @@ def _hidden_bytes(shard: BlockShard) -> int:
 
 
 def held_bytes(shard: BlockShard) -> int:
-    """Peak bytes of the layer's backward pass: tokens and gradients of results, gathered, and the
-    sums in float32 of the gradients of tokens and of the matrices."""
+    """Peak bytes of the layer's backward pass: gathered tokens and gradients of results, and the
+    float32 sums of the gradients of tokens and of the matrices."""
     own, hidden = expert_shard(shard), shard.shape.hidden
     sums = _F32_BYTES * (own.tokens * hidden + 3 * own.experts * own.inner * hidden)
     return sums + 2 * gathered_bytes(shard) + own.is_kept * _hidden_bytes(shard) * own.most_blocks
@@ -114,14 +115,14 @@ class ExpertLayer:
         self.matrices = {name: size for name, size in shard.matrices.items() if is_of_experts(name)}
         self.is_again = shard.recompute in ("selective_op", "full")
 
-    # The forward pass, and what of it is computed again.
+    # The forward pass, and what of it is recomputed.
 
     def start_tokens(self, name: str) -> None:
         """Start to gather tokens, or the gradients of their results, over the expert axis."""
         self.write.start(name, "all_gather", gathered_bytes(self.shard), (EXPERT,))
 
     def route(self) -> None:
-        """Experts of each token and their weights, gathered with the tokens."""
+        """Choose each token's experts and their weights, which are gathered with the tokens."""
         write, rows, scores = self.write, self.shard.rows, self.scores
         write.copy("router.slice", self.hidden * self.moe.experts * _F32_BYTES)
         write.exact_matmul("router", (1, rows, self.moe.experts, self.hidden))
@@ -136,7 +137,7 @@ class ExpertLayer:
         write.scalars("loads", 5)
 
     def gather_matrices(self) -> None:
-        """Slice a layer of each matrix, gathered over fsdp if it is sharded so."""
+        """Slice a layer of each matrix, and gather it over fsdp if fsdp shards it."""
         for name, size in self.matrices.items():
             self.write.copy(f"{name}.slice", size // self.layout.fsdp)
         for name, size in self.matrices.items():
@@ -145,7 +146,8 @@ class ExpertLayer:
             self.write.wait(f"{name}.gather")
 
     def forward(self) -> None:
-        """Every token through its experts; with an expert axis sums are under way at the end."""
+        """Pass every token through its experts; with an expert axis, sums are in flight at the
+        end."""
         write, own, wide = self.write, self.own, self.own.tokens * self.hidden * _F32_BYTES
         if self.layout.device_count == 1:
             write.fusion("sums.zero", 0, wide)
@@ -169,7 +171,7 @@ class ExpertLayer:
         self.write.start(f"router.{name}", "all_reduce", size, (*axes, FSDP))
 
     def report(self) -> None:
-        """Losses of the router, of the loads of experts on all devices."""
+        """Losses of the router, from the loads of experts on all devices."""
         write = self.write
         write.wait("router.loads")
         write.scalars("router.report", 8)
@@ -221,8 +223,8 @@ class ExpertLayer:
     # The backward pass.
 
     def backward(self) -> None:
-        """Gradients of the tokens, with an expert axis under way at the end, and of the experts'
-        matrices."""
+        """Gradients of the tokens, in flight at the end if there is an expert axis, and of the
+        experts' matrices."""
         write, own, wide = self.write, self.own, self.own.tokens * self.hidden * _F32_BYTES
         write.scalars("experts.counter", 4)
         one = {name: own.experts * self._of_one(name) for name in ("up", "down")}
@@ -293,7 +295,7 @@ class ExpertLayer:
         write.scalars("block.counter", 4)
 
     def router_gradient(self) -> None:
-        """Gradient of the tokens by the router."""
+        """Gradient of the tokens from the router."""
         write = self.write
         write.wait("router.losses.gradient")
         write.wait("weights.gradient")

@@ -1,8 +1,8 @@
-"""Operations of latent attention beside its scores, as XLA compiles it for GPUs.
+"""Operations of latent attention other than its scores, as XLA compiles it for GPUs.
 
-Queries, keys and values are made of latents of each token, which one product each makes of the
-stream (`models.llama.LatentAttention`). Read off compiled programs (jax 0.10.2, for H100); sizes
-follow from the ranks. Knows no hardware.
+Queries, keys and values are made from latents of each token, each of which one product makes from
+the stream (`models.llama.LatentAttention`). Read off compiled programs (jax 0.10.2, for H100);
+sizes follow from the ranks. Independent of hardware.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from scalejax.simulator.transformer.operations import Writer
 from scalejax.simulator.transformer.shape import BlockShard
 
 _CACHE_SIZE = 65536
-_STATISTICS_BYTES = 4  # of a row: the root of its mean square
+_STATISTICS_BYTES = 4  # per row: the root of its mean square
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class LatentShard:
     """Widths of the products of one device."""
 
     queries: int | None
-    """Latent of queries; None if they are made of the stream."""
+    """Latent of queries; None if they are made from the stream."""
     keys: int
     """Latent of keys and values."""
     rotated: int
-    """Rotated part of the keys, of all heads."""
+    """Rotated part of the keys, shared by all heads."""
     query_width: int
     """Queries of the device's heads."""
     kv_width: int
     """Keys without their rotated part, and values, of the device's heads."""
     head_size: int
-    """Of which the rotated part of every head's keys."""
+    """Rotated part of the keys of the device's heads, one for each head."""
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -53,7 +53,7 @@ def latent_shard(shard: BlockShard) -> LatentShard:
 
 def kept(shard: BlockShard) -> list[tuple[str, int]]:
     """(name, bytes) of the latents that a block keeps: as they were made, and normalised, unless
-    every second product is computed again."""
+    every second product is recomputed."""
     own, size = latent_shard(shard), shard.rows * shard.shape.element_bytes
     widths = [own.keys + own.rotated, *([own.queries] if own.queries else [])]
     times = range(1 if shard.recompute == "selective_op" else 2)
@@ -67,8 +67,8 @@ def kept(shard: BlockShard) -> list[tuple[str, int]]:
 def make_heads(
     write: Writer, shard: BlockShard, use: Callable[[str], None], *, is_between: bool = False
 ) -> None:
-    """Queries, keys and values of the device's heads, of the stream; or of kept latents alone,
-    where it is between products that are kept."""
+    """Queries, keys and values of the device's heads, made from the stream; or only from kept
+    latents, if `is_between` products that are kept."""
     own, rows, used = latent_shard(shard), shard.rows, shard.shape.element_bytes
     hidden = shard.shape.hidden
     if not is_between:
@@ -126,7 +126,7 @@ def gradients(
 
     Args:
         write: builder of the block.
-        shard: the device's shard of it.
+        shard: the device's shard of the block.
         use: waits for a matrix.
         start_sums: starts the sum of the gradient of a matrix.
         others: gradients of other matrices, while latents are summed over tensor.

@@ -1,6 +1,6 @@
 """Closed-form memory of a transformer's step, as XLA assigns it: state, activations, peak.
 
-Left out: fragmentation between buffers, a few per cent. Knows no hardware.
+Left out: fragmentation between buffers, a few per cent. Independent of hardware.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _F32_BYTES = 4
 _CACHE_SIZE = 65536  # entries of the caches
 
 Blocks = tuple[tuple[BlockShard, int], ...]
-"""A device's shard of a block, and the number of blocks, of each kind."""
+"""For each kind of block, a device's shard of it and the number of such blocks."""
 
 
 def memory_use(
@@ -77,12 +77,12 @@ class DeviceMemory:
 
         Args:
             shape: the network.
-            blocks: a device's shard of a block for one microbatch, and the blocks of the longest
-                stage, of each kind.
-            first: the same of the dense blocks that only the first of several stages computes.
+            blocks: for each kind of block, a device's shard of it for one microbatch, and the
+                number of such blocks in the longest stage.
+            first: the same for the dense blocks that only the first of several stages computes.
             layout: layout of all devices.
             microbatches: microbatches per update.
-            moments: arrays like the parameters that the optimizer keeps.
+            moments: arrays of the parameters' size that the optimizer keeps.
         """
         shard = blocks[-1][0]
         self._layout, self._stages, self._moments = layout, layout.pipeline, moments
@@ -122,7 +122,7 @@ class DeviceMemory:
 
     @cached_property
     def _fixed_scattered(self) -> int:
-        """The fixed bytes of ZeRO 2, which sums after each microbatch, not in its backward pass."""
+        """The fixed bytes of ZeRO 2, which sums after each microbatch's backward pass."""
         layout = self._layout
         if layout.data == 1 or layout.pipeline > 1:
             return self._fixed
@@ -133,7 +133,7 @@ class DeviceMemory:
         return _fixed_bytes(apart, True, True)
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
-        """Peak bytes of everything besides the state and the batch."""
+        """Peak bytes of everything except the state and the batch."""
         is_sharded = self._is_scattered or (zero_stage == 2 and self._stages == 1)
         accumulated = self._sharded(self._accumulated) if is_sharded else self._accumulated
         if zero_stage == 2 and self._stages > 1:
@@ -149,9 +149,9 @@ class DeviceMemory:
         return max(peak, self._scatter_bytes(accumulated)) if zero_stage == 2 else peak
 
     def _return_bytes(self, zero_stage: int, accumulated: int) -> int:
-        """Bytes while the gradients of chunks go back to their stages, in float32: all, those of
-        blocks once more, and the shards of these that the compiler of 0.10 scatters over data
-        meanwhile."""
+        """Bytes while the gradients of chunks return to their stages, in float32: all of them,
+        those of blocks once more, and, with the compiler of 0.10, the shards of these that are
+        scattered over data meanwhile."""
         blocks = self._of_blocks * accumulated // self._accumulated
         is_scattered = zero_stage > 0 and self._compiler == "0.10"
         shards = self._sharded(self._of_blocks) if is_scattered else 0
@@ -159,7 +159,7 @@ class DeviceMemory:
 
     def _scatter_bytes(self, accumulated: int) -> int:
         """Bytes while ZeRO 2 scatters all gradients over data, in float32: these and their shards;
-        between microbatches also parameters in the compute type and what is accumulated, whose
+        between microbatches also parameters in the compute type and accumulated gradients, whose
         shards are over context and experts as well."""
         if self._layout.data == 1 or self._stages > 1:
             return 0
@@ -168,13 +168,13 @@ class DeviceMemory:
 
 
 def _batch_bytes(shape: TransformerShape, layout: Layout, samples: int) -> int:
-    """Bytes of the tokens and targets of so many samples, int32."""
+    """Bytes of the tokens and targets of that many samples, int32."""
     return 8 * samples * (shape.tokens // layout.context)
 
 
 def _sharded(layout: Layout, size: int, of_experts: int) -> int:
-    """Bytes of an array of `size` for the parameters, sharded by ZeRO, those of experts among
-    them."""
+    """Bytes of an array of `size` for the parameters, including those of experts, sharded by
+    ZeRO."""
     experts = min(size, of_experts)
     return (size - experts) // zero_parts(layout) + experts // zero_parts(layout, of_experts=True)
 
@@ -187,12 +187,12 @@ def least_bytes(
     zero_stage: Literal[0, 1, 2],
     moments: int,
 ) -> int:
-    """Memory below that of every strategy that trains in full, whatever its recompute, attention
-    and chunks.
+    """Lower bound of the memory of every strategy that trains in full, whatever its recompute,
+    attention and chunks.
 
-    State, batch, matrices in the compute type, accumulated gradients, logits with their gradient,
-    and the input of every block: what `DeviceMemory` counts of each, or less. For searches, to
-    exclude strategies without the rest.
+    Counts state, batch, matrices in the compute type, accumulated gradients, logits with their
+    gradient, and the input of every block, each at most as large as in `DeviceMemory`. Lets
+    searches exclude strategies without computing the rest.
     """
     layout, microbatches = split.layout, split.microbatches
     own, of_experts, cast, table, blocks = _least_of_layout(shape, layout)
@@ -214,8 +214,8 @@ def least_bytes(
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def _least_of_layout(shape: TransformerShape, layout: Layout) -> tuple[int, int, int, int, int]:
-    """Bytes of parameters, of those of experts, and of what is cast of matrices and of the token
-    embedding; and the blocks of the longest stage."""
+    """Bytes of parameters, of expert parameters, of cast matrices and of the cast token embedding;
+    and the blocks of the longest stage."""
     kinds = stage_kinds(shape, max(stage_counts(shape, layout)), layout.pipeline)
     before = shape.kinds[:-1] if layout.pipeline > 1 else ()
     cast = sum(
@@ -243,7 +243,7 @@ def memory_by_zero_stage(
     known: dict[bool, DeviceMemory] = {}
     for each in strategies:
         if each.zero_stage not in found:
-            # Nothing else of a block's shard depends on the ZeRO stage.
+            # Nothing else in a block's shard depends on the ZeRO stage.
             is_scattered = scatters_in_blocks(shape, each)
             if is_scattered not in known:
                 known[is_scattered] = _device_memory(shape, each)
@@ -265,13 +265,13 @@ def _device_memory(shape: TransformerShape, strategy: Strategy) -> DeviceMemory:
 @lru_cache(maxsize=_CACHE_SIZE)
 def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) -> int:
     """Bytes of stacked matrices in the compute type, and the most that loss, transposes or the
-    backward pass hold besides them and the kept activations.
+    backward pass hold in addition to them and the kept activations.
 
     Args:
-        blocks: as of `DeviceMemory`.
-        is_manual: as of `embedding_and_loss.logits`.
-        is_scattered: whether ZeRO 2 scatters the gradients of each, beside the product for that of
-            the output layer: its operand is held until then.
+        blocks: as for `DeviceMemory`.
+        is_manual: as for `embedding_and_loss.logits`.
+        is_scattered: whether ZeRO 2 scatters the gradients of each microbatch during the product
+            for the output layer's gradient, whose operand is held until then.
     """
     shard, layers = blocks[-1][0], sum(count for _, count in blocks)
     shape, layout = shard.shape, shard.layout
@@ -283,13 +283,13 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
     )
     cast = stack if _casts(shape) else 0
     block = max(block_bytes(each) for each, _ in blocks)
-    # That of a frozen base in the compute type is used where it is stored.
+    # The table of a frozen base in the compute type is used where it is stored.
     table = _table_bytes(shape, layout) if _casts(shape) or layout.fsdp > 1 else 0
     if shape.adapters is not None:
         cast += gradients
     logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
-    # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
-    if shard.is_over_context:  # blocks have latencies to fill then, and the loss only these
+    # The scheduler zeroes gradients before the loss if it waits for collectives meanwhile.
+    if shard.is_over_context:  # blocks then have latencies to fill, and the loss only these
         is_early = layout.fsdp > 1 or layout.data > 1 or is_manual or shard.is_scattered
         loss = table * (1 + (layout.tensor > 1 if shape.has_tied_embeddings else is_early))
     elif shape.has_tied_embeddings:
@@ -300,12 +300,12 @@ def _fixed_bytes(blocks: Blocks, is_manual: bool, is_scattered: bool = False) ->
         loss = table * (1 + is_early)
     if shape.compiler == "0.12" or shape.adapters is not None:  # zeroes them after it
         is_early, loss = False, table
-    # What the gradient of the output layer reads is not held if it has none.
+    # What the gradient of the output layer reads is not held if there is no such gradient.
     streams = 2 * shard.stream_bytes if shape.adapters is None else shard.kept_stream_bytes
     loss += logits + streams + (gradients if is_early else 0)
     loss += logits if is_manual else logits * _F32_BYTES // shape.element_bytes
     tables = table if shape.has_tied_embeddings else 2 * table
-    if shape.adapters is not None:  # have no gradients; that for the backward pass is gathered
+    if shape.adapters is not None:  # have no gradients; the one for the backward pass is gathered
         tables = 0
     backward = gradients + tables + block + (logits if is_scattered else 0)
     transposed = 0
@@ -326,12 +326,12 @@ def _stack_bytes(blocks: Blocks) -> int:
 
 
 def _fixed_bytes_of_stage(blocks: Blocks, first: Blocks) -> int:
-    """`_fixed_bytes` of a stage of a pipeline: its matrices and those of the dense blocks of the
-    first stage, which every stage holds; what it received from either side and sends; and the most
-    that the output layer holds, whose loss is differentiated at once (logits, their gradient, and
-    the layer, with fsdp also its gradient and another table, the embedding), or the
-    backward pass of a block, or of the dense blocks, whose gradients are stacked, with the sums of
-    a layer's largest matrix.
+    """`_fixed_bytes` of a pipeline stage: its matrices and those of the dense blocks of the first
+    stage, which every stage holds; what it received from either side and sends; and the largest of:
+    the output layer, whose loss is differentiated at once (logits, their gradient, and the layer;
+    with fsdp also its gradient and another table, the embedding); the backward pass of a block; and
+    that of the dense blocks, whose gradients are stacked. Both passes include the sums of a layer's
+    largest matrix.
     """
     shard = blocks[-1][0]
     shape, layout = shard.shape, shard.layout
@@ -359,8 +359,8 @@ def _summed_bytes(shard: BlockShard) -> int:
 def _gradients_beyond_share(
     shape: TransformerShape, blocks: Blocks, first: Blocks, layout: Layout
 ) -> int:
-    """Bytes of the accumulated gradients of a stage beyond those of an equal share of all blocks:
-    of those that shorter stages are padded with, and of the dense ones of the first stage."""
+    """Bytes of a stage's accumulated gradients beyond those of an equal share of all blocks: for
+    the blocks that shorter stages are padded with, and for the dense ones of the first stage."""
     counts = [count for _, count in shape.kinds]
     shares = ((each, count) for (each, _), count in zip((*first, *blocks), counts, strict=True))
     share = _stack_bytes(tuple(shares)) // layout.pipeline
@@ -374,7 +374,7 @@ def _table_bytes(shape: TransformerShape, layout: Layout) -> int:
 
 
 def block_bytes(shard: BlockShard) -> int:
-    """Peak bytes of the backward pass of one block besides the stacks.
+    """Peak bytes of the backward pass of one block, excluding the stacks.
 
     A layer of each matrix, with fsdp gathered and with the gradients before they are scattered;
     the input, its norms and the gradient; queries, keys, values and their gradients; the

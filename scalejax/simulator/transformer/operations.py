@@ -1,6 +1,6 @@
 """Builder of the operations of a closed-form program, in schedule order.
 
-Knows how an `Operation` is constructed; nothing of transformers.
+Only constructs `Operation`s; knows nothing of transformers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from scalejax.simulator.program import (
 
 _F32, _F32_BYTES = "f32", 4
 _CACHE_SIZE = 65536  # entries of the caches
-_LAYOUTS_KEPT = 256  # layouts whose collectives are cached; a search goes from one to the next
+_LAYOUTS_KEPT = 256  # layouts whose collectives are cached; a search tries one after another
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
 UPDATE = "update"
@@ -31,11 +31,11 @@ xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold); an all-redu
 
 
 def combined(buffers: Iterable[tuple[str, int]]) -> list[list[str]]:
-    """Names of the buffers that XLA combines into one collective each, in order of the first. One
-    that is too large by itself does not end the group before it (XLA's CombineInstructionsByKey).
+    """Names of the buffers that XLA combines into one collective each, in order of the first. A
+    buffer that is too large alone does not end the group before it (CombineInstructionsByKey).
 
     Args:
-        buffers: (name, bytes of the result) of each.
+        buffers: (name, bytes of the result) of each buffer.
     """
     groups: list[list[str]] = []
     last, held = list[str](), COMBINED_BYTES
@@ -75,7 +75,7 @@ class Writer:
         self.operations.append(_fusion(self._prefix, name, read, write))
 
     def narrowing(self, name: str, read: int, write: int) -> None:
-        """Add a fusion that makes of the float32 that it reads the type of activations."""
+        """Add a fusion that converts the float32 that it reads to the type of activations."""
         self.operations.append(_fusion(self._prefix, name, read, write, self._dtype))
 
     def copy(self, name: str, size: int) -> None:
@@ -83,7 +83,7 @@ class Writer:
         self.operations.append(_fusion(self._prefix, name, size, size))
 
     def scalars(self, name: str, count: int) -> None:
-        """Add `count` operations of a scalar or a vector each: a launch and few bytes."""
+        """Add `count` operations on one scalar or vector each: a launch and few bytes."""
         self.operations += _scalars(self._prefix, name, count)
 
     def matmul(
@@ -94,10 +94,10 @@ class Writer:
         *,
         is_accumulated: bool = False,
     ) -> None:
-        """Add a product of (batch, m, n, k), each operand and the result moved once.
+        """Add a product of (batch, m, n, k); each operand and the result is moved once.
 
-        In half precision sides are padded to the alignment of matrix units, as XLA does. One that
-        is accumulated is added to a sum in float32.
+        In half precision sides are padded to the alignment of matrix units, as XLA does. If
+        `is_accumulated`, the result is added to a sum in float32.
         """
         self.operations.append(
             _matmul(self._prefix, name, self._dtype, shape, extra_read, is_accumulated)
@@ -119,8 +119,9 @@ class Writer:
         value_size: int | None = None,
         scores_share: float = 1.0,
     ) -> None:
-        """Add fused attention, which does `products` products of all scores; causal, of half, and
-        of these a share that windows leave. Values may be of another size than queries and keys."""
+        """Add fused attention, which does `products` products of all scores, of half of them if
+        causal, and of the share of these that windows leave. Values may differ in size from
+        queries and keys."""
         batch, queries, keys, size = shape
         pairs, of_values = batch * queries * keys, products // 2
         flop = pairs * ((products - of_values) * size + of_values * (value_size or size))
@@ -140,7 +141,7 @@ class Writer:
         buffers: int = 1,
         layout: Layout | None = None,
     ) -> None:
-        """Start a collective over `axes`, of another `layout` if given; nothing if they have a
+        """Start a collective over `axes`, of another `layout` if given; do nothing if they have a
         single device."""
         if not payload:
             return
@@ -155,7 +156,7 @@ class Writer:
             self.operations.append(operation)
 
     def wait(self, name: str) -> None:
-        """Add a wait for the collective of that name, if it was started and not waited for."""
+        """Add a wait for the collective of that name, if it was started and not yet waited for."""
         if name in self._started:
             self._started.discard(name)
             self.operations.append(_wait(self._prefix, name, self._dtype))
@@ -164,8 +165,8 @@ class Writer:
     def repeated(
         self, name: str, count: int, expert_blocks: ExpertBlocks | None = None
     ) -> Iterator[None]:
-        """Context whose operations are a loop of `count` runs, over blocks of rows of experts if
-        given; left out if there are none."""
+        """Context whose operations become a loop of `count` runs, over blocks of expert rows if
+        given; left out if `count` is 0."""
         outside, self.operations = self.operations, []
         yield
         body, self.operations = tuple(self.operations), outside
@@ -276,8 +277,8 @@ def _wait(prefix: str, name: str, dtype: str) -> Operation:
 
 @lru_cache(maxsize=_LAYOUTS_KEPT)
 def _collectives_of(layout: Layout) -> dict[tuple[object, ...], Operation | None]:
-    """Collectives of a layout that were made, by what they were made of; None where the devices are
-    a single one."""
+    """Collectives already made for a layout, by what they were made of; None if the axes have a
+    single device."""
     return {}
 
 
@@ -305,7 +306,7 @@ def _collective(
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def group_of(layout: Layout, axes: tuple[str, ...]) -> DeviceGroup:
-    """Device group of the mesh axes `axes`; axes of one device are omitted."""
+    """Device group of the mesh axes `axes`; axes with one device are omitted."""
     sizes = layout.axis_sizes
     used = tuple(axis for axis in AXES if axis in axes and sizes[axis] > 1)
     extents: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
 """Dimensions of a transformer, its parallelism strategy, and the sizes of each device's shard.
 
-Knows the elements of each matrix and the shard that one device holds; no operations, no network.
+Describes the elements of each matrix and the shard that one device holds; no operations or network.
 """
 
 from dataclasses import dataclass, replace
@@ -33,14 +33,14 @@ _OPERAND_TYPES: dict[CostedType, str] = {
 _WIDE_BITS = 16
 _BITS: dict[CostedType, int] = {each: 4 if "4" in each else 8 for each in NARROW_TYPES}
 ENDS = 2
-"""Embedding and loss, which count as a layer each in pipelines dealt `with_ends`."""
+"""Embedding and loss, which count as one layer each in pipelines dealt `with_ends`."""
 
 Compiler = Literal["0.10", "0.12"]
-"""The XLA of jaxlib 0.10 and 0.11, or of 0.12. That of 0.12 reads matrices and kept activations in
-their stacks in the product; masks scores of grouped queries and makes shares of them in one fusion;
-sums the gradients of a block's matrices over fsdp, or over the batch beside tensor, all at once,
-before the last input gradient, and with nothing beside; gathers the last matrix of a pass late; and
-zeroes gradients after the loss."""
+"""XLA of jaxlib 0.10 and 0.11, or of 0.12. That of 0.12 reads matrices and kept activations in
+their stacks in the product; masks scores of grouped queries and normalises them in one fusion; sums
+the gradients of a block's matrices over fsdp, or over the batch with tensor, all at once, before
+the last input gradient, and without overlap; gathers the last matrix of a pass late; and zeroes
+gradients after the loss."""
 
 
 def compiler_of(jaxlib: str) -> Compiler:
@@ -69,8 +69,8 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """The dimensions of a decoder-only transformer, whose blocks are equal but for first ones
-    without experts."""
+    """The dimensions of a decoder-only transformer, whose blocks are equal except for the first
+    ones, which may have no experts."""
 
     layers: int
     """Blocks."""
@@ -87,19 +87,19 @@ class TransformerShape:
     tokens: int
     """Tokens of a sample."""
     is_gated: bool = False
-    """Whether blocks are those of Llama: SwiGLU, RMSNorm and no biases, in place of those of
-    GPT: GELU, LayerNorm and biases."""
+    """Whether blocks are those of Llama (SwiGLU, RMSNorm and no biases) rather than those of GPT
+    (GELU, LayerNorm and biases)."""
     is_plain: bool = False
     """Whether blocks are those of Nemotron-4: squared ReLU without a gate, and LayerNorm, but no
     biases."""
     has_tied_embeddings: bool = True
-    """Whether the token embedding is the output layer as well."""
+    """Whether the token embedding is also the output layer."""
     has_learned_positions: bool = True
-    """Whether positions are an embedding; if not, rotary (RoPE)."""
+    """Whether positions are an embedding; if not, they are rotary (RoPE)."""
     is_fused: bool = True
     """Whether attention is one fused kernel that keeps no scores."""
     scores_share: float = 1.0
-    """Share of the scores of causal attention that windows leave to its kernel, in the mean over
+    """Share of the scores of causal attention that windows leave to its kernel, averaged over
     layers."""
     compute_dtype: CostedType = "bfloat16"
     """Element type of activations and products; parameters and their moments are float32."""
@@ -108,27 +108,28 @@ class TransformerShape:
     normalises_heads: bool = False
     """Whether queries and keys of every head go through a norm (QK-norm)."""
     latent: MlaConfig | None = None
-    """Ranks and head sizes of latent attention; None for keys and values of their own."""
+    """Ranks and head sizes of latent attention; None for ordinary keys and values."""
     experts: MoeConfig | None = None
-    """Experts in place of the feed-forward layers after the first dense ones; None without."""
+    """Experts that replace the feed-forward layers after the first dense ones; None if there are
+    none."""
     is_first: bool = False
     """Whether its blocks are the first, dense ones of a network with experts."""
     adapters: Adapters | None = None
-    """Adapters, which alone are trained; None where all of the network is."""
+    """Adapters, which alone are trained; None if the whole network is."""
     compiler: Compiler = "0.10"
     """The XLA that schedules and fuses the step."""
     sums_gradients_once: bool = False
-    """Whether gradients are summed over data once a step in float32 with a single microbatch as
-    well, which XLA sums block by block."""
+    """Whether gradients are summed over data once a step in float32 even with a single microbatch,
+    where XLA sums them block by block."""
     flat_state: bool = False
-    """Whether ZeRO shards the state as one padded array, as Megatron-Core's distributed optimizer,
-    so that no dimension must be a multiple of the devices; else matrix by matrix."""
+    """Whether ZeRO shards the state as one padded array, as Megatron-Core's distributed optimizer
+    does, so that no dimension must be a multiple of the devices; otherwise matrix by matrix."""
     stages_apart: bool = False
-    """Whether the first pipeline stage alone holds the token embedding and the last the output
-    layer; else all stages hold both, as the trainer does."""
+    """Whether only the first pipeline stage holds the token embedding and only the last the output
+    layer; otherwise all stages hold both, as in the trainer."""
     layers_of_stages: Literal["equal", "by_weight", "with_ends"] = "equal"
     """How stages share the layers: equally; by weights with the output layer (`balanced_layers`),
-    as in nanotron; or equally with embedding and loss as a layer each (Megatron-LM's
+    as in nanotron; or equally with embedding and loss as one layer each (Megatron-LM's
     account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split)."""
 
     def __post_init__(self) -> None:
@@ -139,12 +140,12 @@ class TransformerShape:
         require_multiple("heads", self.heads, self.kv_heads, "kv_heads")
 
     def __hash__(self) -> int:
-        """Hash of the fields in which the shapes of a search differ, each of which has few."""
+        """Hash of the few fields in which the shapes of a search differ."""
         return hash((self.layers, self.hidden, self.is_first, self.is_fused))
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of a block; 1 without, which no axis divides."""
+        """Routed experts of a block; 1 without experts, which no axis divides."""
         return 1 if self.experts is None else self.experts.experts
 
     @property
@@ -159,8 +160,8 @@ class TransformerShape:
 
     @property
     def operand_share(self) -> float:
-        """Bits of the operands of a block's products over those of logits, whose rate grows by as
-        much."""
+        """Bits of the operands of a block's products over those of logits; the rate of the products
+        grows as they shrink."""
         return _BITS.get(self.compute_dtype, _WIDE_BITS) / _WIDE_BITS
 
     @property
@@ -192,7 +193,7 @@ class TransformerShape:
 
     @property
     def qkv_width(self) -> int:
-        """Columns of queries, keys and values of all heads, which one matrix computes but for
+        """Columns of queries, keys and values of all heads, which one matrix computes except in
         latent attention."""
         return self.query_width + self.kv_heads * (self.head_size + self.value_size)
 
@@ -210,8 +211,8 @@ class TransformerShape:
 
     @property
     def matrices(self) -> dict[str, int]:
-        """Elements of the matrices of a block, of the last kind, by name; those of all experts
-        together. Routers are none: they are replicated."""
+        """Elements of the matrices of a block of the last kind, by name; those of all experts
+        together. Routers are not included: they are replicated."""
         hidden, mla, moe = self.hidden, self.latent, self.experts
         if mla is None:
             found = {"qkv": hidden * self.qkv_width}
@@ -234,7 +235,7 @@ class TransformerShape:
         return found
 
     def trains(self, name: str) -> bool:
-        """Whether a matrix is trained, or adapters of it."""
+        """Whether a matrix, or its adapters, are trained."""
         return self.adapters is None or name in self.adapters.matrices
 
     @property
@@ -249,7 +250,7 @@ class TransformerShape:
 
     @property
     def trained(self) -> dict[str, int]:
-        """Elements of the arrays of a block whose gradients are computed, but for vectors, by name:
+        """Elements of the arrays of a block whose gradients are computed, except vectors, by name:
         its matrices, or the A and the B of its adapters."""
         if self.adapters is None:
             return self.matrices
@@ -261,7 +262,7 @@ class TransformerShape:
 
     @property
     def active_matrices(self) -> int:
-        """Elements of the matrices of a block that a token goes through."""
+        """Elements of the matrices of a block that a token passes through."""
         moe = self.experts
         if moe is None:
             return sum(self.matrices.values())
@@ -275,8 +276,8 @@ class TransformerShape:
 
     @property
     def norm_elements(self) -> int:
-        """Elements of the scales and offsets of the norms of a block: of the stream, of heads and
-        of latents."""
+        """Elements of the scales and offsets of the norms of a block: those of the stream, heads
+        and latents."""
         found = 2 * self.norm_vectors * self.hidden
         if self.normalises_heads:
             found += 2 * self.head_size
@@ -299,7 +300,7 @@ class TransformerShape:
 
     def model_flop(self, global_batch: int) -> int:
         """FLOP of an update over all devices, recompute not counted: three times the forward pass,
-        all of the square of scores included though half of it is masked."""
+        including the whole square of scores though half of it is masked."""
         scores = self.tokens * self.heads * (self.head_size + self.value_size)
         per_token = sum(count * (kind.active_matrices + scores) for kind, count in self.kinds)
         per_token += self.hidden * self.vocabulary
@@ -311,7 +312,7 @@ class TransformerShape:
         return 2 * passes * global_batch * self.tokens
 
     def state_bytes(self, moments: int) -> int:
-        """Bytes of parameters and moments, of all devices: float32, frozen ones as their base."""
+        """Bytes of parameters and moments over all devices: float32, frozen ones as their base."""
         adapters = self.adapters
         if adapters is None:
             return _F32_BYTES * self.parameters * (1 + moments)
@@ -350,7 +351,7 @@ class Strategy:
     context_strategy: ContextStrategy = "all_gather"
     """How attention sees tokens of other context shards, as `LayoutConfig.context_strategy`."""
     moments: Literal[0, 1, 2] = 2
-    """Arrays like the parameters that the optimizer keeps: 2 for Adam, 1 for momentum."""
+    """Arrays of the parameters' size that the optimizer keeps: 2 for Adam, 1 for momentum."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline_chunks", self.pipeline_chunks, 1)
@@ -375,7 +376,7 @@ class Strategy:
 
     @property
     def pipeline_schedule(self) -> PipelineSchedule:
-        """Schedule of the stages as a run file names it: 1F1B where there are several."""
+        """Schedule of the stages as a run file names it: 1F1B if there are several."""
         return "1f1b" if self.layout.pipeline > 1 else "gpipe"
 
     def require_fits(self, shape: TransformerShape) -> None:
@@ -424,7 +425,7 @@ class Strategy:
             require_multiple("hidden", shape.hidden, divisor, f"{axes}")
 
     def _require_fits_adapters(self, shape: TransformerShape) -> None:
-        """Refuse what the closed form does not know of frozen matrices."""
+        """Refuse what the closed form does not support with frozen matrices."""
         if self.recompute == "selective_op":
             accepted = "the closed form knows adapters with none, selective and full"
             raise ConfigError(refusal("model.remat", self.recompute, accepted))
@@ -443,7 +444,7 @@ class BlockShard:
     shape: TransformerShape
     """The network."""
     layout: Layout
-    """The devices of one stage; one along data, where gradients are summed after the last
+    """The devices of one stage; one along data if gradients are summed after the last
     microbatch."""
     samples: int
     """Samples of a microbatch."""
@@ -456,14 +457,14 @@ class BlockShard:
     is_scattered: bool
     """Whether each device along data keeps only its shard of the summed gradients."""
     is_of_stage: bool = False
-    """Whether it is of a pipeline, whose devices sum gradients over expert and context after all
-    microbatches, once."""
+    """Whether it belongs to a pipeline, whose devices sum gradients over expert and context once,
+    after all microbatches."""
     is_sliced: bool = False
     """Whether products read copies of their matrices, which the compiler of 0.12 otherwise reads in
-    their stacks: those that stages gathered from ZeRO's shards have another order of dimensions."""
+    their stacks: matrices that stages gathered from ZeRO's shards have another dimension order."""
 
     def __hash__(self) -> int:
-        """Hash of the fields in which the shards of a search differ, quicker than that of all."""
+        """Hash of the fields in which the shards of a search differ, quicker than a hash of all."""
         layout = self.layout
         return hash(
             (
@@ -488,11 +489,11 @@ class BlockShard:
 
     @property
     def expert_sum_axes(self) -> tuple[str, ...]:
-        """The same of the gradients of experts."""
+        """The same axes for the gradients of experts."""
         return () if self.is_of_stage else sum_axes(self.layout, of_experts=True)
 
     def gradient_parts(self, name: str) -> int:
-        """Shards of the gradient of a matrix along the axes that ZeRO shards it over."""
+        """Shards of the gradient of a matrix along the axes over which ZeRO shards it."""
         return zero_parts(self.layout, of_experts=is_of_experts(name)) if self.is_scattered else 1
 
     @property
@@ -529,13 +530,13 @@ class BlockShard:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys of this device's heads and tokens; values are as many."""
+        """Bytes of the keys of this device's heads and tokens; values have as many."""
         return (self.qkv_bytes - self.head_bytes) // 2
 
     @property
     def sent_key_bytes(self) -> int:
-        """The same, or of keys for every device, if attention over heads has fewer heads of
-        keys."""
+        """`key_bytes`, or bytes of keys for every device if attention over heads has fewer key
+        heads than devices."""
         heads = self.shape.kv_heads // self.layout.tensor
         if not self.is_over_context or self.strategy != "all_to_all":
             return self.key_bytes
@@ -543,12 +544,12 @@ class BlockShard:
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of what fused attention keeps of each row of scores, float32."""
+        """Bytes of what fused attention keeps for each row of scores, float32."""
         return self.score_batch * self.shape.tokens // self.layout.context * 4
 
     @property
     def is_over_context(self) -> bool:
-        """Whether fused attention goes by blocks or over heads, as context shards tokens."""
+        """Whether fused attention runs by blocks or over heads, because context shards tokens."""
         return self.shape.is_fused and self.layout.context > 1
 
     @property
@@ -585,12 +586,12 @@ class BlockShard:
 
     @property
     def trained(self) -> dict[str, int]:
-        """Bytes of what is trained of the block where it is used, in the compute type, by name."""
+        """Bytes of what is trained in the block where it is used, in the compute type, by name."""
         return _trained_bytes(self.shape, self.layout)
 
     @property
     def small_elements(self) -> int:
-        """Elements of the block's biases, as one device of a tensor group holds them."""
+        """Elements of the block's biases that one device of a tensor group holds."""
         shape, tensor = self.shape, self.layout.tensor
         if not shape.has_biases:
             return 0
@@ -611,15 +612,15 @@ def transposes_kept(shard: BlockShard) -> bool:
 
 
 ROWS_DIVIDED = ("projection", "down")
-"""Matrices whose rows are divided over tensor; the columns of others are."""
+"""Matrices whose rows are divided over tensor; other matrices have their columns divided."""
 _WHOLE_ON_TENSOR = (
     "q_down", "kv_down", "qkv.a", "up.a", *(f"{name}.b" for name in ROWS_DIVIDED),
 )  # fmt: skip
 
 
 def devices_of_matrix(name: str, layout: Layout) -> int:
-    """Devices that share the elements of a matrix where it is used: those along tensor, and of
-    experts those along their axis as well."""
+    """Devices that share the elements of a matrix where it is used: those along tensor, and for
+    experts also those along the expert axis."""
     tensor = 1 if name in _WHOLE_ON_TENSOR else layout.tensor
     return tensor * (layout.expert if is_of_experts(name) else 1)
 
@@ -648,19 +649,19 @@ def matrix_bytes(shape: TransformerShape, layout: Layout) -> int:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a matrix is that of routed experts."""
+    """Whether a matrix belongs to routed experts."""
     return name.startswith("experts.")
 
 
 def zero_parts(layout: Layout, *, of_experts: bool = False) -> int:
-    """Devices over which ZeRO shards a parameter: those along data and context, and along expert of
-    all parameters but those of experts."""
+    """Devices over which ZeRO shards a parameter: those along data and context, and, except for
+    expert parameters, along expert."""
     return layout.data * layout.context * (1 if of_experts else layout.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowestStage:
-    """The slowest pipeline stage, on which the others wait."""
+    """The slowest pipeline stage, for which the others wait."""
 
     layers: int
     """Blocks of the stage, of the last kind."""
@@ -669,15 +670,15 @@ class SlowestStage:
 
 
 _GATHERS_AND_SCATTERS = 5
-"""Times that a layer of experts gathers or scatters the tokens of its devices, where the backward
-pass gathers them again."""
+"""Times that a layer of experts gathers or scatters the tokens of its devices, if the backward pass
+gathers them again."""
 
 
 def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
     """The stage with most to compute and to send: the last, unless it holds fewer blocks than
     others and logits take less than these, or it holds none (as in the trainer, the first stages
     hold the remainder of the blocks). Dense blocks before others take no longer than those with
-    experts, of which the first stage has so many fewer."""
+    experts, and the first stage has correspondingly fewer of the latter."""
     layout = strategy.layout
     counts = stage_counts(shape, layout)
     fewer = max(counts) - counts[-1]
@@ -714,8 +715,8 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     """Whether gradients are summed over data once, after the last microbatch, in float32.
 
     Otherwise, with a single microbatch or one device along data, each block's gradients are summed
-    in its backward pass, in the compute type. With ZeRO 2 those of every microbatch are summed
-    after it, in float32. A pipeline sums once.
+    in its backward pass, in the compute type. With ZeRO 2 the gradients of every microbatch are
+    summed after it, in float32. A pipeline sums once.
     """
     is_explicit = is_data_manual(strategy) or shape.sums_gradients_once
     return strategy.layout.pipeline > 1 or (strategy.layout.data > 1 and is_explicit)
@@ -723,8 +724,8 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
 
 def scatters_in_blocks(shape: TransformerShape, strategy: Strategy) -> bool:
     """Whether ZeRO scatters each block's gradients in its backward pass: over data in stage 1 only,
-    where they are not summed once; over context and experts alone in stage 2 as well. With fsdp
-    they are summed by other collectives, as compiled."""
+    if they are not summed once; over just context and experts in stage 2 as well. With fsdp other
+    collectives sum them, as compiled."""
     layout = strategy.layout
     return (
         strategy.zero_stage > 0
@@ -754,20 +755,20 @@ def stage_layout(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def sum_axes(layout: Layout, *, of_experts: bool = False) -> tuple[str, ...]:
-    """Axes of more than one device along which parameters are replicated and gradients summed;
-    those of experts, which their own axis shards."""
+    """Axes of more than one device along which parameters are replicated and gradients summed; for
+    experts without their own axis, which shards them."""
     axes = (DATA, CONTEXT) if of_experts else (DATA, EXPERT, CONTEXT)
     return tuple(axis for axis in axes if getattr(layout, axis) > 1)
 
 
 def deals_layers(shape: TransformerShape, layout: Layout) -> bool:
-    """Whether stages that hold equal shares of the layers compute unequal ones, which they are
-    dealt in every step."""
+    """Whether stages that hold equal shares of the layers compute unequal ones, which are dealt to
+    them in every step."""
     return is_uneven(shape, layout) and not shape.stages_apart
 
 
 def layers_of_device(shape: TransformerShape, layers: int, layout: Layout) -> Fraction:
-    """Layers that a device holds of so many: an equal share, or those of the longest stage."""
+    """Layers out of `layers` that a device holds: an equal share, or those of the longest stage."""
     if shape.layers_of_stages == "equal":
         return Fraction(layers, layout.pipeline)
     return Fraction(max(stage_counts(shape, layout)))
@@ -776,8 +777,8 @@ def layers_of_device(shape: TransformerShape, layers: int, layout: Layout) -> Fr
 def stage_kinds(
     shape: TransformerShape, layers: int, stages: int
 ) -> tuple[tuple[TransformerShape, int], ...]:
-    """(network of these blocks alone, their number) of each kind of block of a stage of `layers`
-    blocks of the last kind; of several stages, without first dense ones."""
+    """(network of these blocks alone, their number) of each kind of block in a stage of `layers`
+    blocks of the last kind; with several stages, without the first dense ones."""
     return shape.kinds if stages == 1 else ((shape.kinds[-1][0], layers),)
 
 
@@ -798,15 +799,15 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
 
 
 def logits_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
-    """The shard of a block without what logits do not depend on: strategies that differ in nothing
-    else share their operations."""
+    """The shard of a block without what logits do not depend on: strategies that differ only in
+    that share their operations."""
     layout, samples = strategy.layout, strategy.split.microbatch
     parallel = strategy.sequence_parallel
     return _block_shard(shape, layout, samples, "none", parallel, "all_gather", True, False)
 
 
 def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | None:
-    """Any shard of a block, where the gradients of the embeddings are summed once, with a single
+    """Any shard of a block, if the gradients of the embeddings are summed once, with a single
     microbatch; else None."""
     layout = strategy.layout
     if layout.pipeline > 1 or strategy.split.microbatches > 1 or shape.sums_gradients_once:
@@ -819,7 +820,7 @@ def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | Non
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def _shard_layout(layout: Layout, is_summed_once: bool) -> Layout:
-    """Layout of the devices of one stage; one along data, where gradients are summed once."""
+    """Layout of the devices of one stage; one along data if gradients are summed once."""
     return replace(layout, pipeline=1, data=1 if is_summed_once else layout.data)
 
 
@@ -866,10 +867,10 @@ def expert_parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
 def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     """Parameters that one device stores: of the blocks of its stage and of the embeddings.
 
-    Every stage stores an equal share of the blocks, even where it computes fewer. Arrays that
+    Every stage stores an equal share of the blocks, even if it computes fewer. Arrays that
     `models.gpt` shards are divided by tensor and fsdp; norms, and the biases after a sum over
-    tensor, are replicated. The token embedding and the output layer count on every stage, which all
-    hold them, though the first alone looks up in the one and the last multiplies by the other.
+    tensor, are replicated. The token embedding and the output layer count on every stage: all hold
+    them, though only the first looks up in the one and only the last multiplies by the other.
     """
     parts = layout.tensor * layout.fsdp
     blocks = 0
@@ -890,7 +891,7 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
 
 @lru_cache(maxsize=_CACHE_SIZE)
 def trained_of_device(shape: TransformerShape, layout: Layout) -> int:
-    """Of the parameters that one device stores, those that are trained."""
+    """The parameters that one device stores and trains."""
     if shape.adapters is None:
         return parameters_of_device(shape, layout)
     block = sum(

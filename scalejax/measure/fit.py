@@ -1,7 +1,7 @@
 """Constants of a cluster fitted to runs measured on it.
 
 A run folder holds the program of its step and the measured step times. Factors on the predicted
-times are fitted by least squares of the logarithms, so that 10 % counts as much in a short step
+times are fitted by least squares on the logarithms, so that 10 % counts as much in a short step
 as in a long one. Arithmetic on plain data; knows no JAX.
 """
 
@@ -40,14 +40,14 @@ from scalejax.training.record import RunFolder, RunRecord, TrainMeasurement
 FEWEST, MOST = 2, 5
 """Fewest and most runs of a fit."""
 FITTED_FILE = "cluster-fitted.toml"
-"""File name of a fitted cluster, beside the measured one, which stays unchanged."""
+"""File name of a fitted cluster, next to the measured one, which is left unchanged."""
 WIDE_ERROR = 0.25
 """Error of the held-out run above which `fit` warns."""
 _LOW, _HIGH = 1 / 8, 8.0  # bounds of a factor; beyond them it is another machine
 _PRIOR = 0.5  # prior standard deviation of the logarithm of a factor
 _NOISE = 0.05  # relative standard deviation of a measured step time
-_MOST_CONTENTION = 0.5  # upper bound; compute would nearly stop beside a collective
-_WIDEST = 0.5  # spread of steps above which it is no measure of stragglers
+_MOST_CONTENTION = 0.5  # upper bound; compute would nearly stop during a collective
+_WIDEST = 0.5  # spread of steps above which it says nothing about stragglers
 _FEWEST_TIMES = 8  # fewest times for quartiles
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
 _SLOW_LINES = 1  # first lines of the record, left out as warm-up
@@ -71,7 +71,7 @@ class MeasuredRun:
     step_seconds: float
     """Median time of a step."""
     step_cv: float | None
-    """Standard deviation of the time of a step over its mean; None if too few were measured."""
+    """Standard deviation of step times over their mean; None if too few were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,8 @@ class Factors:
     communication: float = 1.0
     """Factor on the times of collectives."""
     contention: float | None = None
-    """Share of its speed that compute loses beside a collective, in place of the chip's own; None
-    keeps that."""
+    """Share of its speed that compute loses during a collective, which replaces the chip's own;
+    None keeps the chip's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +117,21 @@ class Fit:
     cluster: Cluster
     """The cluster with the constants fitted to all runs."""
     site: Site
-    """The site with the spread of the steps of the runs."""
+    """The site with the spread of the runs' steps."""
     factors: Factors
     """Factors applied to its constants."""
     errors: tuple[RunError, ...]
-    """Error of every run predicted by `cluster`, the largest run last."""
+    """Error of every run as predicted by `cluster`, the largest run last."""
     held_out: RunError
-    """Error of the largest run, predicted by constants fitted to the others only."""
+    """Error of the largest run as predicted with constants fitted only to the others."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
     """The runs in folders that `scalejax train` wrote.
 
     Raises:
-        ConfigError: if there are too few or too many, one is named twice, or one holds no
-            program, or too few measured steps.
+        ConfigError: if there are too few or too many, or one is named twice, holds no program, or
+            has too few measured steps.
     """
     seen: dict[Path, Path] = {}
     for folder in folders:
@@ -164,7 +164,7 @@ def read_run(folder: Path) -> MeasuredRun:
     """The run in a folder that `scalejax train` wrote.
 
     Raises:
-        ConfigError: if it holds no program, or too few measured steps.
+        ConfigError: if it holds no program, or has too few measured steps.
     """
     files = RunFolder(path=folder)
     program = load_program(files.program)
@@ -178,7 +178,7 @@ def read_run(folder: Path) -> MeasuredRun:
         )
         raise ConfigError(refusal("from", str(folder), accepted))
     line_cv = spread(seconds)
-    steps_per_line = (kept[-1].step - kept[0].step) / max(1, len(kept) - 1)  # which it averages
+    steps_per_line = (kept[-1].step - kept[0].step) / max(1, len(kept) - 1)  # a line averages them
     return MeasuredRun(
         name=str(folder),
         program=program,
@@ -191,7 +191,7 @@ def measured_cluster(folder: Path) -> tuple[Cluster, Site]:
     """The cluster and site that `scalejax calibrate` wrote into `folder`.
 
     Raises:
-        ConfigError: if it has not done so yet.
+        ConfigError: if it has not been run yet.
     """
     path = folder / "cluster.toml"
     if not path.is_file():
@@ -203,9 +203,9 @@ def measured_cluster(folder: Path) -> tuple[Cluster, Site]:
 
 
 def spread(seconds: Sequence[float]) -> float | None:
-    """Standard deviation of times over their median; None if they are too few.
+    """Standard deviation of times over their median; None if there are too few.
 
-    By the quartiles, since a step delayed by another program is no straggler of this one.
+    Estimated from the quartiles, as a step delayed by another program is no straggler of this one.
     """
     if len(seconds) < _FEWEST_TIMES:
         return None
@@ -216,12 +216,12 @@ def spread(seconds: Sequence[float]) -> float | None:
 def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun], site: Site = NO_SITE) -> Fit:
     """`cluster` with its constants fitted to `runs`, and the held-out error of the largest run.
 
-    The largest run has the most devices, then the longest steps. The returned constants are
-    fitted to all runs; the error of the largest is given twice, by them and by a fit to the others.
+    The largest run has the most devices, then the longest steps. The returned constants are fitted
+    to all runs; the error of the largest is given twice, with them and with a fit to the others.
 
     Raises:
-        ConfigError: if there are fewer than 2 runs or more than 5, or one ran on another kind of
-            chip than that of `cluster`.
+        ConfigError: if there are fewer than 2 runs or more than 5, or one ran on a different kind
+            of chip than that of `cluster`.
     """
     _require_count(len(runs))
     for run in runs:
@@ -272,7 +272,7 @@ def _fit(
 def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
     """`cluster` with its constants multiplied by `factors`.
 
-    Does not adjust the efficiency ramps of matmuls, nor the time of the smallest message where a
+    It does not adjust the efficiency ramps of matmuls, nor the time of the smallest message if a
     link has a table of measured collectives.
     """
     library, factor = cluster.library, factors.communication
@@ -328,7 +328,7 @@ def _adjusted_attainable(
             (tokens, size, min(1.0, fraction / factors.compute))
             for tokens, size, fraction in attainable.attention_by_shape
         )
-        if attainable.attention_rates is not None:  # they take the place of the fractions
+        if attainable.attention_rates is not None:  # they replace the fractions
             changed["attention_scale"] = attainable.attention_scale / factors.compute
         attainable = replace(attainable, **changed, attention_by_shape=by_shape)
     if factors.contention is not None:
@@ -338,7 +338,7 @@ def _adjusted_attainable(
 
 
 def _scaled(part: Part, factor: float, *names: str) -> Part:
-    """`part` with the fields `names` multiplied by `factor`; one that is None stays None."""
+    """`part` with the fields `names` multiplied by `factor`; those that are None stay None."""
     values = {name: getattr(part, name) for name in names}
     return replace(part, **{n: v * factor for n, v in values.items() if v is not None})
 
@@ -362,8 +362,8 @@ def _error(cluster: Cluster, site: Site, run: MeasuredRun) -> RunError:
 def _factors(cluster: Cluster, site: Site, runs: Sequence[MeasuredRun]) -> Factors:
     """The factors that minimise the error of the predictions.
 
-    There may be more factors than runs, so each has a prior at 1 (contention at the chip's own)
-    with a standard deviation of `_PRIOR`: a factor that no run determines stays there.
+    There may be more factors than runs, so each has a prior at 1 (for contention, at the chip's
+    own) with a standard deviation of `_PRIOR`: a factor that no run determines stays there.
     """
     own_contention = cluster.chip.attainable.contention_fraction
     as_it_is = np.array([0.0, 0.0, 0.0, 0.0, own_contention])

@@ -1,7 +1,7 @@
 """A run's prediction of itself, on the devices that it is about to train on.
 
-Takes the step that is compiled already, and the constants that were measured here, so that every
-run folder holds a prediction beside the measurement.
+Uses the step that is already compiled, and constants measured here, so that every run folder holds
+both a prediction and the measurement.
 """
 
 from contextlib import suppress
@@ -37,19 +37,20 @@ def predict_run(
     reporter: Reporter,
     begin: int = 0,
 ) -> None:
-    """Write the program of the compiled step and its prediction, unless they are there already;
-    tell it for the steps that are left after the first `begin`.
+    """Write the program of the compiled step and its prediction, and report the prediction for the
+    steps that remain after the first `begin`; do nothing if the files exist.
 
-    Of a batch that grows, the steps of every phase are predicted and told, and nothing is written:
-    what is beside the measurement is of one step.
+    If the batch grows, the steps of every phase are predicted and reported, but nothing is written:
+    these files are for a single step.
 
-    A run whose devices cannot be measured, or whose step cannot be predicted, says so and goes on.
+    A run whose devices cannot be measured, or whose step cannot be predicted, says so and
+    continues.
     """
     if broadcast_from_first(files.prediction.exists()):
         return
     calibrated = calibrated_cluster(mesh)
-    # Measured by every process or by none, since measuring uses all devices at once and each
-    # process may see a cache of its own.
+    # Every process measures or none, as measuring uses all devices at once and each process may see
+    # a cache of its own.
     is_known = "no" not in all_gather_text("no" if calibrated is None else "yes")
     if is_known and calibrated is not None:
         (cluster, site), how = calibrated, "as scalejax calibrate measured these devices"
@@ -103,16 +104,16 @@ def predict_run(
 
 
 _SECONDS_OF = ((10.0, quick.SECONDS), (2.0, 1.5))
-"""(predicted seconds of a run, seconds for which its own products and convolutions are timed) of
-runs of at least so long; the compiler takes a second or two besides. Shorter ones are over before,
+"""(predicted seconds of a run, seconds for which the products and convolutions of runs at least
+that long are timed); the compiler takes another second or two. Shorter runs would be over by then,
 and runs of one program are measured once."""
 
 
 def _measured_cluster(
     run: ResolvedRun, mesh: Mesh, programs: RunPrograms, begin: int
 ) -> Cluster | str:
-    """The devices of `mesh`, measured for the first program of a run that is worth it, else in
-    general, by all processes alike; why not, where the measurement fails in one of them."""
+    """The devices of `mesh`, measured for the first program of a run if it is long enough, else in
+    general; the same in all processes. If the measurement fails in one of them, the reason."""
     cluster = _measured(mesh)
     if isinstance(cluster, str) or mesh.devices.flat[0].platform != "cpu":
         return cluster
@@ -122,7 +123,7 @@ def _measured_cluster(
     except ProfileError:
         return cluster
     left = 0.0
-    with suppress(ScalejaxError):  # said when the run is predicted
+    with suppress(ScalejaxError):  # reported when the run is predicted
         left = (run.total_steps - begin) * predict(program, cluster).step_seconds
     for least, seconds in _SECONDS_OF:
         if broadcast_from_first(left > least):
@@ -133,19 +134,19 @@ def _measured_cluster(
 def _measured(
     mesh: Mesh, program: Program | None = None, text: str = "", seconds: float = quick.SECONDS
 ) -> Cluster | str:
-    """As `local_cluster`; in all processes why not, where it fails in one of them."""
+    """Like `local_cluster`; if it fails in one process, the reason in all of them."""
     found: Cluster | str = ""
     failure = ""
     try:
         found = local_cluster(mesh, program, text, seconds)
-    except Exception as error:  # noqa: BLE001  whatever a probe meets, a run does not end by it
+    except Exception as error:  # noqa: BLE001  no failure of a probe may end a run
         failure = f"{type(error).__name__}: {error}".split("\n")[0]
     failed = [each for each in all_gather_text(failure) if each]
     return f"these devices could not be measured ({failed[0]})" if failed else found
 
 
 def measured_input(config: RunConfig) -> HostInput | None:
-    """The input throughput that `scalejax data bench` saved, if it is of the data of the run."""
+    """The input throughput that `scalejax data bench` saved, if it is for the data of the run."""
     path = user_folder() / "this-machine" / "input.toml"
     if jax.process_count() > 1 or not path.is_file():  # processes of a host share it
         return None

@@ -1,6 +1,6 @@
 """Checks that a measured step or trace belongs to the chip and the device count of a cluster.
 
-Times of one kind of chip say nothing of another. Knows clusters; predicts nothing.
+Times on one kind of chip say nothing about another. Knows clusters; predicts nothing.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from scalejax.training.record import RunFolder
 ChipKind = Literal["cuda", "tpu", "cpu"]
 
 _KINDS: dict[str, ChipKind] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
-"""Kind of chip by JAX platform name, as `scalejax calibrate` writes it."""
+"""Kind of chip by the JAX platform name that `scalejax calibrate` writes."""
 _TITLES: dict[str, str] = {"cuda": "NVIDIA GPUs", "tpu": "TPUs", "cpu": "CPUs"}
 
 
@@ -30,7 +30,7 @@ def chip_kind(chip: Chip) -> ChipKind | None:
 def refuse_other_kind(
     field: str, where: str, cluster: Cluster, *, backend: str, target: str | None = None
 ) -> None:
-    """Refuse a measurement from another kind of chip than that of `cluster`.
+    """Refuse a measurement from a different kind of chip than that of `cluster`.
 
     A chip whose description gives no kind is accepted.
 
@@ -42,7 +42,7 @@ def refuse_other_kind(
         target: the chip it was compiled for, as in `Program.target`; None if unknown.
 
     Raises:
-        ConfigError: if the kinds differ, or the instruction sets of two GPUs.
+        ConfigError: if the kinds differ, or the instruction sets of two GPUs do.
     """
     kind = chip_kind(cluster.chip)
     cuda = cluster.chip.cuda if kind == "cuda" else None
@@ -70,7 +70,7 @@ def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredT
     the folder of its run; otherwise it is assumed to be `device_count`.
 
     Raises:
-        ConfigError: if there is no trace, or its number or kind of devices differs.
+        ConfigError: if there is no trace, or its number or kind of devices is different.
     """
     trace = read_trace(path)
     program = _program_of_run(trace_file(path))
@@ -89,7 +89,7 @@ def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredT
 
 
 def _program_of_run(file: Path) -> Program | None:
-    """The program of the run whose folder contains `file`; None if there is none."""
+    """The program of the run whose folder contains `file`; None if there is no such run."""
     for folder in file.resolve().parents:
         files = RunFolder(path=folder)
         if files.program.is_file() and files.holds_run:

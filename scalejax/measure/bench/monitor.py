@@ -24,7 +24,7 @@ _UTIME, _STIME, _THREADS, _RSS = 11, 12, 17, 21  # of /proc/PID/stat after the n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """One sample of one process of a benchmark, its own processes included."""
+    """One sample of one process of a benchmark, including its child processes."""
 
     process: int
     """Rank of the process in the benchmark."""
@@ -37,13 +37,13 @@ class Usage:
     pss_bytes: int | None
     """Resident memory, shared pages divided among their processes; None if unknown."""
     threads: int
-    """Threads."""
+    """Number of threads."""
     device_bytes: int | None
     """Memory in use on the fullest device of this process; None if unknown."""
 
 
 class Monitor:
-    """Samples usage periodically in a thread, and once at the begin and the end."""
+    """Samples usage periodically in a thread, and once at the beginning and at the end."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Monitor:
         """Create a monitor that is not yet sampling.
 
         Args:
-            period_seconds: between samples; 0 for none at all.
-            process: which one of the benchmark this is.
+            period_seconds: time between samples; 0 for no samples.
+            process: rank of this process in the benchmark.
             device_bytes: memory in use on the fullest device.
-            clock: seconds since some moment.
+            clock: seconds since some fixed moment.
         """
         self._period = period_seconds
         self._process = process
@@ -67,7 +67,7 @@ class Monitor:
         self._clock = clock
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        self._samples: list[Usage] = []  # their seconds are still those of the clock
+        self._samples: list[Usage] = []  # their seconds are the clock's
         self._last: tuple[float, float] | None = None
 
     @contextlib.contextmanager

@@ -29,16 +29,16 @@ from scalejax.sweep.plan import in_words, require_known_conditions, require_told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How steps are timed: fields of -P, -V and -E that are not in a run.toml."""
+    """How steps are timed: the fields of -P, -V and -E that are not in a run.toml."""
 
     devices: int = 1
     """Device count, over all processes."""
     processes: int = 1
     """Processes on this machine; the devices are divided evenly among them."""
     scaling: Scaling = "weak"
-    """Fixed as devices are added: the per-device batch (weak) or the global batch (strong)."""
+    """What stays fixed as devices are added: per-device batch (weak) or global batch (strong)."""
     batches: Literal["synthetic", "real"] = "synthetic"
-    """The first batch of the data, kept on the devices; or batches as in training."""
+    """Either the first batch of the data, kept on the devices, or batches as in training."""
     steps: int = 100
     """Number of timed steps; 100 as in DLBS and tf_cnn_benchmarks."""
     warmup_steps: int = 10
@@ -73,11 +73,11 @@ class Benchmark:
     """One training step to time."""
 
     settings: Settings
-    """How."""
+    """How it is timed."""
     fields: Fields
     """Fields replaced in the run.toml."""
     varied: Fields
-    """Its values of the fields in which benchmarks of the bench differ, settings included."""
+    """Its values of the fields in which benchmarks of the bench differ, including settings."""
     run: ResolvedRun
     """The run whose steps are timed."""
 
@@ -92,7 +92,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Folder name: equal for equal benchmarks of any plan."""
+        """Folder name: equal for equal benchmarks in any plan."""
         text = json.dumps([self.document["settings"], self.document["config"]], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         place = f"-{self.settings.processes}p" if self.settings.processes > 1 else ""
@@ -100,7 +100,7 @@ class Benchmark:
 
     @property
     def label(self) -> str:
-        """Varied fields in words, for people."""
+        """Varied fields in words, for display."""
         return in_words(self.varied) or f"devices={self.settings.devices}"
 
 
@@ -147,15 +147,15 @@ class BenchPlan:
 
 
 def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPlan:
-    """The benchmarks of `grammar` applied to `run_file`, every one built and checked.
+    """The benchmarks of `grammar` applied to `run_file`, all built and checked.
 
     Args:
         run_file: the run.toml that they start from.
         grammar: fields of the run.toml, and `SETTINGS`.
-        repeats: rounds.
+        repeats: number of rounds.
 
     Raises:
-        ConfigError: if one is invalid, naming it, or two are equal.
+        ConfigError: if a benchmark is invalid, naming it, or two are equal.
     """
     require_at_least("repeats", repeats, 1)
     require_known_conditions(grammar, SETTINGS)
@@ -174,7 +174,7 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
         )
         for (settings, replaced), differing in zip(split, varied, strict=True)
     )
-    names = (each.name for each in benchmarks)  # two would be one cell of a table
+    names = (each.name for each in benchmarks)  # equal ones would share a table cell
     require_told_apart(names, "benchmarks", "they may not be equal; --repeats times one more often")
     return BenchPlan(
         text=run_file.read_text(encoding="utf-8"), benchmarks=benchmarks, repeats=repeats
@@ -189,7 +189,7 @@ def _split(values: Fields) -> tuple[Settings, Fields]:
 
 
 def _varied(known: list[Fields], names: list[str]) -> list[Fields]:
-    """For each benchmark, its values of those of `names` in which any two differ."""
+    """For each benchmark, its values of the `names` in which any two differ."""
     differing = [
         name for name in names if len({json.dumps(values.get(name)) for values in known}) > 1
     ]
@@ -199,8 +199,8 @@ def _varied(known: list[Fields], names: list[str]) -> list[Fields]:
 def _resolved(
     run_file: Path, replaced: Fields, settings: Settings, fewest: int, varied: Mapping
 ) -> ResolvedRun:
-    """The run on its devices. Where the run.toml gives a global batch, weak scaling keeps its
-    per-device batch on the `fewest` devices."""
+    """The run on its devices. If the run.toml gives a global batch, weak scaling keeps the
+    per-device batch that it means on the `fewest` devices."""
     with prefixed(f"{in_words(varied)}: " if varied else ""):
         config = load_config(run_file, replaced)
         if epochs := config.batch.ramp_epochs:

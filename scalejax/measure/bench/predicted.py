@@ -1,4 +1,4 @@
-"""Predicted step times of the programs of a bench, beside their measurements."""
+"""Predicted step times of the programs of a bench, next to their measurements."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ def predictions(
 ) -> list[tuple[Summary, Prediction | None, bool]]:
     """Each measured benchmark with its prediction, and whether the cluster was fitted to it.
 
-    The prediction is None where the program could not be read, or no cluster matches the devices
-    of the benchmark: with several processes, each process is a node of the cluster.
+    The prediction is None if the program could not be read, or no cluster matches the devices of
+    the benchmark: with several processes, each process is a node of the cluster.
 
     Args:
-        summaries: of the bench in `folder`; unmeasured ones are left out.
-        folder: where the programs are.
+        summaries: those of the bench in `folder`; unmeasured ones are left out.
+        folder: folder with the programs.
         clusters: candidates with their sites; the first that matches the devices predicts.
 
     Raises:

@@ -40,7 +40,7 @@ class BenchResult:
     started: str
     """Start time by the clock of the machine, ISO 8601."""
     load_average: float
-    """Load average of the machine over the minute before."""
+    """Load average of the machine over the preceding minute."""
     compile_seconds: float
     """Time to trace and compile the step."""
     global_batch: int
@@ -48,7 +48,7 @@ class BenchResult:
     warmup_seconds: tuple[float, ...]
     """Times of the warm-up steps."""
     step_seconds: tuple[float, ...]
-    """Times of the timed steps, each from the end of the step before to its own end."""
+    """Times of the timed steps, each from the end of the previous step to its own end."""
     wait_seconds: tuple[float, ...]
     """Time that the devices waited for a batch, for each timed step."""
     usage: tuple[Usage, ...]
@@ -57,7 +57,7 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow(Settings):
-    """A benchmark: how it was timed, and its results over all rounds, None before the first."""
+    """A benchmark: how it was timed, and its results over all rounds; None before the first."""
 
     name: str
     """Its folder."""
@@ -90,7 +90,7 @@ class BenchRow(Settings):
 @document("bench_results")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResults(Tabular):
-    """What came of a bench."""
+    """Results of a bench."""
 
     rows: tuple[BenchRow, ...]
     """The benchmarks, in order."""
@@ -152,7 +152,7 @@ class Summary:
 
     @property
     def step_cv(self) -> float | None:
-        """Spread of single steps over their median, by the quartiles; None with few steps."""
+        """Spread of single steps over their median, from the quartiles; None with few steps."""
         return spread(self.step_seconds)
 
     def seconds(self, statistic: str) -> float:
@@ -164,7 +164,7 @@ def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
     """Summaries of the benchmarks of `plan`; a damaged result counts as missing.
 
     Raises:
-        ConfigError: if results are of several kinds of devices.
+        ConfigError: if results are from several kinds of devices.
     """
     found = [
         Summary(
@@ -193,7 +193,7 @@ def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> Bench
         return None
     try:
         return serialization.load(BenchResult, path)
-    except ConfigError:  # of an earlier version, or cut off: it is measured again
+    except ConfigError:  # from an earlier version, or cut off: measured again
         return None
 
 
@@ -201,7 +201,7 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
     """The last plan measured in `folder`, with its started benchmarks.
 
     Raises:
-        ConfigError: if there is none, or it is damaged.
+        ConfigError: if there is no plan, or it is damaged.
     """
     written: dict[str, Any] = serialization.unstamped(
         "bench_plan", 1, serialization.load(dict, folder.plan)
@@ -242,7 +242,7 @@ def _is_entry(entry: object) -> bool:
 def groups(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     """Benchmarks grouped by label; members of a group differ only in devices.
 
-    Labels name the process count only where two would otherwise be equal.
+    Labels name the process count only if two would otherwise be equal.
     """
     for places in (_PLACES, ("devices", "scaling")):
         found: dict[str, list[Summary]] = {}
@@ -278,10 +278,10 @@ def scaling_table(
     """Table of the weak- or strong-scaling benchmarks over devices; None if there are none.
 
     Args:
-        summaries: of a bench.
+        summaries: those of a bench.
         scaling: weak or strong.
         baseline: device count to compare with; if None, the fewest.
-        clamps: show efficiencies above 100 as 100.
+        clamps: whether to show efficiencies above 100 as 100.
         statistic: "median" or "mean" time of a step.
 
     Raises:
@@ -312,10 +312,10 @@ def scaling_table(
 def kept_share(
     summary: Summary, summaries: Sequence[Summary], baseline: int | None = None
 ) -> float | None:
-    """Per-device throughput relative to the baseline, 0..1 and above, by the medians.
+    """Per-device throughput relative to the baseline, 0..1 and above, from the medians.
 
-    Unlike the tables of DLBS, it compares several processes with one process where the baseline
-    was measured in a single one only.
+    Unlike the tables of DLBS, it compares several processes with one process if the baseline was
+    measured only in one.
 
     Args:
         summary: a measured benchmark.
@@ -389,13 +389,13 @@ def measured_runs(
     """The benchmarks on the given device counts, for fitting the constants of a cluster.
 
     Args:
-        summaries: of the bench in `folder`.
+        summaries: those of the bench in `folder`.
         folder: the folder of their programs.
         device_counts: device counts; if None, all.
         processes: process count of the benchmarks.
 
     Raises:
-        ConfigError: if nothing was measured on one of them.
+        ConfigError: if nothing was measured on one of these device counts.
     """
     planned = [each for each in summaries if each.benchmark.settings.processes == processes]
     measured = [each for each in planned if each.is_measured]
@@ -420,7 +420,7 @@ def measured_runs(
 
 
 def is_benchmark(path: Path) -> bool:
-    """Whether `path` is the folder of a benchmark, in that of a bench."""
+    """Whether `path` is the folder of a benchmark within the folder of a bench."""
     folder = BenchFolder(path=path.parent.parent)
     return folder.plan.is_file() and folder.job(path.name).is_file()
 

@@ -28,9 +28,9 @@ class BenchProgress:
     total: int
     """Number of rounds, summed over all benchmarks."""
     skipped: int = 0
-    """Rounds finished earlier, and not timed again."""
+    """Rounds finished earlier and not timed again."""
     finished: int = 0
-    """Rounds timed now."""
+    """Rounds timed in this call."""
     failed: list[str] = field(default_factory=list)
     """Error messages, one for each failed benchmark; its later rounds are skipped."""
     active: str | None = None
@@ -52,7 +52,7 @@ class BenchProgress:
 
 
 def begin_bench(plan: BenchPlan, folder: BenchFolder) -> None:
-    """Write `plan` into `folder`, keeping existing results: they are found again by benchmark."""
+    """Write `plan` into `folder` and keep existing results, which are found by benchmark."""
     serialization.save_text(plan.text, folder.run_file)
     serialization.save_text(plan.to_json(), folder.plan)
 
@@ -73,9 +73,9 @@ def run_bench(
     Args:
         plan: the benchmarks.
         folder: output folder.
-        reruns: time finished ones again.
-        monitor_seconds: sampling period of the usage of a benchmark; 0 for none.
-        on_progress: called as each begins.
+        reruns: whether to time finished ones again.
+        monitor_seconds: sampling period of the usage of a benchmark; 0 for no samples.
+        on_progress: called as each benchmark begins.
 
     Returns:
         Error messages, one for each failed benchmark; the others are done.
@@ -103,7 +103,7 @@ def run_bench(
                 progress.save(folder, "running")
                 on_progress(Progress(part=progress.active))
                 problem = _time(each, folder, repeat, monitor_seconds, signals)
-                signals.require_none()  # whether or not the benchmark that got one ended normally
+                signals.require_none()  # even if the benchmark that got one ended normally
                 if problem is None:
                     progress.finished += 1
                 else:

@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 """Confidence level of the median intervals."""
 _RESAMPLES = 2000
 _SEED = 0  # fixed, so that equal data give an equal interval
-_TO_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
+_TO_DEVIATION = 1.4826  # normal distribution: deviation over median absolute deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def speed(global_batch: int, step_seconds: Sequence[float]) -> Speed:
     """Throughput of steps of `global_batch` samples.
 
     Raises:
-        ConfigError: if there are no steps, or one took no time.
+        ConfigError: if there are no steps, or a step took no time.
     Source: tf_cnn_benchmarks, `get_perf_timing` of `benchmark_cnn.py`, 2023.
     """
     times = _times(step_seconds)

@@ -14,9 +14,9 @@ import numpy as np
 from scalejax.core.errors import ConfigError, refusal
 
 Scaling = Literal["weak", "strong"]
-"""Fixed as devices are added: the per-device batch (weak) or the global batch (strong)."""
+"""What stays fixed as devices are added: per-device batch (weak) or global batch (strong)."""
 Cells = tuple[tuple[float | None, ...], ...]
-"""Cells of a table: rows of columns; None is missing."""
+"""Cells of a table: rows of columns; missing cells are None."""
 
 _MOST = 100.0
 
@@ -75,7 +75,7 @@ def column_of(baseline: int | None, device_counts: Sequence[int]) -> int:
     """Index of the column of `baseline` devices; 0 if None.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such column.
     """
     if baseline is None:
         return 0

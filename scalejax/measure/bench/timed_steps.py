@@ -1,7 +1,7 @@
 """Timing of the compiled training step on the devices of this process and its peers.
 
 As in training, one update is queued behind the running one while the next batch is prepared.
-A step time runs from the end of the step before to its own end, both waited for.
+A step time runs from the end of the previous step to its own end, both waited for.
 """
 
 import json
@@ -51,14 +51,14 @@ def measure(
     Args:
         run: the run whose steps are timed.
         settings: devices and number of steps.
-        monitor_seconds: sampling period of the usage of this process; 0 for none.
+        monitor_seconds: sampling period of the usage of this process; 0 for no samples.
         heartbeat: notified of every step.
         on_program: called in the first process with the program of the compiled step, if it can
             be read.
 
     Raises:
         ConfigError: if the data cannot be read.
-        DoesNotFit: if there are fewer devices.
+        DoesNotFit: if there are too few devices.
     """
     heartbeat.at("compiling", 0)
     load_average, started = os.getloadavg()[0], datetime.now().astimezone()
@@ -68,7 +68,7 @@ def measure(
     update = step.lower().compile()
     compile_seconds = time.perf_counter() - begin
     if on_program is not None and is_first():
-        with suppress(ProfileError):  # the step is timed even so
+        with suppress(ProfileError):  # the step is timed anyway
             on_program(read_step(update, mesh, run))
     total = settings.warmup_steps + settings.steps
     monitor = Monitor(monitor_seconds, process=jax.process_index(), device_bytes=_device_bytes)
@@ -119,7 +119,8 @@ def _next_batch(batches: Batches, settings: Settings) -> NextBatch:
 def _timed(
     update: Any, state: TrainState, next_batch: NextBatch, total: int, heartbeat: Heartbeat
 ) -> tuple[list[float], list[float]]:
-    """Times when the first of `total` steps began and each ended; seconds waited for batches."""
+    """Times at which the first of `total` steps began and each ended; seconds waited for
+    batches."""
     queued: jax.Array | None = None
 
     def is_busy() -> bool:

@@ -1,7 +1,7 @@
 """A process of one benchmark in one round: times the steps; the first process writes the result.
 
-Started by `scalejax.launch`, alone or with its peers; a signal ends it at once, since there is
-nothing to save.
+Started by `scalejax.launch`, alone or with its peers; a signal ends it at once, as there is nothing
+to save.
 
 Usage: python -m scalejax.measure.bench.worker BENCH_FOLDER NAME ROUND MONITOR_SECONDS
 """

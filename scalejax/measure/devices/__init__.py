@@ -75,7 +75,7 @@ class Calibration:
 
 
 def _save(cluster: Cluster, site: Site, folder: Path, name: str) -> list[str]:
-    """Write `cluster` with its site and, in files of their own, its shared chips; returns those."""
+    """Write `cluster` with its site and, in separate files, its shared chips; returns these."""
     shared: list[JsonValue] = []
     for each in cluster.shared:
         file = f"{name}-chip-{each.device_count}.toml"
@@ -86,14 +86,14 @@ def _save(cluster: Cluster, site: Site, folder: Path, name: str) -> list[str]:
 
 
 def busy_counts() -> list[int]:
-    """Numbers of devices under load to measure: one, and as many as share the cores."""
+    """Numbers of devices to measure under load: one, and as many as share the cores."""
     if jax.default_backend() != "cpu":
         return [len(jax.local_devices())]
     return sorted({1, min(len(jax.local_devices()), os.cpu_count() or 1)})
 
 
 def local_grid() -> Grid:
-    """The shapes to time on the devices here; attention only where its one kernel is."""
+    """The shapes to time on the local devices; attention only if they have its fused kernel."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return GRID
@@ -119,13 +119,13 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         >>> from scalejax import calibrate, load_cluster
         >>> from scalejax.measure.devices import TINY_GRID
         >>> folder = Path(mkdtemp())
-        >>> found = calibrate(folder, TINY_GRID)  # a minute; without TINY_GRID some more
+        >>> found = calibrate(folder, TINY_GRID)  # a minute; more without TINY_GRID
         >>> paths = found.save(folder / "this-machine")
         >>> load_cluster(str(paths[0])).name
         'this-machine'
 
     Args:
-        folder: a folder on the storage to measure.
+        folder: a folder on the storage to be measured.
         grid: shapes to time.
         on_progress: called as each stage begins.
 
@@ -158,7 +158,7 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         notes.append(f"between devices of one process: {note}")
     try:
         between = _between(grid, source, on_progress)
-    except ConfigError as error:  # the rest is valid without it
+    except ConfigError as error:  # the rest is still valid
         between = {}
         notes.append(f"nothing was measured between processes: {error}")
     processes = None
@@ -220,7 +220,7 @@ def _cluster(
     nodes: bool = False,
 ) -> tuple[Cluster, str | None]:
     """A cluster of one process with many devices, or (`nodes`) of many processes with one each; and
-    what its file does not hold as it was measured."""
+    a note on numbers that its file cannot hold as measured."""
     (_, first), *others = sorted(chips.items())
     memory = first.memory_bytes_per_second
     ring, note = None, None

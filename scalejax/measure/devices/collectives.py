@@ -29,14 +29,14 @@ class MeasuredCollective:
     size_bytes: int
     """Payload in bytes."""
     seconds: float
-    """Time of one, in a step."""
+    """Time of one all-reduce in a step."""
 
 
 ROUNDS = 3
-"""Rounds of timing, if they take no longer than `_MOST_SECONDS`."""
+"""Rounds of timing, unless they take longer than `_MOST_SECONDS`."""
 _MOST_ROUNDS, _MOST_SECONDS = 9, 20.0
 _FAR_OFF = math.log(2)
-"""Residual beyond which a disturbance is likelier than another law than a ring's."""
+"""Residual above which a disturbance is likelier than an algorithm other than a ring."""
 
 
 def timed_in_rounds(
@@ -44,17 +44,17 @@ def timed_in_rounds(
     seconds_of: Callable[[Parts], float],
     agreed: Callable[[float], float] = float,
 ) -> list[MeasuredCollective]:
-    """All-reduces that are timed in turn, over and over, while they are far off a ring.
+    """All-reduces that are timed in turn, again and again while they are far off a ring.
 
-    Of every step the least time counts: other programs can only make it longer, and one that runs
-    for a second is beside a single round of each. After the first round none begins later than
+    The least time of every step counts: other programs can only make it longer, and one that runs
+    for a second disturbs only one round of each. After the first round, none begins later than
     `_MOST_SECONDS`.
 
     Args:
-        rounds: by number of devices and payload in bytes, what times the steps with such an
-            all-reduce once.
+        rounds: by number of devices and payload in bytes, a function that times the steps with such
+            an all-reduce once.
         seconds_of: seconds of the all-reduce, from those of its steps.
-        agreed: the largest of what all processes say, which must time equally many.
+        agreed: the largest value among all processes, which must time equally many.
     """
 
     def measured() -> list[MeasuredCollective]:
@@ -117,7 +117,7 @@ def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
 
 
 def as_accepted(ring: Ring) -> tuple[Ring, str | None]:
-    """`ring` within what files of hardware hold, and what was beyond it; None if nothing was."""
+    """`ring` within the limits of hardware files, and a note on what was beyond them, or None."""
     found = []
     residual, rate = ring.residual, ring.bytes_per_second
     if residual is not None and residual > LARGEST_RESIDUAL:
@@ -143,7 +143,7 @@ def as_accepted(ring: Ring) -> tuple[Ring, str | None]:
 def library_of(
     name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool = False
 ) -> CommunicationLibrary:
-    """A communication library with `ring` as its one method, within and between nodes."""
+    """A communication library whose only method is `ring`, within and between nodes."""
     method = CollectiveMethod(
         algorithm="ring",
         protocol="simple",

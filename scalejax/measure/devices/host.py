@@ -18,7 +18,7 @@ _REPEATS = 3
 
 
 def source_of(command: str, libraries: Sequence[str]) -> str:
-    """Source of numbers that `command` measures now on this host, with versions of `libraries`."""
+    """Source of numbers that `command` now measures on this host, with versions of `libraries`."""
     now = datetime.now(UTC).strftime("%Y-%m-%d")
     versions = ", ".join(f"{name} {version(name)}" for name in libraries)
     return (

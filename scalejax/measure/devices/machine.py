@@ -1,7 +1,7 @@
 """The local devices measured as a chip: every rate is timed, none assumed.
 
 Virtual devices of one CPU share its cores, so the chip is timed with one device under load, and
-again with as many as there are cores. What a compiler asks of an NVIDIA GPU is read from the
+again with as many as there are cores. What a compiler must know of an NVIDIA GPU is read from the
 catalogue. Knows no program and no model.
 """
 
@@ -132,7 +132,7 @@ def _chip(
         name: max(SLOWEST_UNIT, *products[name], *images[name]) for name in rate_types(device)
     }
     memory = max(rate for _, rate in measured.stream)
-    if device.platform != "cpu":  # those of fewer bytes are of its caches
+    if device.platform != "cpu":  # rates at fewer bytes are those of its caches
         memory = measured.stream[-1][1]
     attainable = Attainable(
         matmul_fraction=median(products["f32"]) / peak["f32"],
@@ -143,7 +143,7 @@ def _chip(
         step_overhead_seconds=overhead,
     )
     if attention:
-        # A product that others disturbed can be slower than attention.
+        # A product that other programs disturbed can be slower than attention.
         fraction = min(1.0, fmean(attention) / peak["bf16"])
         attainable = replace(attainable, attention_fraction=fraction)
     return Chip(
@@ -161,8 +161,8 @@ def _chip(
 
 
 def architecture(device: Any) -> CudaArchitecture | None:
-    """What a compiler asks of `device`, which JAX does not say: that of a chip of the catalogue
-    with its compute capability and multiprocessors; None if there is none, or it is no GPU."""
+    """What a compiler must know of `device` and JAX does not say, from the catalogue's chip of the
+    same compute capability and multiprocessors; None if there is none, or it is not a GPU."""
     said = str(getattr(device, "compute_capability", "") or "")
     for name in chip_names() if said else ():
         found = load_chip(name).cuda

@@ -29,23 +29,23 @@ MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
 
 STREAM_PASSES = 16
-"""Of an element-wise operation within one program, so that no memory is allocated while it runs."""
+"""Passes of an element-wise operation in one program, so that no memory is allocated meanwhile."""
 TILE = 64
-"""Rows and columns of transposed blocks: heads and their size, say."""
-_WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little beside the first touch
+"""Rows and columns of transposed blocks: heads and their size, for example."""
+_WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little compared with the first touch
 _CHAIN = 33  # products so small that only their launch takes time
 _STEP_PRODUCT = 1024  # width of a product that takes milliseconds
 BUFFERS = 8
-"""All-reduced after it: parameters of a small network."""
+"""Arrays all-reduced after that product: parameters of a small network."""
 _REPEATS = 32  # of an operation within one program, on an accelerator
-_REPEATED_BYTES = 2**31  # of arguments and results, which bound them
+_REPEATED_BYTES = 2**31  # limit on arguments and results of these repeats
 _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolve
 STATE = 24
-"""Arrays of an empty step: parameters and moments of a small network."""
+"""Arrays in an empty step: parameters and moments of a small network."""
 
 Parts = tuple[float, float, float, float]
-"""Seconds of four steps: with a product and sums over devices, with the product, with the sums, and
-with neither."""
+"""Seconds of four steps: with a product and sums over devices, with only the product, with only the
+sums, and with neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Convolution:
     """A convolution to time: square images and windows, padded so that strides divide."""
 
     samples: int
-    """Images."""
+    """Number of images."""
     size: int
-    """Height and width of each."""
+    """Height and width of each image."""
     channels_in: int
     """Channels of the input."""
     channels_out: int
@@ -89,7 +89,7 @@ class Grid:
     stream_bytes: tuple[int, ...]
     """Bytes read and written by element-wise operations."""
     touched_bytes: tuple[int, ...]
-    """Bytes of temporary memory of a program; () where the allocator keeps pages for the next."""
+    """Bytes of temporary memory of a program; () if the allocator keeps its pages for the next."""
     attention: tuple[tuple[int, int, int, int], ...] = ()
     """(samples, tokens, heads, head size) of causal attention in one kernel, forward and
     backward."""
@@ -147,13 +147,13 @@ ACCELERATOR_GRID = Grid(
             (7, 512, 512, 3, 1),
         )
     ),
-    stream_bytes=tuple(2**power for power in (18, 21, 24, 26, 28, 30)),  # the last: no cache
+    stream_bytes=tuple(2**power for power in (18, 21, 24, 26, 28, 30)),  # the last is beyond caches
     touched_bytes=(),
     attention=((2, 4096, 16, 128), (2, 4096, 16, 64)),
     calls=12,
 )
-"""Shapes typical of a training step on a GPU: of transformers and of ResNet-50. Each product is
-compiled in several ways to choose from, 1 to 2 s."""
+"""Shapes typical of a training step of transformers and ResNet-50 on a GPU. Each product is
+compiled in several variants to choose from, which takes 1 to 2 s."""
 TINY_GRID = Grid(
     matmul=((1, 64, 64, 64), (1, 256, 256, 256)),
     convolutions=(
@@ -178,8 +178,8 @@ Probe = tuple[Callable[..., Any], list[tuple[int, ...]]]
 def product_of(shape: tuple[int, int, int, int]) -> Probe:
     """A matrix product of shape (batch, m, n, k).
 
-    Where k is the largest, the left operand is transposed, as in weight gradients, which contract
-    over all samples.
+    If k is the largest, the left operand is transposed, as in weight gradients, which contract over
+    all samples.
     """
     batch, m, n, k = shape
     is_gradient = k > max(m, n)
@@ -212,7 +212,7 @@ def convolution_row(
     dtype: Any = jnp.float32,
     launch: float = 0.0,
 ) -> ConvolutionRow:
-    """Measured rate of one pass: forward, input_gradient or filter_gradient; without `launch`."""
+    """Measured rate of one pass: forward, input_gradient or filter_gradient, without `launch`."""
     probe = convolution_of(convolution, kind, dtype)
     seconds = _seconds_of_one(
         probe, mesh, overheads=(empty_seconds, launch), calls=calls, dtype=dtype
@@ -257,13 +257,13 @@ def attention_rate(
 ) -> float:
     """FLOP/s of causal attention in one kernel in bf16, forward and backward together.
 
-    The FLOP are those of `xla.flop`: two products of the scores forward and five backward, and half
-    of each, since what the mask hides is skipped.
+    The FLOP are those of `xla.flop`: two products of the scores forward and five backward, half of
+    each, as what the mask hides is skipped.
 
     Args:
         mesh: the devices, NVIDIA GPUs that have cuDNN's kernel.
         shape: (samples, tokens, heads, head size).
-        empty_seconds: of a call, from `call_seconds`.
+        empty_seconds: seconds of an empty call, from `call_seconds`.
         calls: most calls to time.
     """
     samples, tokens, heads, size = shape
@@ -289,7 +289,7 @@ def scale(y: jax.Array) -> jax.Array:
 
 
 FUSIONS = (scale, jnp.tanh, lambda y: jnp.swapaxes(y, 1, 2) + 1)
-"""Typical element-wise operations: simple arithmetic, a transcendental one, a transposition."""
+"""Typical element-wise operations: simple arithmetic, transcendental, transposition."""
 
 
 def row_sums(y: jax.Array) -> jax.Array:
@@ -307,9 +307,9 @@ def stream_rate(
 ) -> float:
     """Bytes/s of operations that move `moved_bytes`, half read and half written.
 
-    The geometric mean over `fusions`, without the `launch` of the operation. On a GPU, whose
-    allocator keeps memory, they are several arrays instead of several passes over one: a loop would
-    copy what is transposed.
+    It is the geometric mean over `fusions`, without the `launch` of the operation. On a GPU, whose
+    allocator keeps memory, several arrays replace several passes over one: a loop would copy what
+    is transposed.
     """
     count = max(1, moved_bytes // (8 * TILE**2))
     moved, shapes = 8 * TILE**2 * count, [(count, TILE, TILE)]
@@ -334,30 +334,31 @@ def stream_rate(
 def in_passes(
     function: Callable[[jax.Array], jax.Array], passes: int = STREAM_PASSES
 ) -> Callable[[jax.Array], jax.Array]:
-    """`function` of its own result, so many times."""
+    """`function` applied to its own result, `passes` times in all."""
     return lambda x: jax.lax.fori_loop(0, passes, lambda _, y: function(y), x)
 
 
 def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls: int) -> float:
     """Seconds of the first write to `size_bytes` of newly allocated memory.
 
-    Where the system reclaims memory at the end of a program and maps it page by page, the first
-    write costs far more than later ones.
+    If the system reclaims memory at the end of a program and maps it page by page, the first write
+    costs far more than later ones.
     """
     seconds = seconds_of_function(touch(size_bytes), mesh, [(4,)], calls=min(calls, 5))
     return max(seconds - empty_seconds - size_bytes / _WRITTEN_BYTES_PER_SECOND, 0.0)
 
 
 def touch(size_bytes: int) -> Callable[[jax.Array], jax.Array]:
-    """A function that writes so many bytes of temporary memory.
+    """A function that writes `size_bytes` of temporary memory.
 
-    It is no result: one that Python frees is mapped anew by a call of several devices where the
-    temporary memory of a step is not (4 to 8 times the page faults on eight, seen for 15 MB each).
+    The memory is not a result: once Python frees a result, a call on several devices maps it again,
+    unlike the temporary memory of a step (4 to 8 times the page faults on eight, seen for 15 MB
+    each).
     """
 
     def touched(x: jax.Array) -> jax.Array:
         values = x[0] + jnp.arange(max(8, size_bytes // 4), dtype=jnp.float32)
-        # A branch takes all of them as they lie in memory.
+        # A branch takes all values as they lie in memory.
         return jax.lax.cond(x[0] < 0, lambda y: y[4:8], lambda y: y[:4], values)
 
     return touched
@@ -374,7 +375,7 @@ def launch_seconds(mesh: Mesh, calls: int) -> float:
 
 
 def _chain(x: jax.Array, length: int) -> jax.Array:
-    """So many products, each of the result of the one before."""
+    """`length` products, each with the result of the previous one."""
     y = x
     for _ in range(length):
         y = y @ x
@@ -384,10 +385,10 @@ def _chain(x: jax.Array, length: int) -> jax.Array:
 def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
     """Seconds of overhead of a nearly empty step, without its few operations.
 
-    The host work of a step: checking arguments, dispatching them and receiving results.
+    This is the host work of a step: checking arguments, dispatching them and receiving results.
     """
     if mesh.devices.flat[0].platform != "cpu":
-        return 0.0  # done while the device still computes the step before
+        return 0.0  # done while the device still computes the previous step
     state = [filled(mesh, (4,), jnp.float32) for _ in range(STATE)]
     step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
     seconds = seconds_of_call(step, state, calls=5 * calls)
@@ -395,10 +396,10 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
 
 
 def all_reduce_round(mesh: Mesh, size_bytes: int, calls: int) -> Callable[[], Parts]:
-    """Compiles steps with an all-reduce of `size_bytes` per device; returns what times them once.
+    """Compile steps with an all-reduce of `size_bytes` per device; returns a function to time them.
 
     A CPU runs an all-reduce for each of `BUFFERS` buffers, a GPU one for all of them. The buffers
-    are there only while they are timed: those of all sizes and device counts take gigabytes.
+    exist only while they are timed: those of all sizes and device counts take gigabytes.
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), (max(1, size_bytes // 4),)]
@@ -442,11 +443,11 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
 
 
 def seconds_of_all_reduce(parts: Parts, platform: str) -> float:
-    """Seconds of one of the all-reduces of `all_reduce_round`, of what their steps took.
+    """Seconds of one of the all-reduces of `all_reduce_round`, from the times of their steps.
 
-    After a matrix product. On idle cores an all-reduce can be ten times faster; in a step, its
-    threads wait for cores that are still computing, and for the slowest device. No less than a
-    tenth of the step of sums alone: a smaller difference of two times is their noise.
+    It runs after a matrix product. On idle cores an all-reduce can be ten times faster; in a step,
+    its threads wait for cores that are still computing, and for the slowest device. The result is
+    at least a tenth of the step with only sums: a smaller difference of two times is noise.
     """
     after_product, product, sums, neither = parts
     seconds = max(after_product - product, _beyond(sums, neither), _LEAST_SECONDS)
@@ -470,13 +471,13 @@ def reduction(size_bytes: int, *, is_reduced: bool) -> Probe:
 def _seconds_of_one(
     probe: Probe, mesh: Mesh, *, overheads: tuple[float, float], calls: int, dtype: Any
 ) -> float:
-    """Seconds of one operation within a program that repeats it where it is short beside a call, as
-    often as its arguments and results fit.
+    """Seconds of one operation; an accelerator, where it is short compared with a call, repeats it
+    within a program as often as its arguments and results fit.
 
     Args:
         probe: the operation.
         mesh: the devices.
-        overheads: seconds of a call, and of the launch of one operation more.
+        overheads: seconds of a call, and of launching one more operation.
         calls: most calls to time.
         dtype: data type of its arguments.
     """
@@ -509,7 +510,7 @@ def empty_seconds(
     repeats: int,
 ) -> float:
     """Seconds of a call with as many arrays as `repeats` of `function` take and return, all small:
-    it takes microseconds more for each."""
+    each array adds microseconds."""
     count = len(_arguments_and_results(function, shapes, dtype)[1])
 
     def small(*arrays: jax.Array) -> list[jax.Array]:

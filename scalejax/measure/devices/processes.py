@@ -30,10 +30,10 @@ _PATIENCE_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
-    """Measurements of the processes."""
+    """Measurements by the processes."""
 
     chip: Chip
-    """The device of one process while the others are under the same load."""
+    """The device of one process, measured while the others are under the same load."""
     collectives: tuple[MeasuredCollective, ...]
     """All-reduces between them."""
 
@@ -56,7 +56,7 @@ def between_processes(
         sizes: payloads of the all-reduces in bytes.
 
     Raises:
-        ConfigError: if they could not communicate, with their last output.
+        ConfigError: if they could not communicate; the message has their last output.
     """
     call = partial(_measured, f"{LOOPBACK}:{free_port()}", count, grid, source, sizes)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}

@@ -1,12 +1,11 @@
 """Quick measurement of the local devices as a `Cluster`, in at most about ten seconds.
 
-`train` predicts its own step with it, so that every run folder holds a prediction beside the
+`train` predicts its own step with it, so that every run folder holds both a prediction and the
 measurement. All devices are measured at once, as they will run: virtual devices of one CPU share
-its cores. On a CPU, whose rates differ by shape, those of the largest products and convolutions of
-a program are timed, each alone, smaller ones of the same kind in place of those that would take
-too long. All probes are called in turn and their means taken, so that they
-are as slow as a step is beside the other work of the machine. Knows no model, and of a program only
-shapes and sizes.
+its cores. On a CPU, whose rates depend on the shape, the largest products and convolutions of a
+program are timed, each alone; smaller ones of the same kind replace those that would take too long.
+All probes are called in turn and their times averaged, so that other work on the machine slows them
+as it slows a step. Knows no model, and only the shapes and sizes of a program.
 """
 
 import math
@@ -67,27 +66,27 @@ class Work:
     shapes: tuple[Shape, ...] = ((None, (1, 256, 256, 256)), ("forward", _CONVOLUTION.shape))
     """Products and convolutions to time."""
     smaller: tuple[tuple[Shape, Shape], ...] = ()
-    """Shapes that would take too long, each with the one that is timed in its place."""
+    """Shapes that would take too long, each with the one that is timed instead."""
     calls: tuple[tuple[Shape, tuple[tuple[Call, int], ...]], ...] = ()
-    """Shapes with the operations of the program that have them, and how often it has each; of other
-    shapes, one of the usual order of dimensions is timed."""
+    """Shapes with the operations of the program that have them, and how often each occurs; other
+    shapes are timed with the usual order of dimensions."""
     halved: tuple[tuple[Shape, int], ...] = ()
-    """Shapes whose convolutions are timed with fewer samples, and how often those are halved."""
+    """Shapes whose convolutions are timed with fewer samples, and how often samples are halved."""
     flop: tuple[tuple[Shape, float], ...] = ()
-    """FLOP of an operation of each of the shapes with `calls`, as the program counts them."""
+    """FLOP of one operation for each of the shapes in `calls`, as the program counts them."""
     temporary_bytes: int = 0
     """Temporary memory of a step, whose first touch is timed."""
     streamed: tuple[int, ...] = (2**22,)
     """Bytes of element-wise operations to time."""
     kinds: tuple[tuple[int, tuple[tuple[ElementwiseKind, float], ...]], ...] = ()
-    """Of these bytes, the fractions that operations of each kind move; of others, all kinds are
-    timed, and the mean of their rates taken."""
+    """Fractions of these bytes that operations of each kind move; for other sizes all kinds are
+    timed, and their rates averaged."""
     seconds: float = 0.5
-    """For how long, beyond the time of the compiler."""
+    """For how long operations are timed, in addition to the time of the compiler."""
 
 
 SECONDS = 4.0
-"""Of timing the shapes of a program, by default."""
+"""How long the shapes of a program are timed by default."""
 
 
 def local_cluster(
@@ -95,17 +94,17 @@ def local_cluster(
 ) -> Cluster:
     """The devices of `mesh` as a cluster of one node, with rates measured now.
 
-    The first call for a set of devices and, on a CPU, for the shapes of `program` measures, for a
-    second or two without a program; later calls in the process return the cached result. With
+    The first call for a set of devices and, on a CPU, for the shapes of `program` measures; without
+    a program it takes a second or two. Later calls in the process return the cached result. With
     several processes, all measure together.
 
-    Ignores the cost of launching a program on a GPU, which overlaps with the step before.
+    Ignores the cost of launching a program on a GPU, which overlaps with the previous step.
 
     Args:
         mesh: the devices.
-        program: whose operations are timed on a CPU.
-        text: the compiler's text of it, whose operations are timed as they are there.
-        seconds: for how long they are timed, beyond the time of the compiler.
+        program: the program whose operations are timed on a CPU.
+        text: the compiler's text of the program; its operations are timed as written there.
+        seconds: for how long they are timed, in addition to the time of the compiler.
     """
     devices = tuple(mesh.devices.flat)
     if devices[0].platform == "cpu":
@@ -115,19 +114,19 @@ def local_cluster(
 
 
 _MOST_SHAPES = 16  # each takes the compiler a tenth of a second
-_MOST_CALLS = 2  # operations of one shape: a product and its transpose, say
+_MOST_CALLS = 2  # operations of one shape: a product and its transpose, for example
 _SHARE_OF_SHAPES = 0.97  # of the FLOP of a program
-_FEWEST_FLOP = 2**14  # about a microsecond of a core, as a launch: fewer show no rate
+_FEWEST_FLOP = 2**14  # about a microsecond of a core, like a launch: fewer show no rate
 
 
 def work_of(program: Program, text: str = "") -> Work:
-    """The shapes with most FLOP of a program, and its temporary memory.
+    """The shapes of a program with the most FLOP, and its temporary memory.
 
-    Shapes of few FLOP are left to the launch of an operation, which is longer.
+    Shapes with few FLOP are left out: the launch of their operations takes longer.
 
     Args:
-        program: whose operations are timed.
-        text: the compiler's text of it, whose operations are timed as they are there.
+        program: the program whose operations are timed.
+        text: the compiler's text of the program; its operations are timed as written there.
     """
     flop: Counter[Shape] = Counter()
     runs_of: Counter[Shape] = Counter()
@@ -169,8 +168,8 @@ def work_of(program: Program, text: str = "") -> Work:
 def _kinds(
     program: Program, kind_of: dict[str, ElementwiseKind], streamed: tuple[int, ...]
 ) -> tuple[tuple[int, tuple[tuple[ElementwiseKind, float], ...]], ...]:
-    """Fractions of the bytes of a program's element-wise operations by kind, of those whose bytes
-    are nearest to each of `streamed`."""
+    """For each of `streamed`, by kind, the fractions of the bytes of a program's element-wise
+    operations whose bytes are nearest to it."""
     moved: dict[int, Counter[ElementwiseKind]] = {}
     for item, runs in program.walk():
         size = item.read_bytes + item.write_bytes
@@ -198,18 +197,18 @@ _ELEMENTWISE: dict[ElementwiseKind, Callable[[jax.Array], jax.Array]] = {
 }
 _SMALL = "empty call"
 _AWAY = (1024,)
-"""An array whose program is handed to another thread, as that of a step is; the runtime runs those
-of fewer elements on the thread that calls."""
+"""An array whose program is handed to another thread, like that of a step; the runtime runs
+programs on fewer elements on the calling thread."""
 _PAIRS, _SIDE = 17, 24  # beyond the sizes up to which the runtime stays on one thread
 
 
 @cache
 def _measured_cpu(devices: tuple[Any, ...], work: Work) -> Cluster:
-    """A CPU whose operations, called in turn with each other, take as long as they did here."""
+    """A CPU whose operations take as long as they did here when called in turn."""
     mesh = mesh_of(devices)
     work = _within_budget(mesh, work)
     functions: dict[Any, Probe] = {
-        "after a round": (lambda x: x + 1, [_AWAY]),  # whose last call frees memory meanwhile
+        "after a round": (lambda x: x + 1, [_AWAY]),  # meanwhile the last call's memory is freed
         _SMALL: (lambda x: x + 1, [_AWAY]),
         "one": (partial(_pairs, count=1), [(_SIDE, _SIDE)]),
         "pairs": (partial(_pairs, count=_PAIRS), [(_SIDE, _SIDE)]),
@@ -247,9 +246,9 @@ _REPEATED_FLOP, _MOST_REPEATS = 2**26, 8
 def _repeats(devices: tuple[Any, ...], shape: Shape) -> int:
     """How often one call does an operation of a shape, each time on arrays of its own.
 
-    Several where the devices keep all cores busy: one that is short takes a third of its call to
-    wake threads that a step has awake, and of an empty call none. With idle cores the runtime would
-    run them side by side.
+    It is repeated if the devices keep all cores busy: a short operation spends a third of its call
+    on waking threads, which are awake in a step and which an empty call does not need. On idle
+    cores the runtime would run repetitions side by side.
     """
     if len(devices) < machine_cores():
         return 1
@@ -266,7 +265,7 @@ def _repeated(probe: Probe, repeats: int) -> Probe:
 
 
 def _of_one(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) -> dict[Any, float]:
-    """`times` with those of one operation where a call did several."""
+    """`times` with that of a single operation if a call did several."""
     found, empty = dict(times), times[_SMALL]
     for shape in work.shapes:
         for key, _ in _probes(work, shape):
@@ -279,7 +278,7 @@ def _passes(size: int) -> int:
 
 
 def _shares(work: Work, size: int) -> tuple[tuple[ElementwiseKind, float], ...]:
-    """Kinds of element-wise operations to time at a size, and what share each has of the bytes."""
+    """Kinds of element-wise operations to time at a size, and the share of the bytes of each."""
     known = dict(work.kinds)
     if size in known:
         return known[size]
@@ -288,8 +287,8 @@ def _shares(work: Work, size: int) -> tuple[tuple[ElementwiseKind, float], ...]:
 
 
 def _probes(work: Work, shape: Shape) -> list[tuple[Any, Probe]]:
-    """What is timed of a shape: operations of the program that have it, a smaller one, or one of
-    the usual order of dimensions."""
+    """What is timed for a shape: operations of the program that have it, a smaller shape, or the
+    shape with the usual order of dimensions."""
     instead, calls = dict(work.smaller).get(shape), dict(work.calls).get(shape, ())
     if instead is not None or not calls:
         return [(instead or shape, _function(instead or shape))]
@@ -299,8 +298,8 @@ def _probes(work: Work, shape: Shape) -> list[tuple[Any, Probe]]:
 
 
 def _halved(shape: Shape, call: Call, times: int) -> tuple[Call, int]:
-    """`call` with its samples halved so many times, as far as that is possible; and its FLOP over
-    those of that."""
+    """`call` with its samples halved up to `times` times, as far as possible; and the factor by
+    which that divides its FLOP."""
     kind, factor = shape[0], 1
     for _ in range(times):
         half = None
@@ -313,7 +312,8 @@ def _halved(shape: Shape, call: Call, times: int) -> tuple[Call, int]:
 
 
 def _with_calls(work: Work, times: dict[Any, float]) -> dict[Any, float]:
-    """`times` with those of each shape: the mean of its operations, by how often there are any."""
+    """`times` with those of each shape: the mean over its operations, weighted by how often each
+    occurs."""
     found, halved, empty = dict(times), dict(work.halved), times[_SMALL]
     for shape, calls in work.calls:
         timed = [(call, count) for call, count in calls if (shape, call) in times]
@@ -328,12 +328,12 @@ def _with_calls(work: Work, times: dict[Any, float]) -> dict[Any, float]:
     return found
 
 
-_FIRST_FLOP, _FIRST_BYTES = 2**26, 2**26  # timed first of what is larger, to tell how long it takes
+_FIRST_FLOP, _FIRST_BYTES = 2**26, 2**26  # parts of larger ones, timed to estimate their time
 
 
 def _within_budget(mesh: Mesh, work: Work) -> Work:
-    """`work` with smaller shapes, and less memory, in place of what takes so long that as many
-    rounds as several processes make would take more than its seconds."""
+    """`work` with smaller shapes, and less memory, in place of what takes so long that the rounds
+    which several processes make would exceed its seconds."""
     large = [shape for shape in work.shapes if _flop(shape) > _FIRST_FLOP]
     firsts = [_first(work, shape) for shape in large]
     functions = [probe for probe, _ in firsts]
@@ -345,7 +345,7 @@ def _within_budget(mesh: Mesh, work: Work) -> Work:
     call_seconds = work.seconds / (_ROUNDS_TOGETHER * (len(work.shapes) + is_much))
     calls = _calls(mesh, functions)
     found = seconds_in_turn(calls, rounds=1, seconds=0.0, turn_seconds=0.0)
-    shares = [call_seconds / slowest_process(seconds) for seconds in found]  # of what was timed
+    shares = [call_seconds / slowest_process(seconds) for seconds in found]  # affordable
     smaller, halved = [], []
     for shape, (_, flop), share in zip(large, firsts, shares, strict=False):
         most = share * flop
@@ -357,7 +357,7 @@ def _within_budget(mesh: Mesh, work: Work) -> Work:
         else:
             smaller.append((shape, _smaller(shape, max(_FEWEST_FLOP, most))))
     touched = work.temporary_bytes
-    if is_much:  # in proportion beyond these, and never less: few bytes are mapped otherwise
+    if is_much:  # in proportion, but never less than these: few bytes are mapped differently
         touched = min(touched, max(_FIRST_BYTES, int(shares[-1] * _FIRST_BYTES)))
     return replace(work, smaller=tuple(smaller), halved=tuple(halved), temporary_bytes=touched)
 
@@ -367,8 +367,8 @@ def _written(work: Work, shape: Shape) -> list[Call]:
 
 
 def _first(work: Work, shape: Shape) -> tuple[Probe, float]:
-    """A part of an operation of a large shape that is timed to tell how long all of it takes, and
-    its FLOP."""
+    """A part of an operation of a large shape, timed to estimate how long the whole takes, and the
+    FLOP of the part."""
     for call in _written(work, shape):
         times = math.ceil(math.log2(_flop(shape) / _FIRST_FLOP))
         part, factor = _halved(shape, call, times)
@@ -384,17 +384,17 @@ def _flop(shape: Shape) -> int:
 
 
 def _smaller(shape: Shape, most_flop: float) -> Shape:
-    """A shape of the same kind with at most so many FLOP: sizes are halved, those of samples first,
+    """A shape of the same kind with at most `most_flop`: sizes are halved, that of samples first,
     then the largest."""
     while _flop(shape) > most_flop:
         kind, sizes = shape
         by_size = sorted(range(1, len(sizes)), key=lambda at: -sizes[at])
-        if kind is not None:  # windows stay
+        if kind is not None:  # windows are kept
             by_size = [1, *(at for at in by_size if at in (2, 3))]
         for at in (0, *by_size):
-            factor = 4 if kind is not None and at == 1 else 2  # positions are of height and width
+            factor = 4 if kind is not None and at == 1 else 2  # positions are height x width
             halved = (*sizes[:at], sizes[at] // factor, *sizes[at + 1 :])
-            # Gradients of weights, whose inner size is the largest, have their operands otherwise.
+            # Weight gradients, whose inner size is the largest, order their operands differently.
             is_alike = kind is not None or _is_gradient(halved) == _is_gradient(sizes)
             if halved[at] and is_alike:
                 shape = kind, halved
@@ -405,22 +405,22 @@ def _smaller(shape: Shape, most_flop: float) -> Shape:
 
 
 def _is_gradient(sizes: tuple[int, ...]) -> bool:
-    """As `probes.product_of` tells them."""
+    """Whether it is a weight gradient, as `probes.product_of` recognises them."""
     _, m, n, k = sizes
     return k > max(m, n)
 
 
 def _calls(mesh: Mesh, functions: Iterable[Probe]) -> list[Callable[[], Any]]:
-    """The probes, compiled: by several threads, unless other processes must do the same in the same
-    order."""
+    """The compiled probes; several threads compile, unless there are several processes, which must
+    do the same in the same order."""
     with ThreadPoolExecutor(os.cpu_count() if jax.process_count() == 1 else 1) as pool:
-        # The compiler takes most of the time.
+        # Compilation takes most of the time.
         return list(pool.map(lambda probe: _call(mesh, *probe), functions))
 
 
 def _pairs(x: jax.Array, count: int) -> list[jax.Array]:
-    """So many pairs of products that take no time, and that can begin together, as the gradients
-    of a layer can: XLA's CPU runtime hands one of them to another thread."""
+    """`count` pairs of tiny products that can start together, as the gradients of a layer can:
+    XLA's CPU runtime hands one of each to another thread."""
     y, found = x, []
     for _ in range(count):
         found.append(y.T @ y)
@@ -429,7 +429,7 @@ def _pairs(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _function(shape: Shape) -> Probe:
-    """The product or convolution of a shape; images are taken to be square, with stride 1."""
+    """The product or convolution of a shape; images are assumed to be square, with stride 1."""
     kind, sizes = shape
     if kind is None:
         batch, m, n, k = sizes
@@ -462,13 +462,13 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
     empty = times[_SMALL]
 
     def seconds(key: Any) -> float:
-        """Of a call of a probe, without what an empty one takes."""
+        """Seconds of a call of a probe, without those of an empty call."""
         return max(times[key] - empty, times[key] / 10)
 
     launch = max(0.0, seconds("pairs") - seconds("one")) / (2 * (_PAIRS - 1))
     in_place_of = dict(work.smaller)
     timed = {shape: in_place_of.get(shape, shape) for shape in work.shapes}
-    # One that takes hardly more than an empty call shows no rate.
+    # A shape that takes hardly more than an empty call shows no rate.
     resolved = [shape for shape in timed if times[timed[shape]] - empty > times[timed[shape]] / 10]
     products, convolutions = [], {}
     for kind, sizes in resolved or work.shapes:
@@ -487,15 +487,15 @@ def _cpu_cluster(devices: tuple[Any, ...], work: Work, times: dict[Any, float]) 
             moved = _passes(size) * (size / 2 if kind == "reduction" else size)  # it writes little
             rates.append((moved / seconds(("stream", size, kind)), share))
         if size in dict(work.kinds):
-            whole = math.fsum(share for _, share in rates)  # 1, but for their rounding
+            whole = math.fsum(share for _, share in rates)  # 1, except for rounding
             streams.append((size, whole / math.fsum(share / rate for rate, share in rates)))
         else:
             streams.append((size, math.prod(rate**share for rate, share in rates)))
-    # Of the probe of a step: its additions are launched, and move their arrays.
+    # Part of the probe of a step: its additions are launched, and move their arrays.
     additions = probes.STATE * (launch + 8 * math.prod(_AWAY) / streams[0][1])
     touch = ()
     if "touch" in times:
-        # What it writes is counted with the operations that write it.
+        # Its writes are counted with the operations that write.
         written = work.temporary_bytes / streams[-1][1]
         touch = ((work.temporary_bytes, max(0.0, seconds("touch") - written)),)
     chip = Chip(
@@ -536,14 +536,14 @@ _LEAST_SECONDS = 1e-6  # of an all-reduce
 
 
 def _cluster(devices: tuple[Any, ...], chip: Chip, sums: dict[int, float]) -> Cluster:
-    """The cluster of `devices`, whose all-reduces of so many bytes take so long."""
+    """The cluster of `devices`; `sums` has the seconds of all-reduces by their bytes."""
     count, link_rate, base = len(devices), chip.memory_bytes_per_second, 0.0
     if count > 1:
         sent_bytes = 2 * (count - 1) / count * _REDUCED_BYTES  # by each device of a ring
         beyond_small = sums[_REDUCED_BYTES] - sums[4]
-        # Where more bytes take no longer, all that is known is that they come from memory.
+        # If more bytes take no longer, all that is known is that they come from memory.
         link_rate = min(link_rate, sent_bytes / beyond_small) if beyond_small > 0 else link_rate
-        base = sums[4]  # measured whole, so that its messages are in the base
+        base = sums[4]  # measured as a whole, so the base includes its messages
     ring = Ring(base_seconds=base, hop_seconds=0.0, bytes_per_second=link_rate)
     return Cluster(
         name=NAME,
@@ -596,7 +596,8 @@ def _measured(devices: tuple[Any, ...]) -> Cluster:
 
 
 def _all_reduce_seconds(mesh: Mesh, size_bytes: int) -> float:
-    """Seconds of an all-reduce of `size_bytes` per device, alone: `probes` times one in a step."""
+    """Seconds of an all-reduce of `size_bytes` per device by itself; `probes` times one in a
+    step."""
     return seconds_of_function(
         lambda x: jax.lax.psum(x, ALL), mesh, [(size_bytes // 4,)], calls=_CALLS
     )

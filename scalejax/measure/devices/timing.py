@@ -23,7 +23,7 @@ _WARM_UPS = 2
 _ENOUGH_SECONDS, _FEWEST_CALLS = (
     0.4,
     3,
-)  # one process may stop early; several must make equally many calls
+)  # one process may stop early; several must all make as many calls
 
 
 def seconds_of_function(
@@ -43,8 +43,8 @@ def seconds_of_function(
         shapes: shapes of the arguments on each device.
         calls: most calls to time.
         dtype: data type of the arguments.
-        repeats: how often the program has `function`, each time on arrays of its own: a GPU does
-            in microseconds what takes longer to call.
+        repeats: how often the program runs `function`, each time on arrays of its own: a GPU needs
+            only microseconds for what takes longer to call.
     """
     compiled = compiled_function(function, mesh, shapes, dtype=dtype, repeats=repeats)
     arguments: list[jax.Array] = []
@@ -94,9 +94,9 @@ def seconds_of_call(
         compiled: result of `jax.jit(...).lower(...).compile()`.
         arguments: arguments of the call.
         calls: most calls to time.
-        statistic: of the times. By default the minimum, because other programs can only make a
-            call longer; with several processes the median, because they are not synchronised,
-            and the minimum is a call while the others were idle.
+        statistic: statistic of the times. By default the minimum, because other programs can only
+            make a call longer; with several processes the median, because they are not
+            synchronised, and the minimum is a call while the others were idle.
     """
     for _ in range(_WARM_UPS):
         jax.block_until_ready(compiled(*arguments))
@@ -120,21 +120,21 @@ def seconds_in_turn(
     turn_seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Mean seconds of functions that are called one after the other, over and over.
+    """Mean seconds of functions that are called one after the other, again and again.
 
-    Whatever else this machine does slows all of them alike. The mean, since the time of a step is
-    the sum of its parts' also where other programs take turns on the cores with some of them; a
-    minimum is of a call that none disturbed.
+    Other work on this machine slows all of them alike. The mean is used because the time of a step
+    is the sum of its parts' times even if other programs take turns on the cores with some of them;
+    a minimum is that of an undisturbed call.
 
     Args:
         calls: functions without arguments; each waits for its results.
-        rounds: most turns of each, after one that is not timed; at least one is.
-        seconds: in which further rounds must end, by how long the longest has taken. Several
-            processes, which must make equally many calls, agree on as many as the first calls of
-            the slowest say.
-        turn_seconds: for how long a function is called again in its turn, where it is short; not
-            with several processes.
-        clock: by which each call is timed, in seconds.
+        rounds: most timed turns of each, after one that is not timed; there is at least one.
+        seconds: time in which further rounds must end, judged by the longest so far. Several
+            processes, which must make equally many calls, agree on a number that the first calls
+            of the slowest suggest.
+        turn_seconds: for how long a short function is called again in its turn; not with several
+            processes.
+        clock: clock that times each call, in seconds.
     """
     begin = time.perf_counter()
     for call in calls:
@@ -161,14 +161,14 @@ def seconds_in_turn(
 
 
 def slowest_process(seconds: float) -> float:
-    """The largest of what all processes measured; every process must call it."""
+    """The largest value that any process measured; every process must call it."""
     if jax.process_count() == 1:
         return seconds
     return float(multihost_utils.process_allgather(np.float32(seconds)).max())
 
 
 def noise(mesh: Mesh, shape: tuple[int, ...]) -> jax.Array:
-    """An array as of `filled`, of f32, made without a program, whose compilation takes time."""
+    """An f32 array like that of `filled`, made without a program, whose compilation takes time."""
     count = math.prod(shape)
     values = np.resize(np.sin(np.arange(min(count, 2**16), dtype=np.float32)), (1, *shape))
     rows = np.broadcast_to(values, (mesh.size, *shape))
@@ -177,12 +177,12 @@ def noise(mesh: Mesh, shape: tuple[int, ...]) -> jax.Array:
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array of noise with a row of `shape` on each device: multiplying ones or zeros takes less
-    power, so that a GPU's clocks stay higher than in training."""
+    power, so a GPU's clocks would stay higher than in training."""
     return filling(mesh, shape, dtype)()
 
 
 def filling(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """The program of `filled`, which is compiled by its first call and makes an array by each."""
+    """The program of `filled`, which its first call compiles; every call makes an array."""
     sharding = NamedSharding(mesh, PartitionSpec(ALL))
 
     def noise() -> jax.Array:

@@ -1,4 +1,4 @@
-"""Health check of this machine: findings that make runs fail or slow, each with its fix.
+"""Health check of this machine: what makes runs fail or slow, each finding with its fix.
 
 Every check is a function of plain readings, so that it can be tested without the hardware.
 Imports no JAX until the device checks run.

@@ -18,8 +18,8 @@ from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Collective, DeviceGroup, Operation
 
 GOOD, BAD = 0.8, 0.5
-"""Shares of the expected rate: "ok" from the first on, "bad" below the second, where a run would
-take twice as long."""
+"""Shares of the expected rate: "ok" from the first upwards, "bad" below the second, at which a run
+would take twice as long."""
 STAGES = 4
 """Most calls of `on_progress` by `measure`."""
 
@@ -74,7 +74,7 @@ class Rates:
     width: int
     """Rows and columns of the products."""
     flop_per_second: float
-    """Matmul rate of one device while all devices of the process are under the same load."""
+    """Matmul rate of one device, with all devices of the process under the same load."""
     moved_bytes: int
     """Bytes read and written by the timed operation."""
     memory_bytes_per_second: float
@@ -87,7 +87,7 @@ class Rates:
 
 def driver_gpus() -> int:
     """Number of NVIDIA GPUs that the driver offers; in a container, those assigned to it."""
-    return nvidia_gpus() or int(Path("/dev/dxg").exists())  # WSL does not say how many
+    return nvidia_gpus() or int(Path("/dev/dxg").exists())  # WSL does not tell the number
 
 
 def read_devices() -> Devices:
@@ -138,7 +138,7 @@ def measure(on_progress: OnProgress) -> Rates:
 
 
 def measure_all_reduce(rates: Rates) -> Rates:
-    """`rates` with the all-reduce between processes; a collective call of every process."""
+    """`rates` with the all-reduce between processes; every process must call it."""
     import jax
 
     from scalejax.measure.devices import machine
@@ -159,13 +159,13 @@ def _all_reduce(axis: str, mesh: Any, size_bytes: int, stride: int) -> MeasuredC
 
 
 def no_rates(reason: str) -> Finding:
-    """Finding that the timed operations failed, with the reason given by JAX."""
+    """Finding that the timed operations failed, with JAX's reason."""
     said = (reason.strip().splitlines() or ["JAX does not say why."])[0]
     return found("rates", "devices at work", "failed", "a rate", bad=True, fix=said)
 
 
 def no_devices(reason: str) -> Finding:
-    """Finding that JAX did not start, with the reason it gave."""
+    """Finding that JAX did not start, with its reason."""
     said = (reason.strip().splitlines() or ["JAX found none that it can use."])[0]
     fix = f"{said} See JAX_PLATFORMS and the CUDA plug-in in this table, or unset JAX_PLATFORMS"
     return found("devices", "devices", "none", "some", bad=True, fix=fix)
@@ -206,7 +206,7 @@ def device_findings(devices: Devices, cluster: Cluster | None) -> Iterator[Findi
 
 
 def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> Iterator[Finding]:
-    """Findings comparing each rate with the one that predictions use.
+    """Findings that compare each rate with the one that predictions use.
 
     Args:
         rates: measured rates.
@@ -303,7 +303,7 @@ def _expected_seconds(
     )
     try:
         return collective_seconds(collective, cluster) or None
-    except ScalejaxError:  # the cluster is of one node, and this is not
+    except ScalejaxError:  # the cluster is a single node, but this is not
         return None
 
 
@@ -313,7 +313,7 @@ def _is_of(devices: Devices, chip: Chip) -> bool:
         return chip.name == "cpu"
     words = devices.kind.lower().replace("-", " ").split()
     parts = chip.name.split("-")
-    # GPUs of one name differ in memory, which the name here says last: a100-40gb.
+    # GPUs of one name differ in memory, which comes last in the name here: a100-40gb.
     return set(parts if parts[0] == "tpu" else parts[:1]) <= {*words}
 
 
@@ -321,7 +321,7 @@ def _rate_type(device: Any) -> RateType:
     """Data type that training uses on the device: GPUs before Ampere have no bf16."""
     if device.platform == "cpu":
         return "f32"
-    # AMD's have a name there, such as gfx90a, and JAX runs on none without bf16.
+    # AMD GPUs have a name there, such as gfx90a; JAX supports none without bf16.
     generation = re.match(r"\d+", str(getattr(device, "compute_capability", "")))
     return "f16" if generation and int(generation[0]) < 8 else "bf16"
 

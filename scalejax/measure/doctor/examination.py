@@ -38,7 +38,7 @@ def examine(
     place: Place | None = None,
     on_progress: OnProgress = no_display,
 ) -> tuple[Finding, ...]:
-    """All findings, merged over all processes; a collective call that every process must make.
+    """All findings, merged over all processes; every process must call it.
 
     A process whose JAX has no devices cannot communicate: it returns its own findings, with its
     number, and the others wait until it exits.
@@ -58,7 +58,7 @@ def examine(
     try:
         seen = device_checks.read_devices()
     except (RuntimeError, AssertionError) as error:
-        if is_lost_contact(error):  # with a process without devices, which reports why
+        if is_lost_contact(error):  # to a process without devices, which reports why
             raise
         # JAX could not start (some plug-ins raise AssertionError); checks without JAX may show why.
         hosts, processes = 1, 1

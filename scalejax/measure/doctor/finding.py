@@ -25,7 +25,7 @@ class Finding:
     expected: str | None = None
     """Expected value; None if unknown."""
     verdict: Verdict = "ok"
-    """"bad" where runs fail or take twice as long; "warn" where they may."""
+    """"bad" if runs fail or take twice as long; "warn" if they may."""
     fix: str | None = None
     """Advice; None if the verdict is "ok"."""
     processes: tuple[int, ...] = ()

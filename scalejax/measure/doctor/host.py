@@ -12,12 +12,12 @@ from scalejax.measure.doctor.finding import Finding, found
 
 _CONTAINER = "docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
 _UNLIMITED = 2**60
-"""Memory limits from this size on mean no limit: version 1 cgroups write 2**63 - 4096."""
+"""Memory limits of at least this size mean no limit: version 1 cgroups write 2**63 - 4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Readings of the host; None where the system does not report one."""
+    """Readings of the host; None if the system does not report one."""
 
     cores: int
     """Cores of the machine."""
@@ -34,7 +34,7 @@ class Host:
     limit_bytes: int | None
     """Memory limit of its cgroup; None without a limit."""
     used_of_limit_bytes: int | None
-    """Memory in use of that limit."""
+    """Memory in use that counts towards that limit."""
     shared_memory_bytes: int | None
     """Size of /dev/shm."""
     shared_memory_free_bytes: int | None
@@ -175,7 +175,7 @@ def _limit_bytes() -> int | None:
 
 
 def _quota_cores() -> float | None:
-    """CPU quota of the cgroup in cores, version 2 or else 1."""
+    """CPU quota of the cgroup in cores, from version 2 or else 1."""
     words = text_of("/sys/fs/cgroup/cpu.max").split()
     if len(words) == 2 and words[0].isdecimal():
         return int(words[0]) / int(words[1])
@@ -190,6 +190,6 @@ def _huge_pages() -> str | None:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file; None for "max", -1 or anything else that is no whole number."""
+    """The number in a file; None for "max", -1 or anything else that is not a whole number."""
     text = text_of(path).strip()
     return int(text) if text.isdecimal() else None

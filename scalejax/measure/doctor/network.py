@@ -77,7 +77,7 @@ def network_findings(network: Network, place: Place | None) -> Iterator[Finding]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """Offset of the clock of another process to that of this one, positive if ahead."""
+    """Offset of another process's clock from this one's, positive if ahead."""
 
     least_seconds: float
     """Lower bound; negative if behind."""
@@ -95,15 +95,15 @@ def clock_offsets(
 ) -> list[ClockOffset]:
     """Bounds of the clock offsets of all processes, from repeated all-gathers (barriers).
 
-    Process j stamps round k at s_j(k) after it has left round k - 1, so after I stamped that one,
-    and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so j is
-    ahead by an amount in [s_j(k) - e(k), s_j(k) - s_i(k - 1)]: a round trip, in each round anew,
-    and what all of them allow is the bound.
+    Process j stamps round k at s_j(k) after it has left round k - 1, hence after I stamped that
+    round, and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so
+    j is ahead by an amount in [s_j(k) - e(k), s_j(k) - s_i(k - 1)], a round trip. Every round gives
+    such an interval, and the bounds are those of their intersection.
 
     Args:
-        stamps: by round, the time by the clock of each process just before it, seconds.
-        ends: by round, the time by my clock just after it.
-        mine: which process I am.
+        stamps: for each round, the time just before it by the clock of each process, seconds.
+        ends: for each round, the time just after it by my clock.
+        mine: index of my process.
 
     Source: Cristian 1989, "Probabilistic clock synchronization", Distributed Computing 3.
     """
@@ -117,7 +117,7 @@ def clock_offsets(
 
 
 def measure_clock_offsets() -> list[ClockOffset]:
-    """Clock offsets of all processes to this one; a collective call of every process."""
+    """Clock offsets of all processes from this one; every process must call it."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -135,7 +135,7 @@ def clock_finding(offsets: Sequence[ClockOffset]) -> Finding:
     """Finding on the clock with the largest offset."""
     process = max(range(len(offsets)), key=lambda each: abs(offsets[each].seconds))
     offset = offsets[process]
-    # Certain offset, whatever the time of the all-gather.
+    # Certain offset, regardless of the time of the all-gather.
     sure = max(offset.least_seconds, -offset.most_seconds, 0.0)
     within = (offset.most_seconds - offset.least_seconds) / 2
     value = f"{format_seconds(abs(offset.seconds))} +- {format_seconds(within)}"

@@ -26,7 +26,7 @@ class Storage:
     """Readings of the storage of a folder."""
 
     role: str
-    """Use of the folder, such as "run folder"."""
+    """Purpose of the folder, such as "run folder"."""
     file_system: str | None
     """File system type; None if unknown."""
     free_bytes: int
@@ -119,7 +119,7 @@ def storage_findings(storage: Storage, hosts: int = 1) -> Iterator[Finding]:
 
 
 def _kind(storage: Storage, hosts: int) -> Finding:
-    """Finding on the file system type: visible to the other machines, and persistent."""
+    """Finding on the file system type: whether other machines see it, and whether it persists."""
     kind, is_run = storage.file_system, storage.role == "run folder"
     is_network, is_bad = kind in _NETWORK, False
     expected, fix = None, ""

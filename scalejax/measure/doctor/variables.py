@@ -14,7 +14,7 @@ _LONGEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Facts of the process on which the harm of a variable depends."""
+    """Facts about the process that decide whether a variable is harmful."""
 
     cores: int
     """Cores that this process may use."""
@@ -36,7 +36,7 @@ class _Rule(NamedTuple):
     fix: str
     """Their effect, and what to do; {name} is the variable."""
     is_bad: bool = False
-    """Whether runs surely fail or become very slow; else they may."""
+    """Whether runs certainly fail or become very slow; otherwise they may."""
     where: Callable[[str, Surroundings], bool] = lambda value, around: True
     """Whether such a value is harmful in these surroundings."""
 

@@ -25,11 +25,11 @@ class Versions:
     python: str
     """Python version."""
     installed: Mapping[str, str]
-    """Library versions by name; without those not installed."""
+    """Versions of installed libraries by name."""
     required: Mapping[str, str]
-    """Version ranges that scalejax and jax accept, such as "<0.14,>=0.10.2"; of Python too."""
+    """Version ranges that scalejax and jax accept, such as "<0.14,>=0.10.2"; also for Python."""
     driver: str | None
-    """NVIDIA driver version; None if there is none."""
+    """NVIDIA driver version; None without a driver."""
 
 
 def read_versions() -> Versions:
@@ -42,9 +42,9 @@ def read_versions() -> Versions:
             continue
     try:
         required = {"python": metadata.metadata("scalejax")["Requires-Python"]}
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # run from source
         required = {}
-    for package in ("jax", "scalejax"):  # jax says which jaxlib; scalejax which jax
+    for package in ("jax", "scalejax"):  # jax names its jaxlib; scalejax names its jax
         required |= _required_by(package)
     return Versions(
         python=platform.python_version(),
@@ -62,7 +62,7 @@ def version_findings(versions: Versions) -> Iterator[Finding]:
     plugins = {name: versions.installed[name] for name in _PLUGINS if name in versions.installed}
     jaxlib = versions.installed.get("jaxlib")
     for name, version in plugins.items():
-        # JAX ignores a plug-in of another version than jaxlib, and with it the GPUs.
+        # JAX ignores a plug-in whose version differs from jaxlib's, and thus the GPUs.
         fix = f"pip install '{name}=={jaxlib}'"
         yield found(
             "versions", name, version, f"that of jaxlib, {jaxlib}", bad=version != jaxlib, fix=fix

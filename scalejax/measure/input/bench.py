@@ -1,4 +1,4 @@
-"""Measures the time this host needs for each stage of preparing batches of a run's data.
+"""Measures the time that this host needs for each stage of preparing batches of a run's data.
 
 Images are rescaled to several sizes, and decoded to several sizes, so that the fitted rates hold
 for sizes that were not measured. Knows no program and no step.
@@ -33,14 +33,14 @@ from scalejax.training.sample_life import LifeStage, life_of
 
 _LIBRARIES = ("scalejax", "jax", "grain", "pillow", "pyarrow")
 
-# Rescaled images with the encoding of the originals, on which the rates are measured.
+# Rates are measured on rescaled images with the encoding of the originals.
 
 
 def write_sized(images: Sequence[bytes], factor: float, path: Path) -> None:
     """Write a Parquet file of `images`, rescaled by `factor`, in one row group.
 
     Args:
-        images: encoded.
+        images: encoded images.
         factor: scale of width and height; 1 leaves them unchanged.
         path: output file.
     """
@@ -71,7 +71,7 @@ def sized(encoded: bytes, factor: float) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Sizes that are measured, and for how long."""
+    """Sizes to measure, and for how long."""
 
     images: int = 64
     """Number of images, read repeatedly."""
@@ -142,7 +142,7 @@ def paces(rates: InputRates, config: RunConfig) -> list[tuple[int, InputPace]]:
 def batch_life(
     rates: InputRates, config: RunConfig, grid: Grid = GRID
 ) -> tuple[InputMeasurement, tuple[LifeStage, ...]]:
-    """Stages of the input of a batch of a run on the first device, measured with its number of
+    """Input stages of a batch of a run on the first device, measured with the run's number of
     workers (threads for "auto") and its augmentation, and as `rates` predict them.
 
     Raises:
@@ -162,14 +162,14 @@ def batch_life(
 
 
 def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
-    """CPU time per row group and per byte, and the storage rate where reads wait for it."""
+    """CPU time per row group and per byte, and the storage rate if reads wait for storage."""
     from scalejax.data.formats.parquet_columns import parquet_part
 
     files = parquet_part(data, "train")
     groups = list(files.groups[:: -(-len(files.groups) // 4)])
     cold, warm, least = probes.read_times(files, groups, data.columns, grid.repeats)
     cold_seconds, warm_seconds, processor_seconds = cold[0], *warm
-    # Parallel Arrow threads are busy for longer than the wall time: no wait then.
+    # CPU time of parallel Arrow threads exceeds the wall time, which then counts as no wait.
     waited = max(0.0, cold_seconds - min(warm_seconds, processor_seconds))
     read = median(group.bytes_of(data.columns) for group in groups)
     least_read = median(group.bytes_of(data.columns[-1:]) for group in groups)
@@ -186,7 +186,7 @@ def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
 def _take_rates(
     data: DataConfig, grid: Grid, on_progress: OnProgress
 ) -> tuple[TakeRates, TakeRates]:
-    """Rates of one worker process, and of threads: per byte and pixel of images, else constant."""
+    """Rates of one worker process, and of threads: per byte and pixel for images, else constant."""
     with TemporaryDirectory(prefix="scalejax-") as folder:
         cases: Sequence[DataConfig] = [data]
         if isinstance(data, ParquetConfig) and not data.feature_columns:
@@ -210,7 +210,7 @@ def _take_rates(
 
 
 def _cases(data: ParquetConfig, folder: Path, grid: Grid) -> list[ParquetConfig]:
-    """The data set with stored images of other sizes, decoded to other sizes."""
+    """The data set with images stored in other sizes and decoded to other sizes."""
     images = encoded_images(data, grid.images)
     cases = []
     for factor in grid.source_factors:
@@ -230,7 +230,7 @@ def _cases(data: ParquetConfig, folder: Path, grid: Grid) -> list[ParquetConfig]
 
 
 def fit_take(works: list, seconds: np.ndarray) -> TakeRates:
-    """Times per sample, byte and pixel fitted to `seconds` of `works`: non-negative least squares
+    """Times per sample, byte and pixel fitted to `seconds` of `works` by non-negative least squares
     of relative errors."""
     from scipy.optimize import nnls
 

@@ -35,7 +35,7 @@ def read_times(
     files: ParquetFiles, groups: list[RowGroup], columns: tuple[str, ...], repeats: int
 ) -> tuple[Times, Times, Times]:
     """Median times of reading a row group over `groups` and repeats: from storage, from the page
-    cache (where there is none, as at a URL, from storage too), and only its class column."""
+    cache (or storage if there is none, as for a URL), and only its class column."""
 
     def seconds(group: RowGroup, wanted: tuple[str, ...]) -> Times:
         begin, of_processor = time.perf_counter(), time.process_time()
@@ -67,7 +67,7 @@ def sample_seconds(source: Source, workers: int, samples: int, seconds: float) -
     Args:
         source: the examples.
         workers: worker processes; 0 for threads of this process.
-        samples: per batch, at most the whole source.
+        samples: samples per batch, at most the whole source.
         seconds: duration of the measurement, after every process has delivered some and the
             prefetched batches are used up.
     """
@@ -90,8 +90,8 @@ def sample_seconds(source: Source, workers: int, samples: int, seconds: float) -
 def batch_seconds(
     source: Source, how: InputConfig, samples: int, seconds: float
 ) -> tuple[InputSeconds, bool]:
-    """Time of batches of `samples` by stage, delivered on the first device, for `seconds` after
-    the prefetched ones are used up; and whether that device is the CPU."""
+    """Time by stage of batches of `samples` delivered on the first device, measured for `seconds`
+    after the prefetched ones are used up; and whether that device is the CPU."""
     shapes = on_first_device(source.take(np.arange(1), 0), samples)
     batches = training_batches(source, shapes, seed=0, start_step=0, stop_step=10**9, how=how)
     with closing(batches):
@@ -121,7 +121,7 @@ def side_by_side(count: int, data: DataConfig, seconds: float) -> float:
     """Samples per second of `count` processes that read examples concurrently.
 
     Args:
-        count: processes.
+        count: number of processes.
         data: the data set.
         seconds: duration.
 
@@ -135,7 +135,7 @@ def side_by_side(count: int, data: DataConfig, seconds: float) -> float:
             for _ in range(count)
         ]
         rates: list[float] = []
-        for duration in (0.0, seconds):  # all are ready before any is timed
+        for duration in (0.0, seconds):  # all are ready before they are timed
             for worker in workers:
                 worker.send(duration)
             try:

@@ -23,7 +23,7 @@ from scalejax.simulator.input import input_pace, with_workers
 MOST_IMAGES = 256
 """Number of images whose headers are read."""
 MOST_GROUPS = 8
-"""Number of row groups they come from, evenly spread over the data set."""
+"""Number of row groups that they come from, evenly spread over the data set."""
 
 
 def sample_work(config: DataConfig) -> SampleWork:
@@ -49,7 +49,7 @@ def host_input(path: Path, config: RunConfig) -> HostInput:
     A run of a single epoch reads everything from storage for the first time.
 
     Raises:
-        ConfigError: if the file cannot be read, holds no rates, or none for such data.
+        ConfigError: if the file cannot be read, or holds no rates, or none for such data.
     """
     try:
         rates = build(InputRates, load_toml(path), where="input")
@@ -126,7 +126,7 @@ def stored_share(files: ParquetFiles) -> float:
 
 
 def _of_image(encoded: bytes, size: int) -> tuple[float, float, float, float]:
-    """(encoded bytes, pixels decoded in full, pixels decoded reduced, pixels resized to)."""
+    """(encoded bytes, pixels decoded at full size, at reduced size, pixels resized to)."""
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             before = image.size

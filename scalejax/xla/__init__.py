@@ -91,14 +91,14 @@ def profile_function(
 
     Args:
         build: a function of a mesh that returns (jitted function, its arguments as arrays or
-            shapes with shardings); itself, from anywhere, or as "module:name".
+            shapes with shardings); the function itself, from anywhere, or "module:name".
         cluster: the cluster to compile for; none of its devices need be present.
         mesh_axes: devices along each axis of the mesh, major to minor.
         backend: see `profile`.
 
     Raises:
         ConfigError: if `build` cannot be imported or pickled.
-        ProfileError: if the compiler refuses, or is not there.
+        ProfileError: if the compiler refuses, or is not installed.
         DoesNotFit: if the cluster has fewer devices.
     """
     device_count = 1
@@ -118,13 +118,13 @@ def profile_function(
 
 
 _FUNCTIONS: dict[tuple[FunctionJob, str], Compiled] = {}
-"""What this process has compiled of functions: a notebook asks for one step many times."""
+"""Functions that this process has compiled: a notebook requests the same step many times."""
 _MOST_FUNCTIONS = 64
 
 
 def _compiled(jobs: Sequence[FunctionJob], on_progress: OnProgress = no_display) -> list[Program]:
-    """Program of each job, of which several compile at a time; those that this process has compiled
-    already are not compiled again, unless a file of the user's that they import has changed."""
+    """Program of each job; several compile at a time. Jobs that this process has compiled already
+    are not compiled again, unless a user's file that they import has changed."""
     settings = str(compiler_settings())
     keys = [(job, settings) for job in jobs]
     missing = [key for key in dict.fromkeys(keys) if not _is_fresh(_FUNCTIONS.get(key))]
@@ -176,18 +176,18 @@ def profile_call(
         (64, True)
 
     Args:
-        function: jitted or not; also one typed into a notebook.
+        function: jitted or not; may be typed into a notebook.
         arguments: arrays or `jax.ShapeDtypeStruct`, of the whole step over all devices; those with
             a `NamedSharding`, over an abstract mesh for example, keep it. Close over static ones.
         cluster: the cluster to compile for; none of its devices need be present.
         device_count: devices to run on.
-        batch_argnums: where no argument has a sharding, positions of those that hold samples, which
+        batch_argnums: if no argument has a sharding, positions of those that hold samples, which
             are divided along their first dimension; if None, the last.
         backend: see `profile`.
 
     Raises:
         ConfigError: if samples do not divide, or the function cannot be pickled.
-        ProfileError: if the compiler refuses, or is not there.
+        ProfileError: if the compiler refuses, or is not installed.
         DoesNotFit: if the cluster has fewer devices.
     """
     return profile_calls(
@@ -203,7 +203,7 @@ def profile_calls(
     backend: Backend | None = None,
     on_progress: OnProgress = no_display,
 ) -> list[Program]:
-    """Programs of `function` by arguments, cluster and number of devices, as of `profile_call`;
+    """Programs of `function`, one for each (arguments, cluster, devices), as from `profile_call`;
     several compile at a time."""
     calls, jobs = [], []
     for arguments, cluster, device_count in cases:

@@ -1,10 +1,10 @@
 """Archive of compiled programs in one small file, keyed by the compiled run.
 
 The programs of one network on similar device counts are nearly equal text, so that they compress
-together to a few kilobytes each. Unlike the user's cache an archive is independent of the version
-of scalejax, and it has no source lines of operations. `scalejax.validation` has one of the rows of
-the open ledger, `scalejax.xla.kept` one of the quickstart's; tests compare some of both with newly
-compiled programs.
+together to a few kilobytes each. Unlike the user's cache, an archive is independent of the version
+of scalejax, and it has no source lines of operations. `scalejax.validation` has one for the rows of
+the open ledger, `scalejax.xla.kept` one for the quickstart; tests compare some programs of both
+with newly compiled ones.
 """
 
 import json
@@ -38,7 +38,7 @@ class Archive:
         return len(self.lines)
 
     def program(self, key: str) -> Program | None:
-        """The program of that key; None if it is missing, or of an older format."""
+        """The program with that key; None if it is missing, or in an older format."""
         if key not in self._programs:
             try:
                 self._programs[key] = _ADAPTER.validate_json(self.lines[key])

@@ -28,7 +28,7 @@ class CompiledPrograms:
     def __init__(self, cache: CacheFolder = "user", *, takes_kept: bool = False) -> None:
         """Start without programs; `cache` is where they are read from and kept.
 
-        With `takes_kept` also those that come with scalejax are read, which have no source lines.
+        With `takes_kept`, programs that come with scalejax, without source lines, are read too.
         """
         self.known: dict[str, Program] = {}
         """The programs that were found or compiled."""
@@ -36,7 +36,7 @@ class CompiledPrograms:
         self._takes_kept = takes_kept
 
     def missing(self, wanted: Mapping[str, RunJob]) -> dict[str, RunJob]:
-        """Those of `wanted` that must be compiled; the others are known from here on."""
+        """Those of `wanted` that must be compiled; the others are put into `known`."""
         missing: dict[str, RunJob] = {}
         for key, job in wanted.items():
             if key in self.known:
@@ -95,12 +95,12 @@ def profile_many(
 
     Args:
         jobs: runs and clusters.
-        on_progress: told of each job, by its title, as it starts to compile and is done; of one in
-            the cache only that it is done.
+        on_progress: called with the title of each job when it starts to compile and when it is
+            done; for one in the cache only when it is done.
         cache: cache to read programs from and to write them to.
         backend: see `profile`.
-        takes_kept: whether programs that come with scalejax are taken too, which have no source
-            lines of operations.
+        takes_kept: whether programs that come with scalejax, which have no source lines of
+            operations, are used too.
 
     Raises:
         ProfileError: if the compiler refuses one; the others are stopped.
@@ -119,7 +119,7 @@ def profile_each(
     backend: Backend | None = None,
 ) -> list[Program | ScalejaxError]:
     """Programs of `jobs`, compiled in parallel as by `profile_many`, or the reasons why there are
-    none; what refuses one does not stop the others."""
+    none; the failure of one does not stop the others."""
     errors: dict[int, ScalejaxError] = {}
     made = _profiled(jobs, on_progress, CompiledPrograms(cache), backend, errors)
     return [made.get(position) or errors[position] for position in range(len(jobs))]
@@ -203,8 +203,8 @@ class Programs:
         """Start without programs.
 
         Args:
-            archived: compiled program of a `case_key` that needs no compiler; None without one.
-            on_progress: called with the number of programs that have been compiled, and of all
+            archived: compiled program of a `case_key` that needs no compiler; None if unknown.
+            on_progress: called with the number of programs that have been compiled, and the number
                 that must be.
             backend: compiler backend; if None, that of the cluster's chip where it is installed,
                 else the CPU's.
@@ -306,8 +306,8 @@ def programs_of(jobs: Sequence[ProfileJob], on_progress: OnProgress = no_display
 
 
 def _in_closed_form(job: ProfileJob) -> Program | None:
-    """The step of a framework with kernels of its own; None of another, and of a network or a
-    layout that has no closed form."""
+    """The step of a framework with its own kernels; None for other frameworks, and for a network
+    or a layout that has no closed form."""
     if job.framework.kernels is None:
         return None
     try:

@@ -2,8 +2,8 @@
 
 A fusion that slices a large operand (one layer of stacked parameters) reads the slice; a
 fusion that ends by updating a slice of its operand in place writes the update. Computed by a
-backward pass over the fused computation, from the elements of each result that are needed to those
-of its operands. Caches and repeated reads are not considered.
+backward pass over the fused computation, from the needed elements of each result to those of its
+operands. Caches and repeated reads are not considered.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ def _propagate(
 
 
 def _nested_needs(instruction: Instruction, module: Module, need: int) -> list[int]:
-    """Elements of each operand that `need` elements of a fusion within a fusion take (TPU)."""
+    """Elements of each operand that `need` elements of a fusion within a fusion require (TPU)."""
     computation = module.computations[instruction.called("calls")[0]]
     needed = dict.fromkeys(computation.instructions, 0)
     for name in _results(computation):
@@ -144,7 +144,7 @@ def _results(computation: Computation) -> tuple[str, ...]:
 
 
 def _in_place_update(computation: Computation, name: str) -> Instruction | None:
-    """The in-place update of a parameter that computes `name`; None if it is none."""
+    """The in-place update of a parameter that computes `name`; None if there is no such update."""
     instruction = computation.origin(name, _VIEWS)
     if instruction.opcode not in _UPDATES:
         return None
@@ -153,8 +153,8 @@ def _in_place_update(computation: Computation, name: str) -> Instruction | None:
 
 
 def _update_shape(instruction: Instruction, shapes: Sequence[Shape]) -> Shape:
-    """Shape that an update writes: operand 1 of a dynamic-update-slice; of a scatter of n arrays
-    (n targets, indices, n updates), the updates."""
+    """Shape that an update writes: operand 1 of a dynamic-update-slice; the updates of a scatter
+    of n arrays (n targets, indices, n updates)."""
     if instruction.opcode == "dynamic-update-slice":
         return shapes[1]
     return tuple(shapes[len(shapes) // 2 + 1 :])
@@ -166,13 +166,13 @@ def _in_place_needs(instruction: Instruction, shapes: Sequence[Shape]) -> list[i
 
 
 def _needs(instruction: Instruction, shapes: Sequence[Shape], need: int) -> list[int]:
-    """Elements of each operand that `need` elements of the result take."""
+    """Elements of each operand that `need` elements of the result require."""
     sizes = [elements(shape) for shape in shapes]
     rule = _RULES.get(instruction.opcode)
     if rule is not None:
         return rule(sizes, need)
     total = elements(instruction.shape)
-    # Element by element where operand and result are alike; else all of it, to be safe.
+    # Element by element where operand and result are alike; otherwise all of it, to be safe.
     return [min(size, need) if size <= total else size for size in sizes]
 
 

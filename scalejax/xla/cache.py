@@ -45,7 +45,7 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
         text = gzip.decompress(_path(folder, job).read_bytes())
         compiled = TypeAdapter(Compiled).validate_json(text)
         changed = any(digest_of(Path(path)) != known for path, known in compiled.sources.items())
-    # Not there, not readable, or damaged: it can always be made again.
+    # Missing, unreadable or damaged: it can always be compiled again.
     except (OSError, EOFError, gzip.zlib.error, ValidationError):  # type: ignore[attr-defined]
         return None
     return None if changed else compiled.program
@@ -53,7 +53,7 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
 
 def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
     """Write the result of `job` into `folder`, atomically."""
-    # A disk that is full or not ours costs a later run its time, nothing else.
+    # A full or read-only disk costs a later run its time, nothing else.
     with contextlib.suppress(ConfigError):
         data = gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6)
         save_bytes(data, _path(folder, job))
@@ -151,7 +151,7 @@ _PARTS = (
 def _shaping(job: RunJob) -> JsonValue:
     """Fields of a run on which its compiled step depends; epochs and seeds do not matter."""
     run, config = job.run, job.run.config
-    # A data axis that is left open is the same as one that says what it comes to, in the split.
+    # A data axis that is left open is the same as one of the size that the split resolves it to.
     layout = replace(config.layout, data=None)
     return {
         **{name: plain(getattr(config, name)) for name in _PARTS},
@@ -168,7 +168,7 @@ def _shaping(job: RunJob) -> JsonValue:
 
 
 def has_own_source(job: RunJob) -> bool:
-    """Whether the program of `job` depends on files of the user's."""
+    """Whether the program of `job` depends on the user's files."""
     return bool(_own_modules(job) or _own_members(job))
 
 
@@ -177,7 +177,7 @@ def _own_members(job: RunJob) -> dict[str, str]:
     modules = {type(getattr(job.run.config, name)).__module__ for name in _PARTS}
     own = [name for name in modules if name.partition(".")[0] not in ("builtins", "scalejax")]
     files = [getattr(sys.modules[name], "__file__", None) for name in own]
-    # A class of a notebook may change at any time: nothing is found for it again.
+    # A notebook's class may change at any time: its programs are never found again.
     return {file or uuid4().hex: digest_of(Path(file)) if file else "" for file in files}
 
 

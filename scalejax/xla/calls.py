@@ -1,11 +1,11 @@
-"""Operations of a compiled program as its text has them, for who times them alone: matrix products
-and convolutions as they can be called, and what kind of work element-wise ones are.
+"""Operations in the text of a compiled program, to be timed separately: matrix products and
+convolutions in a form that can be called, and the kind of work of element-wise operations.
 
-Beyond its sizes, the time of one on a CPU depends on which dimensions are summed over, in which
-order the others lie, and for a convolution on strides, padding and holes: gradients of filters run
-as convolutions whose images are channels. Of an element-wise one the kind decides its bytes per
-second beside their number: one that transposes takes six times as long as one that scales,
-reductions and transcendental functions two to three times. Knows no device.
+Besides its sizes, the time of a call on a CPU depends on which dimensions are summed over, on the
+order of the others, and for a convolution on strides, padding and holes: gradients of filters run
+as convolutions whose images are channels. The kind of an element-wise operation determines its
+bytes per second: one that transposes takes six times as long as one that scales, reductions and
+transcendental functions two to three times. Knows no device.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class ProductCall:
     contracting: tuple[Sizes, Sizes]
     """Dimensions of each that are summed over."""
     batch: tuple[Sizes, Sizes]
-    """Dimensions of each that both have, and the result."""
+    """Dimensions of each that both arguments and the result have."""
 
     def run(self, x: "jax.Array", y: "jax.Array") -> "jax.Array":
         """The product."""
@@ -55,7 +55,7 @@ class ConvolutionCall:
     padding: Pairs
     """Steps before and after the first argument."""
     holes: tuple[Sizes, Sizes]
-    """Steps from one element of each argument to the next, between which are zeros."""
+    """Steps from one element of each argument to the next, with zeros between them."""
     groups: tuple[int, int]
     """Groups into which it divides channels, and samples."""
 
@@ -79,7 +79,7 @@ class ConvolutionCall:
         )
 
     def with_half_the_samples(self, convolution_pass: ConvolutionPass) -> "ConvolutionCall | None":
-        """The same with half of the samples of a batch; None if it has one, or groups of them."""
+        """The same with half of the samples of a batch; None if it has only one, or groups."""
         image, kernel = self.labels.split("->")[0].split("_")
         of_image, of_kernel = map(list, self.operands)
         places = [(of_image, image.index("b"))]
@@ -94,18 +94,18 @@ class ConvolutionCall:
 
 Call = ProductCall | ConvolutionCall
 Key = tuple[ConvolutionPass | None, Sizes]
-"""Pass and shape of a convolution, or None and the shape of a product, as of `Operation`."""
+"""Pass and shape of a convolution, or None and the shape of a product, as in `Operation`."""
 
 
 def calls_of(text: str) -> dict[Key, tuple[tuple[Call, int], ...]]:
-    """The products and convolutions of f32 in the text of a compiled program, and how often each is
-    written, the most frequent first.
+    """The f32 products and convolutions in the text of a compiled program, and how often each
+    occurs, the most frequent first.
 
-    Of a convolution whose arguments the compiler swapped, which reverses its window, the call is
-    the one before, which the compiler swaps again: it includes the reversal of its filter.
+    If the compiler swapped the arguments of a convolution, which reverses its window, the call is
+    that before the swap, which the compiler swaps again: it includes the reversal of its filter.
 
     Raises:
-        ProfileError: if a line is no HLO.
+        ProfileError: if a line is not HLO.
     """
     found: dict[Key, Counter[Call]] = {}
     for computation in parse_module(text).computations.values():
@@ -158,7 +158,7 @@ def _call(instruction: Instruction, operands: tuple[Sizes, Sizes]) -> Call | Non
 
 
 def _before_swap(call: ConvolutionCall) -> ConvolutionCall:
-    """The convolution of which `call`, with its window reversed, is the same with arguments
+    """The convolution that becomes `call`, with its window reversed, when its arguments are
     swapped.
 
     Source: XLA, `AlgebraicSimplifierVisitor::SwapConvOperands`.
@@ -198,10 +198,11 @@ def elementwise_kinds(text: str) -> dict[str, ElementwiseKind]:
     simple are left out.
 
     One that does several things to at least half of the elements of its largest array is of the
-    slowest: a transposition of the last dimension, a reduction over it, a transcendental function.
+    slowest kind: a transposition of the last dimension, a reduction over it, a transcendental
+    function.
 
     Raises:
-        ProfileError: if a line is no HLO.
+        ProfileError: if a line is not HLO.
     """
     module = parse_module(text)
     found: dict[str, ElementwiseKind] = {}
@@ -220,8 +221,8 @@ def elementwise_kinds(text: str) -> dict[str, ElementwiseKind]:
 def _inside(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction, int]]:
-    """The instruction or, of a fusion, those fused, each with its computation and the elements of
-    its largest array."""
+    """Yield the instruction or, for a fusion, the fused ones, each with its computation and the
+    elements of its largest array."""
     if instruction.opcode == "fusion":
         for name in instruction.called("calls"):
             called = module.computations[name]

@@ -1,6 +1,6 @@
 """The closed form of a run's step: its shape and strategy, and the program that follows from them.
 
-A framework whose kernels are not XLA's (`Framework.kernels`) has no compiled step here, and so
+A framework whose kernels are not XLA's (`Framework.kernels`) has no compiled step here, so that
 decoders that it trains are costed by this form.
 """
 
@@ -40,8 +40,8 @@ _HOPPER = (9, 0)
 
 
 def installed_compiler() -> Compiler:
-    """The XLA of the jaxlib that is installed, which would compile the steps; the oldest known
-    where there is none."""
+    """The XLA of the installed jaxlib, which would compile the steps; the oldest known one if there
+    is no jaxlib."""
     try:
         return compiler_of(metadata.version("jaxlib"))
     except metadata.PackageNotFoundError:
@@ -63,9 +63,9 @@ def shape_of(
         chip: a device.
         facts: counts and shapes of its data; if None, they are read.
         compiler: what would compile its step.
-        kernels: those of its framework; None for XLA's program. Where their attention has windows
-            and sinks, biases, sinks and norms after each half of a block are left out, which take
-            little time, and experts may drop tokens.
+        kernels: kernels of its framework; None for XLA's program. If their attention has windows
+            and sinks, experts may drop tokens; biases, sinks and norms after each half of a block
+            take little time and are left out.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
@@ -160,8 +160,8 @@ def shape_of(
 
 
 def _scores_share(model: DecoderConfig, tokens: int, kernels: Kernels | None) -> float:
-    """Share of the scores of causal attention that windows leave, in the mean over layers: those of
-    the blocks that a window reaches into."""
+    """Share of the scores of causal attention that remains with windows, the mean over layers:
+    scores of the blocks that a window reaches into."""
     block = model.block if isinstance(model, LlamaConfig) else None
     if block is None or block.sliding_window is None or block.sliding_window >= tokens:
         return 1.0
@@ -176,14 +176,14 @@ def _scores_share(model: DecoderConfig, tokens: int, kernels: Kernels | None) ->
 
 
 _OF_NEMOTRON = {"activation": "squared_relu", "is_gated": False, "norm": "layer"}
-"""What a block of Nemotron-4 has in place of Llama's, together."""
+"""Fields in which a block of Nemotron-4 differs from Llama's, accepted only together."""
 
 
 _OF_OWN_KERNELS = (
     *("qkv_bias", "sliding_window", "global_every", "local_rope_theta", "attention_sinks"),
     "post_norms",
 )
-"""Fields of blocks that frameworks with attention by blocks of their own have besides."""
+"""Further fields of blocks that frameworks with their own blockwise attention support."""
 
 
 def _require_known_block(block: BlockConfig) -> None:
@@ -204,10 +204,10 @@ def _require_known_block(block: BlockConfig) -> None:
 
 
 def _adapters(config: RunConfig) -> Adapters | None:
-    """The adapters of a run; None where all of its network is trained.
+    """The adapters of a run; None if its whole network is trained.
 
     Raises:
-        ConfigError: if they are of a network whose adapters the closed form does not know.
+        ConfigError: if the closed form does not know adapters of this network.
     """
     tuning, model = config.fine_tuning, config.model
     if tuning is None or tuning.lora is None:
@@ -230,12 +230,12 @@ def _adapters(config: RunConfig) -> Adapters | None:
 
 
 def strategy_of(run: ResolvedRun, *, knows_names: bool = False) -> Strategy:
-    """The strategy of a run, as `search` has it; pipelines are 1F1B.
+    """The strategy of a run, as in `search`; pipelines are 1F1B.
 
     Args:
         run: the run.
-        knows_names: whether its framework knows activations that are kept by name, and takes out of
-            full recompute what it does not compute again.
+        knows_names: whether its framework knows activations that are kept by name, and leaves these
+            out of full recompute.
 
     Raises:
         ConfigError: if the closed form has no such strategy.
@@ -275,8 +275,8 @@ def program_in_closed_form(job: ProfileJob) -> Program:
     """The step of a job in closed form, as its framework runs it.
 
     Raises:
-        ConfigError: if the closed form does not know the network or the layout, or what the
-            framework differs in needs more than one program.
+        ConfigError: if the closed form does not know the network or the layout, or what is
+            different in the framework needs more than one program.
     """
     job.cluster.require_devices(job.run.layout.device_count)
     if job.framework.vocabulary_factors:

@@ -1,7 +1,7 @@
 """Converts a step that JAX has compiled into a `Program`.
 
-Uses the objects that JAX has made and imports nothing of it, so that this costs nothing to
-import where there is none.
+Uses the objects that JAX has made and does not import JAX, so that this module can be imported
+without it.
 """
 
 import math

@@ -1,13 +1,13 @@
-"""What XLA asks of the CUDA toolkit when it compiles for NVIDIA GPUs, without the toolkit.
+"""What XLA requires of the CUDA toolkit to compile for NVIDIA GPUs, without the toolkit.
 
-XLA has ptxas and nvlink make machine code of every kernel before it returns a program, which is
-read as HLO: the machine code is thrown away. It was a third of the time of compiling, and needs
-tools that machines without a GPU seldom have. In `toolkit` both write an empty file. Libdevice,
-CUDA's mathematical functions in LLVM's form, is linked to a kernel after the program is what it
-will be: here it has no functions, and a kernel's calls of them stay calls.
+XLA runs ptxas and nvlink to make machine code of every kernel before it returns a program. The
+program is read as HLO, and the machine code is discarded: it took a third of the compile time, and
+needs tools that machines without a GPU seldom have. In `toolkit` both write an empty file.
+Libdevice, CUDA's mathematical functions in LLVM's form, is linked to a kernel once the program is
+final: here it has no functions, and a kernel's calls of them stay calls.
 
-The compiled programs are the same with machine code and libdevice and without (compared with jax
-0.10.2 and 0.12.0.1); they cannot run.
+The compiled programs are the same with and without machine code and libdevice (compared with jax
+0.10.2 and 0.12.0.1), but cannot run.
 """
 
 import signal
@@ -19,7 +19,7 @@ from pathlib import Path
 from scalejax.core.environment import terminated_as_interrupted
 
 _RELEASE = "13.0, V13.0.88"
-"""The toolkit with which programs were compared; XLA reads it to know what ptxas can."""
+"""The toolkit with which programs were compared; XLA reads it to know what ptxas supports."""
 
 _ASSEMBLER = f"""#!/bin/sh
 # XLA asks for the version, and for a file of machine code, which nobody reads.
@@ -38,8 +38,8 @@ _LIBDEVICE = 'target triple = "nvptx64-nvidia-gpulibs"\n'
 
 @contextmanager
 def toolkit() -> Iterator[Path]:
-    """A folder for XLA's option `xla_gpu_cuda_data_dir`, until the end of the context, which
-    SIGTERM ends as Ctrl-C does unless it is handled already."""
+    """A folder for XLA's option `xla_gpu_cuda_data_dir`, until the end of the context; SIGTERM ends
+    the context as Ctrl-C does, unless it is handled already."""
     is_handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ending = nullcontext() if is_handled else terminated_as_interrupted()
     with ending, tempfile.TemporaryDirectory(prefix="scalejax-cuda-") as name:

@@ -1,7 +1,7 @@
 """Programs that are derived from compiled ones: for a framework, a chip, or more devices.
 
-Says which runs are compiled for a requested program, and makes the one from the others; compiles
-nothing.
+Determines which runs are compiled for a requested program, and derives that program from theirs;
+compiles nothing.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ _PARAMETER_SERVER = "parameter-server"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileJob:
-    """A run whose program is wanted for a cluster."""
+    """A run whose program is requested for a cluster."""
 
     run: ResolvedRun
     """The run; its layout gives the device count."""
@@ -45,7 +45,7 @@ class ProfileJob:
     framework: Framework = XLA
     """The framework that trains it."""
     name: str = ""
-    """Name where progress is shown; if empty, the number of devices."""
+    """Name to show with progress; if empty, the number of devices."""
 
     @property
     def title(self) -> str:
@@ -115,8 +115,8 @@ def derivation(
 
 
 def _in_schedule_of(framework: Framework, run: ResolvedRun) -> ResolvedRun:
-    """What is compiled for `run` in the pipeline schedule of `framework`: one stage where the rest
-    of the step follows from it, else all stages.
+    """What is compiled for `run` in the pipeline schedule of `framework`: one stage if the rest of
+    the step follows from it, otherwise all stages.
 
     A run that names a schedule other than GPipe, the default, keeps it.
     """
@@ -201,8 +201,8 @@ def _with_vocabulary(run: ResolvedRun, times: int) -> ResolvedRun:
 def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     """The run that is compiled as a substitute for `run` on `chip`.
 
-    With unfused attention for older chips, which are compiled for as newer ones; in bfloat16 for
-    float8 and float4, whose products `restored` derives.
+    It has unfused attention for older chips, which are compiled for as newer ones, and is in
+    bfloat16 for float8 and float4, whose products `restored` derives.
 
     Raises:
         ConfigError: if fused attention or fp8 is requested and the chip has none.
@@ -234,7 +234,7 @@ _UNITS: dict[CostedType, RateType] = {
     **dict.fromkeys(FLOAT8_TYPES, "fp8"),
     "float4": "fp4",
 }
-"""The chip's units for compute types of which only products are."""
+"""The chip's units for compute types that only products are in."""
 
 
 def require_type(model: ModelConfig, chip: Chip) -> None:
@@ -250,15 +250,15 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
 
 
 def restored(program: Program, run: ResolvedRun, compiled: ResolvedRun | None = None) -> Program:
-    """Program of `run`, derived from `program`, that of its substitute by `for_chip`.
+    """Program of `run`, derived from `program`, the program of its substitute from `for_chip`.
 
     Args:
         program: the substitute's, of all stages of a pipeline or of one.
         run: what is requested.
-        compiled: the run that `program` is of; if None, of all stages.
+        compiled: the run that `program` is of; if None, `program` is of all stages.
 
     Raises:
-        ConfigError: if its linear layers cannot be told from other products.
+        ConfigError: if its linear layers cannot be distinguished from other products.
     """
     model, tuning = run.config.model, run.config.fine_tuning
     kind = narrow_type(model.compute_dtype)
@@ -289,8 +289,8 @@ def restored(program: Program, run: ResolvedRun, compiled: ResolvedRun | None = 
 
 
 def _layers_in_no_loop(model: DecoderConfig, stages: int) -> int:
-    """Layers that are compiled outside of loops: beyond the last whole period, in a stack of one,
-    and for the token after the next. A stage of a pipeline has loops in any case."""
+    """Layers that are compiled outside of loops: those beyond the last whole period, in a stack of
+    one period, and for the token after the next. A stage of a pipeline has loops in any case."""
     moe = model.moe if isinstance(model, LlamaConfig) else None
     dense = 0 if moe is None else moe.dense_layers
     alone = 1 if isinstance(model, LlamaConfig) and model.mtp is not None else 0
@@ -301,7 +301,7 @@ def _layers_in_no_loop(model: DecoderConfig, stages: int) -> int:
 
 
 def _sides(model: DecoderConfig, run: ResolvedRun) -> set[int]:
-    """Sides of the products of linear layers, of a device or of all."""
+    """Sides of the products of linear layers, on one device or over all."""
     keys, values = model.head_size, model.value_head_size
     heads, own = model.heads, model.head_counts.get("kv_heads", model.heads)
     widths = [model.hidden, heads * values, model.inner_width, 2 * model.inner_width]

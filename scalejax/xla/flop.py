@@ -37,7 +37,7 @@ class FlopCount:
     shape: tuple[int, ...]
     """See `program.Operation.shape`."""
     convolution_pass: ConvolutionPass | None = None
-    """Which pass a convolution belongs to; None of a matrix product."""
+    """Which pass a convolution belongs to; None for a matrix product."""
     convolution_groups: int = 1
     """Groups into which a convolution divides its channels."""
 
@@ -56,7 +56,7 @@ def count_flop(instruction: Instruction, operands: Sequence[Shape]) -> FlopCount
 
 
 def _is_highest(instruction: Instruction) -> bool:
-    """Whether the user asked for full f32 precision, which tf32 units do not have."""
+    """Whether the user requested full f32 precision, which tf32 units do not have."""
     asked = instruction.attributes.get("operand_precision", "")
     return "highest" in asked or '"HIGHEST"' in json.dumps(instruction.backend_config)
 
@@ -239,9 +239,9 @@ def _product_as_convolution(
 ) -> FlopCount | None:
     """FLOP count of a matrix product that a TPU's compiler emits as a convolution.
 
-    Its further dimensions are those of the convolution: one that only the left operand has
-    counts to m, only the right to n, both but not the result to k, all three to the batch.
-    None if one of them is a window that slides.
+    Its further dimensions are those of the convolution: one that only the left operand has counts
+    toward m, only the right toward n, both but not the result toward k, all three toward the batch.
+    None if one of them is a sliding window.
     """
     batch, m, n, k = 1, samples, channels, inputs
     for side in sides:
@@ -292,8 +292,8 @@ def _library_convolution(
 
 
 def _orthogonal_factor(operands: Sequence[Shape]) -> FlopCount:
-    """FLOP count of a QR factorisation (geqrf), or of Q made of its reflectors (orgqr): of m rows
-    and n <= m columns 2 m n^2 - 2 n^3 / 3 each, and of fewer rows than columns likewise.
+    """FLOP count of a QR factorisation (geqrf), or of Q made of its reflectors (orgqr): for m rows
+    and n <= m columns 2 m n^2 - 2 n^3 / 3 each, and likewise for fewer rows than columns.
 
     Costed as a product of unknown shape in full float32. Left out: half of the work is products of
     a matrix and a vector in panels, one column after the other, so that small factors take longer
@@ -314,11 +314,11 @@ def _fused_attention(
 ) -> FlopCount | None:
     """FLOP count of a cuDNN call of fused attention, or of its gradient.
 
-    Forward are two products of 2 batch m n k each. Backward are five: the scores again, and two
-    gradients for each product. Of the two sizes of a head, queries' and values', three of the five
-    products have the first and two the second. A causal mask halves them: what lies beyond it is
-    skipped (the blocks on the diagonal are not: 1 + 128 / tokens of that, under 7 % from 2048
-    tokens on); so is what lies before a sliding window.
+    The forward pass has two products of 2 batch m n k each, the backward pass five: the scores
+    again, and two gradients for each product. Three of the five have the head size of queries, two
+    that of values. A causal mask halves them: what lies beyond it is skipped (the blocks on the
+    diagonal are not: 1 + 128 / tokens of that, under 7 % from 2048 tokens on), as is what lies
+    before a sliding window.
 
     Source: Dao 2023, "FlashAttention-2", arXiv 2307.08691, sections 3.1 and 4.1.
     """
@@ -335,7 +335,7 @@ def _fused_attention(
     if "CAUSAL" in str(config.get("mask_type", "")):
         flop //= 2
         window = int(config.get("sliding_window_length", 0))
-        if 0 < window < keys:  # half of the square, less that of what lies before the window
+        if 0 < window < keys:  # half of the square, less half of that before the window
             flop = flop * (keys**2 - (keys - window) ** 2) // keys**2
     return FlopCount(
         kind="attention",
@@ -350,13 +350,13 @@ def _only_array(shape: Shape) -> Array:
 
 
 def window_of(text: str, name: str, rank: int) -> list[int]:
-    """One number per spatial dimension, of `{size=3x3 stride=2x2}`; 1 where it is not given."""
+    """One number per spatial dimension, from `{size=3x3 stride=2x2}`; 1 where it is not given."""
     match = re.search(rf"\b{name}=([\dx]+)", text)
     return [int(part) for part in match[1].split("x")] if match else [1] * rank
 
 
 def paddings_of(text: str, rank: int) -> list[tuple[int, int]]:
-    """Padding before and after each spatial dimension, of `{pad=3_2x3_2}`."""
+    """Padding before and after each spatial dimension, from `{pad=3_2x3_2}`."""
     match = re.search(r"\bpad=([\d_x\-]+)", text)
     parts = match[1].split("x") if match else ["0_0"] * rank
     return [(int(before), int(after)) for before, after in (part.split("_") for part in parts)]

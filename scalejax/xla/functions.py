@@ -1,6 +1,6 @@
 """A user's function as a job for a worker: pickled with its arguments' shapes and shardings.
 
-Any function can be sent, also one typed into a notebook or into standard input. JAX is imported
+Any function can be sent, even one typed into a notebook or into standard input. JAX is imported
 only where a call is described, in a process that has it already.
 """
 
@@ -43,8 +43,8 @@ class Call:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles jitted functions with their attributes, which `jax.jit` needs and they lose (seen
-    with jax 0.10.2 and 0.12.0)."""
+    """Pickles jitted functions with their attributes, which `jax.jit` needs and which would be lost
+    (seen with jax 0.10.2 and 0.12.0)."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ == "PjitFunction":
@@ -53,7 +53,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _restored(reduced: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    """A jitted function, from what it says of itself and its attributes."""
+    """A jitted function, from its reduced form and its attributes."""
     make, arguments, *state = reduced
     function = make(*arguments)
     if state and state[0] is not None:
@@ -90,7 +90,7 @@ def unpickled(text: str, path: Sequence[str]) -> Builder:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of another thing that is called."""
+    """The name of a function, or of the class of another callable."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -102,7 +102,7 @@ def call_of(
 ) -> Call:
     """`function` called with `arguments` on `device_count` devices.
 
-    Where an argument's arrays (or shapes) have a `NamedSharding` over a mesh of so many devices,
+    If an argument's arrays (or shapes) have a `NamedSharding` over a mesh of that many devices,
     which may be abstract, it is kept, and arrays without one are replicated. Otherwise the call is
     data parallel: arrays of `batch_argnums` are sharded along their first dimension.
 
@@ -146,7 +146,7 @@ def scaled(
     """Shapes of a data-parallel function's arguments with `factor` times the samples.
 
     Raises:
-        ConfigError: if that is no whole number, or the arguments have shardings.
+        ConfigError: if that is not a whole number, or the arguments have shardings.
     """
     import jax
 
@@ -240,7 +240,7 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         try:
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
-            # A number of Python takes the type of what it meets, and must do so when compiled too.
+            # A Python number takes the type of its other operand, and must when compiled too.
             is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
             return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, weak_type=is_weak)
         except TypeError as error:

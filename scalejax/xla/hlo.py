@@ -22,7 +22,7 @@ _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 
 def item_bits(dtype: str) -> int:
-    """Bits of one element: 16 of "bf16", 8 of "f8e4m3fn", 4 of "s4"."""
+    """Bits of one element: 16 for "bf16", 8 for "f8e4m3fn", 4 for "s4"."""
     if dtype in _ITEM_BITS:
         return _ITEM_BITS[dtype]
     match = re.match(r"[a-z]+(\d+)", dtype)
@@ -38,7 +38,7 @@ class Array:
     dtype: str
     """Element type, as XLA names it: "bf16"."""
     dims: tuple[int, ...]
-    """Length of each dimension; () of a scalar."""
+    """Length of each dimension; () for a scalar."""
 
     @property
     def elements(self) -> int:
@@ -93,7 +93,7 @@ class Instruction:
     is_root: bool
     """Whether its result is that of the computation."""
     is_on_chip: bool = False
-    """Whether any of its result lies in the memory on a TPU's chip (memory space 1)."""
+    """Whether any part of its result lies in the memory on a TPU's chip (memory space 1)."""
     on_host: tuple[bool, ...] = ()
     """Whether each array of its result lies in the memory of the host (memory space 5); () if
     none does."""
@@ -108,16 +108,16 @@ class Instruction:
 
     @cached_property
     def backend_config(self) -> dict[str, object]:
-        """Settings of the backend; empty if there are none, or they are no JSON."""
+        """Settings of the backend; empty if there are none, or they are not JSON."""
         try:
             config = json.loads(self.attributes.get("backend_config", "{}"))
-        except json.JSONDecodeError:  # a custom call of a user's own may keep any text here
+        except json.JSONDecodeError:  # a user's own custom call may keep any text here
             return {}
         return config if isinstance(config, dict) else {}
 
     @property
     def call_target(self) -> str:
-        """The function that a custom call calls; "" of other instructions."""
+        """The function that a custom call calls; "" for other instructions."""
         return self.attributes.get("custom_call_target", "").strip('"')
 
     def integers(self, attribute: str) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class Computation:
     name: str
     """Its name, unique in the module."""
     instructions: dict[str, Instruction]
-    """By name, in order."""
+    """The instructions by name, in order."""
 
     @cached_property
     def root(self) -> Instruction:
@@ -148,7 +148,7 @@ class Computation:
         return tuple(self.instructions[name].shape for name in instruction.operands)
 
     def origin(self, name: str, through: Collection[str]) -> Instruction:
-        """The instruction whose result `name` passes on by operations of the opcodes `through`."""
+        """The instruction whose result `name` passes on through operations of these opcodes."""
         instruction = self.instructions[name]
         while instruction.opcode in through:
             instruction = self.instructions[instruction.operands[0]]
@@ -162,7 +162,7 @@ class Module:
     entry: str
     """Name of the computation that runs."""
     computations: dict[str, Computation]
-    """All of them, by name."""
+    """All computations, by name."""
     partition_count: int
     """Devices that run the program together."""
     frames: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Module:
         innermost = None
         while frame in self.frames:
             location, caller = self.frames[frame]
-            frame = min(caller, frame - 1)  # callers come first: never round in circles
+            frame = min(caller, frame - 1)  # callers come first: this never cycles
             path, line = location.rsplit(":", 1)
             short = f"{PurePath(path).name}:{line}"
             if not _is_of_library(path):
@@ -218,7 +218,7 @@ def parse_module(text: str) -> Module:
     """The module in the text of `compiled.as_text()`.
 
     Raises:
-        ProfileError: if a line is no HLO.
+        ProfileError: if a line is not HLO.
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None

@@ -35,7 +35,7 @@ class RunJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionJob:
-    """Job to compile a function of the user's."""
+    """Job to compile a user's function."""
 
     target: Target
     """Devices to compile for."""
@@ -45,9 +45,9 @@ class FunctionJob:
     mesh_axes: tuple[tuple[str, int], ...]
     """(name, size) of each mesh axis, major to minor."""
     pickled: str = ""
-    """The function itself, by `scalejax.xla.functions.pickled`; empty where it is imported."""
+    """The function itself, by `scalejax.xla.functions.pickled`; empty if it is imported."""
     path: tuple[str, ...] = ()
-    """Folders to import from what `pickled` refers to."""
+    """Folders from which to import what `pickled` refers to."""
 
     @property
     def title(self) -> str:

@@ -1,8 +1,8 @@
 """Compiled programs that come with scalejax: those of the quickstart, by version of JAX.
 
-A prediction of the examples as they stand then takes no compiler. They have no source lines, so
-that only who names none may take them. Whatever differs from what was compiled (a field of the run,
-the chip, JAX, the user's flags for XLA) is compiled as ever.
+Predictions of the unchanged examples then need no compiler. The programs have no source lines, so
+that only callers that name none may use them. Whatever differs from what was compiled (a field of
+the run, the chip, JAX, the user's flags for XLA) is compiled as usual.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from scalejax.xla.cache import case_key, has_own_source
 from scalejax.xla.job import RunJob
 
 KEPT = Path(__file__).parent / "kept.jsonl.xz"
-"""The programs; tests/cli/test_quickstart.py makes them anew."""
+"""The programs; tests/cli/test_quickstart.py makes them again."""
 
 
 def kept_program(job: RunJob) -> Program | None:
-    """The program of `job` that comes with scalejax; None if there is none of the JAX that is
-    installed."""
+    """The program of `job` that comes with scalejax; None if there is no such program for the
+    installed JAX."""
     if compiler_settings() or has_own_source(job):
         return None
     return read_archive(KEPT).program(_key(job))
 
 
 def keep_with_scalejax(jobs: Sequence[RunJob], programs: Sequence[Program]) -> None:
-    """Replace what is kept of the JAX that is installed by `programs` of `jobs`; that of others
-    stays.
+    """Replace the programs that are kept for the installed JAX by `programs` of `jobs`; those of
+    other JAX versions are kept.
 
     Raises:
         ConfigError: if the file cannot be read or written.
@@ -49,5 +49,5 @@ def _key(job: RunJob) -> str:
 
 
 def _version() -> str:
-    """Of the compiler; plug-ins for GPUs have that of JAX."""
+    """Version of the compiler; plug-ins for GPUs have the version of JAX."""
     return f"jax-{metadata.version('jax')}-jaxlib-{metadata.version('jaxlib')}"

@@ -1,11 +1,11 @@
 """FLOP of a function, counted in its jaxpr before compilation.
 
-Counts matrix products and convolutions only; loops by their trip count, those over blocks of tokens
+Counts only matrix products and convolutions: loops by their trip count, loops over blocks of tokens
 of an expert as often as at even loads (with padding of fewer than 32 rows, 3 % of 1000 tokens of an
-expert), the costliest branch of a conditional, any other `while` of unknown length once. Ignores
-element-wise arithmetic and table look-ups (under 1 % of a transformer of width >= 512), counts
-causal attention unmasked, as it is computed, over a sliding window that of each token with as many
-as the window has, however it is computed, and products with the padding of a convolution.
+expert), any other `while` of unknown length once, and the costliest branch of a conditional.
+Ignores element-wise arithmetic and table look-ups (under 1 % of a transformer of width >= 512).
+Counts causal attention unmasked, as it is computed; over a sliding window, each token with as many
+as the window has, however it is computed. Counts products with the padding of a convolution.
 """
 
 import math
@@ -76,7 +76,7 @@ def _product_flop(equation: Any) -> int:
 def _convolution_flop(equation: Any) -> int:
     """FLOP of a convolution: 2 x elements of the result x window positions x channels of a group.
 
-    Of a dilated input, which is mostly zeros, only every (product of dilations)-th product counts.
+    If the input is dilated, so mostly zeros, only every (product of dilations)-th product counts.
     """
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape

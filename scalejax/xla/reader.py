@@ -70,8 +70,8 @@ def read_program(
         text: result of `compiled.as_text()`.
         mesh_axes: (name, size) of each axis of the mesh it was compiled for.
         shares: fraction of the runs in which the condition of a named scope holds, by scope name.
-            Of other conditions, the costliest branch is counted.
-        has_host_memory: whether the memory of the host is another than the devices'.
+            For other conditions, the costliest branch is counted.
+        has_host_memory: whether the memory of the host is separate from the devices'.
 
     Raises:
         ProfileError: if the text cannot be read, or holds a loop of unknown length.
@@ -155,7 +155,7 @@ class _Reader:
         return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
 
     def _branches(self, instruction: Instruction) -> list[Operation | Loop]:
-        """Both branches with their fractions of the steps, where known; else the costliest."""
+        """Both branches with their fractions of the steps, if known; otherwise the costliest."""
         names = (
             *instruction.called("branch_computations"),
             *instruction.called("false_computation"),
@@ -166,7 +166,7 @@ class _Reader:
         share = next((share for scope, share in self._shares.items() if scope in metadata), None)
         if share is None or len(branches) != 2:
             return max(branches, key=_weight)
-        otherwise, holds = branches  # `lax.cond` numbers them by what the condition is
+        otherwise, holds = branches  # `lax.cond` numbers them by the value of the condition
         parts = ((otherwise, 1 - share), (holds, share))
         return [item for branch, part in parts if part for item in with_share(branch, part)]
 
@@ -305,7 +305,7 @@ class _Reader:
         )
 
     def _source(self, instruction: Instruction) -> str | None:
-        """Place in the user's program; of a fusion without one, that of its root."""
+        """Place in the user's program; for a fusion without one, that of its root."""
         source = self._module.source(instruction)
         for name in instruction.called("calls"):
             source = source or self._module.source(self._module.computations[name].root)
@@ -352,14 +352,14 @@ def _weight(items: list[Operation | Loop]) -> tuple[int, int]:
     return flop, moved
 
 
-# Trip counts of loops: XLA's compilers for CPUs and GPUs annotate them; that of TPUs does not, so
-# they are inferred.
+# Trip counts of loops: XLA's compilers for CPUs and GPUs annotate them; the one for TPUs does not,
+# so they are inferred.
 
 _SAME_VALUE = ("copy", "bitcast", "convert")
 
 
 def _blocks_at_even_load(loop: Instruction) -> BlocksAtEvenLoad | None:
-    """The blocks of experts that a loop is over, as its name scope says; None if it is another."""
+    """The blocks of experts that a loop runs over, from its name scope; None for other loops."""
     scope = re.search(r'op_name="([^"]+)"', loop.attributes.get("metadata", ""))
     return blocks_at_even_load(scope[1]) if scope else None
 

@@ -1,6 +1,6 @@
 """Device groups of collectives, parsed from XLA's notations of replica groups.
 
-Knows device numbers along the mesh, major to minor, and the names of its axes; no collective.
+Knows device numbers along the mesh, major to minor, and the names of its axes; no collectives.
 """
 
 import itertools
@@ -21,14 +21,14 @@ Extents = tuple[tuple[int, int], ...]
 
 @cache
 def replica_group(text: str, mesh_axes: MeshAxes) -> DeviceGroup:
-    """The group in a `replica_groups` attribute; the first, when there are many of one shape.
+    """The group in a `replica_groups` attribute; the first, if there are several of one shape.
 
-    Read are `mesh['a'=4,'b'=8] {'a'}` (axes, or parts of them, of a mesh of XLA's own making),
+    Reads `mesh['a'=4,'b'=8] {'a'}` (axes, or parts of them, of a mesh of XLA's own making),
     `[8,4]<=[4,8]T(1,0)` (a transposed count of all devices, cut into rows), `{{0,1},{2,3}}`
     (lists), and `{}` (all devices).
 
     Raises:
-        ProfileError: if the notation is another.
+        ProfileError: if the notation is none of these.
     """
     device_count = math.prod(size for _, size in mesh_axes)
     if text.startswith("mesh["):
@@ -90,7 +90,7 @@ def device_group(devices: Sequence[int], mesh_axes: MeshAxes) -> DeviceGroup:
 
 
 def _grid(devices: list[int]) -> Extents:
-    """The strides of a sorted list of devices; of devices in no grid, one mean stride."""
+    """The strides of a sorted list of devices; one mean stride if they form no grid."""
     count = len(devices)
     base = [device - devices[0] for device in devices]
     extents: list[tuple[int, int]] = []
@@ -127,7 +127,7 @@ def _merged(extents: Sequence[tuple[int, int]]) -> Extents:
 def _devices_of_axes(text: str) -> list[int]:
     """The first group of `mesh['a'=4,'b'=8] {'a','b':(2)4}`.
 
-    `'b':(2)4` is the part of size 4 that is left of axis b after a part of size 2 before it.
+    `'b':(2)4` is the part of axis b of size 4 that follows a part of size 2.
     """
     mesh_text = text.partition("]")[0]
     order = re.search(r"device_ids=\(?(\[[\d,]+\](?:<=\[[\d,]+\])?(?:T\([\d,]+\))?)", text)

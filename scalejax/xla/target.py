@@ -15,18 +15,18 @@ from scalejax.simulator.collectives.torus import slices
 Backend = Literal["cuda", "tpu", "cpu"]
 
 OLDEST_CAPABILITY = (8, 0)
-"""Oldest compute capability that can be compiled for. Older chips are compiled for as this one,
-and costed at their own rates (tried with the plug-ins of jax 0.10.2 and 0.12.0)."""
+"""Oldest compute capability that can be compiled for. Older chips are compiled for as if they were
+this one, and costed at their own rates (tried with the plug-ins of jax 0.10.2 and 0.12.0)."""
 OLDEST_SUBSTITUTE = "v100"
 """Chip whose sizes are used to compile for all older chips. The program is a substitute anyway and
-depends little on these sizes; with a single one, programs are shared between them."""
+depends little on these sizes; with a single chip for all, they share programs."""
 _OLDEST_SHARED_MEMORY = (167_936, 166_912)
 """Shared memory per multiprocessor, and per block at most, of compute capability 8.0 (XLA's
 GPU target descriptions, Apache-2.0)."""
 
 _CUDNN_VERSIONS = {(10, 3): (9, 15), (0, 0): (9, 10)}
 """The cuDNN that is compiled for, by oldest compute capability: 9.10 is contemporary with CUDA
-12.8; of 10.3, 9.15 (XLA's GPU target description of GB300, Apache-2.0), since 9.10 lacks it."""
+12.8; for 10.3 it is 9.15 (XLA's GPU target description of GB300, Apache-2.0): 9.10 lacks it."""
 
 MAX_CPU_DEVICES = 2048
 """Virtual CPU devices that compile; 4096 do not (tried with jax 0.10.2 and 0.12.0)."""
@@ -96,7 +96,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
 
 
 def _own_backend(chip: Chip) -> Backend:
-    """Backend of the compiler for `chip`, if it is installed; else the CPU's."""
+    """Backend of the compiler for `chip`, if it is installed; otherwise the CPU's."""
     if chip.cuda is not None and has_cuda_compiler():
         return "cuda"
     return "tpu" if chip.tpu is not None and has_tpu_compiler() else "cpu"
@@ -105,7 +105,7 @@ def _own_backend(chip: Chip) -> Backend:
 def _torus(tpu: TpuArchitecture, device_count: int) -> tuple[int, ...]:
     """Chips along each side of a slice of `device_count` devices, shortest first.
 
-    As cubic as possible. From four chips on, two sides are even: hosts hold squares of 2 x 2.
+    The slice is as cubic as possible. From four chips on, two sides are even: hosts hold 2 x 2.
     """
     chips, odd_core = divmod(device_count, tpu.devices_per_chip)
     tori = [] if odd_core else list(slices(chips, tpu.torus_dimensions))

@@ -1,7 +1,7 @@
 """What a compile worker does: `compile_job`, a job in, a program out.
 
-Apart from its caller, so that the caller's JAX keeps its own platform, and so that a compiler
-that aborts is an error message and not a crash.
+It runs in a process of its own, so that the caller's JAX keeps its platform, and so that a compiler
+that aborts causes an error message, not a crash.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from scalejax.xla.target import Target, cudnn_version
 
 
 def compile_job(job: RunJob | FunctionJob) -> Compiled:
-    """The result of `job`; to be called once in a process, whose JAX it sets up."""
+    """The result of `job`; to be called once per process, whose JAX it sets up."""
     return Compiled(program=_compile(job), sources=_user_sources())
 
 
@@ -60,16 +60,16 @@ def _compile(job: RunJob | FunctionJob) -> Program:
 
 
 def _compiler_options(target: Target) -> dict[str, str | bool]:
-    """The folder of the CUDA toolkit, as an option: of the flag JAX makes that of an NVIDIA package
-    that is installed."""
+    """The folder of the CUDA toolkit, as an option: JAX sets the flag to the folder of an installed
+    NVIDIA package."""
     return {"xla_gpu_cuda_data_dir": os.environ["CUDA_HOME"]} if target.backend == "cuda" else {}
 
 
 def _place_arguments(lowered: Any) -> None:
-    """Place arguments that are donated to results in the memory of the host there too.
+    """Place arguments in the memory of the host if they are donated to results there.
 
     Devices that are only described have no memories, so that JAX drops the memory of a sharding and
-    writes it for results alone (tried with jax 0.10.2). Changes `lowered`, if any result is there.
+    writes it for results only (tried with jax 0.10.2). Changes `lowered` if any result is there.
     """
     from jax.extend.mlir import ir
 
@@ -118,7 +118,7 @@ def _describe_cudnn(target: Target) -> bool:
 
 
 def _in_trained_schedule(run: ResolvedRun) -> ResolvedRun:
-    """`run`, or in 1F1B if its schedule is costed alone."""
+    """`run`, but in 1F1B if its own schedule is only costed."""
     layout = run.config.layout
     if layout.pipeline_schedule != "dualpipe":
         return run

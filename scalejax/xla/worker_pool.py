@@ -28,12 +28,12 @@ WORKER_BYTES = 2 * GIB
 
 _FLAGS = (
     *GPU_FLAGS,
-    # Library calls, as tuned programs end up with for large products: tile sizes of XLA's own
+    # Library calls, which tuned programs have too for large products: tile sizes of XLA's own
     # kernels need a device to tune on, and for odd shapes (head size 96) none is found.
     "--xla_gpu_enable_triton_gemm=false",
-    # No device to time candidates on; the program is unchanged in two thirds of the time.
+    # No device to time candidates on; the program is the same, in two thirds of the time.
     "--xla_gpu_autotune_level=0",
-    # What follows the program that is read is thrown away.
+    # What follows the program that is read is discarded.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )
@@ -52,7 +52,7 @@ def run_jobs(
     Args:
         jobs: jobs to compile.
         on_done: called with the position of each job that is done, as soon as it is.
-        on_error: called with the position of each job that fails, while the others go on.
+        on_error: called with the position of each job that fails, while the others continue.
 
     Raises:
         ScalejaxError: of the first job that fails, if there is no `on_error`; the others are
@@ -64,7 +64,7 @@ def run_jobs(
         def start(number: int) -> Worker:
             return Worker(compile_job, name="compile_job", environment=_environment(cuda))
 
-        # A process for each job: JAX can be set up for one number of devices only.
+        # A process for each job: JAX can be set up for only one number of devices.
         with Pool(start, worker_count(len(jobs)), is_reused=False) as pool:
             for position, kind, value in pool.work(jobs):
                 if kind == "answer":
@@ -84,7 +84,7 @@ def worker_count(job_count: int) -> int:
 def free_bytes(root: Path = Path("/")) -> int:
     """Memory available without swapping and within this process's control groups, in bytes.
 
-    Where neither is known, enough for two workers.
+    If neither is known, enough for two workers.
 
     Args:
         root: folder of `proc` and `sys`.
@@ -113,12 +113,12 @@ def _control_group_free_bytes(root: Path) -> list[int]:
             idle = "total_inactive_file"
         else:
             continue
-        # A container may see its own group in place of the root, by a name that is not there.
+        # A container may see its own group as the root, under a name that does not exist there.
         group = PurePosixPath(name.lstrip("/"))
         for part in (group, *group.parents):
             folder = root / "sys/fs/cgroup" / top / part
             most, used = (text_of(folder / file).strip() for file in (limit, taken))
-            if most.isdigit() and used.isdigit():  # "max" is none
+            if most.isdigit() and used.isdigit():  # "max" is no limit
                 kept = re.search(rf"^{idle} (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
                 found.append(int(most) - int(used) + (int(kept[1]) if kept else 0))
     return found
@@ -136,7 +136,7 @@ def _environment(cuda: Path | None) -> dict[str, str]:
     return kept | {
         "JAX_PLATFORMS": "cpu",  # of the worker itself; what it compiles for is another matter
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA libraries are not needed to compile
-        # libtpu: as many workers as there are, none of which looks for a TPU on the network.
+        # libtpu: several workers at a time, none of which looks for a TPU on the network.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
         **({} if cuda is None else {"CUDA_HOME": str(cuda)}),
@@ -147,13 +147,13 @@ def _environment(cuda: Path | None) -> dict[str, str]:
 
 
 def _failure(job: RunJob | FunctionJob, failed: WorkerFailed) -> ProfileError:
-    """Why a worker failed, from the end of what it said."""
+    """Why a worker failed, from the end of its output."""
     if failed.was_killed:
         return ProfileError(
             f"{job.title}: the compiler was killed, most likely because memory ran out "
             f"({WORKER_BYTES // GIB} GiB are usually enough)."
         )
-    # After a traceback stands the error; what was printed before it does not matter.
+    # The error follows a traceback; what was printed before it does not matter.
     last = failed.said.rpartition("Traceback (most recent call last)")[2]
     useful = [line for line in last.splitlines() if line.strip() and not _NOISE.match(line)]
     words = (

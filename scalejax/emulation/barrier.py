@@ -16,7 +16,7 @@ Part = TypeVar("Part")
 class Barrier(Generic[Part]):
     """Reusable barrier at which workers wait for each other.
 
-    A worker's data are in its memory only. If it fails before the collective is complete, it
+    A worker's data are only in its memory. If it fails before the collective is complete, it
     computes them again after its restart; the others wait, and the collective starts again,
     since NCCL's and Gloo's collectives do not survive the loss of a member.
     """

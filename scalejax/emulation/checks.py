@@ -1,4 +1,4 @@
-"""Checks of whether a run can be emulated: every refusal, before anything is computed.
+"""Checks whether a run can be emulated: makes every refusal before anything is computed.
 
 Knows configs; nothing of how a run is emulated.
 """
@@ -15,20 +15,20 @@ from scalejax.data.facts import resolve
 from scalejax.emulation.virtual_cluster import Durations, are_returning
 
 _MOST_TRIES = 10_000
-"""Most tries of a round, on average; each recomputes its gradients."""
+"""Largest accepted mean number of tries of a round; each recomputes its gradients."""
 
 
 def emulated_run(
     config: RunConfig, facts: DatasetFacts | None = None
 ) -> tuple[ResolvedRun, EmulationConfig]:
-    """The run of each worker, on a device of its own, and the emulation config.
+    """The run of each worker, on its own device, and the emulation config.
 
     `batch.per_device_batch` is the batch of a worker: the global batch of synchronous workers is
     that times the number of workers whose gradients count.
 
     Args:
         config: the run, with an [emulation].
-        facts: counts and shapes of its data; if None, they are read.
+        facts: counts and shapes of the data; if None, they are read.
 
     Raises:
         ConfigError: if the run cannot be emulated, naming the field.
@@ -70,7 +70,7 @@ def require_enough(workers: int, minibatch: int, examples: int) -> None:
     """Refuse so many workers that some have less than a minibatch of the examples.
 
     Raises:
-        ConfigError: naming the most workers for whom there are enough.
+        ConfigError: naming the largest number of workers with enough examples.
     """
     if workers * minibatch > examples:
         most = max(1, examples // minibatch)
@@ -153,8 +153,8 @@ def _require_plain_training(config: RunConfig) -> None:
 
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse a layer-wise optimizer, clipping and rates by layer, where servers hold parts of
-    layers; and an optimizer that needs more than gradients."""
+    """Refuse a layer-wise optimizer, clipping and rates by layer, if servers hold parts of layers;
+    and an optimizer that needs more than gradients."""
     if isinstance(config.optimizer, SophiaConfig):
         accepted = (
             "workers send gradients of targets alone, and none of sampled labels; use another"
@@ -173,7 +173,7 @@ def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
 
 
 def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse weight decay where it would be ignored: L-BFGS has no optimizer."""
+    """Refuse weight decay if it would be ignored: L-BFGS has no optimizer."""
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     if decay and not emulation.core.has_optimizer:
         accepted = "sandblaster steps by the gradient of the loss, and has no optimizer; leave it 0"
@@ -181,7 +181,7 @@ def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
 
 
 def _require_returning(emulation: EmulationConfig) -> None:
-    """Refuse workers that never restart where others wait for them."""
+    """Refuse workers that never restart if others wait for them."""
     if emulation.core.waits_for_all and not are_returning(emulation.failures):
         raise ConfigError(
             "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
@@ -194,7 +194,7 @@ def require_progress(run: ResolvedRun, emulation: EmulationConfig, times: Durati
 
     One worker that fails every M seconds on average repeats a round of L seconds until it
     survives one, exp(L / M) times (times to failure are exponential). A collective needs all N
-    at once, each of which is available for M of M + R + L seconds, with R for its restart:
+    workers at once, each of which is available for M of M + R + L seconds, with R for its restart:
     ((M + R + L) / M)^N tries.
 
     Raises:

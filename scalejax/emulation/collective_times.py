@@ -1,13 +1,13 @@
 """Seconds of the reductions of an `all_reduce_spec` of tf_cnn_benchmarks.
 
-Knows which tensors are reduced together, and on which servers; the time of a ring, of halving and
-doubling and of a message is that of `simulator.collectives`. A ring or halving reduces one tensor
-after the other, but NCCL all in one group. Servers take all at once, each tensor cut into `shards`
-distributed round-robin, but devices and memory of one host copy one tensor after the other. Traffic
-that leaves a host shares its links, and overlaps with the rest.
+Knows which tensors are reduced together, and on which servers; the times of a ring, of halving and
+doubling and of a message are from `simulator.collectives`. A ring or halving reduces one tensor
+after the other, but NCCL reduces all in one group. Servers reduce all at once, each tensor cut into
+`shards` distributed round-robin, but devices and memory of one host copy one tensor after the
+other. Traffic that leaves a host shares its links, and overlaps with the rest.
 
-Ignores how small tensors are packed together, and the start of a reduction before its first
-message.
+Ignores how small tensors are packed together, and the time from the start of a reduction to its
+first message.
 """
 
 import math
@@ -80,7 +80,7 @@ def reduction_seconds(
         ranges: reduction method by tensor size.
         tensor_elements: elements of each tensor.
         route: links between the workers; the last host may have fewer of them.
-        method: latencies of messages within a host and between hosts.
+        method: gives the latencies of messages within a host and between hosts.
         element_bytes: bytes of an element.
 
     Raises:
@@ -124,7 +124,7 @@ def _range_seconds(
         seconds += sum(halving_doubling_all_reduce_seconds(size, hosts, method) for size in sizes)
     elif between == "xring":
         seconds += sum(ring_all_reduce_seconds(size, hosts, method) for size in sizes)
-    elif between:  # a host has its own gradient in memory, as a device does
+    elif between:  # a host already has its own gradient in memory, as a device does
         seconds += _served(sizes, each.shards, True, hosts, method)
     return seconds
 

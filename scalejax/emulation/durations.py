@@ -26,7 +26,7 @@ def require_one_machine(emulation: EmulationConfig, workers_per_host: int) -> No
     """Refuse several hosts for an algorithm that is limited to one.
 
     Raises:
-        ConfigError: naming what works on several.
+        ConfigError: naming an algorithm that works on several.
     """
     found = emulation.algorithm.one_machine
     if found is None or emulation.workers <= workers_per_host:
@@ -71,16 +71,16 @@ def durations_of(
 
     Synchronous workers with an all-reduce use the step compiled for all of them: the collective
     is its exposed communication, the gradient is the rest. Otherwise a worker uses the step
-    compiled for one device and its minibatch, including the update (ignores that servers make
-    it: < 5 % of a step). A message between a worker and a server passes the link of the worker's
-    node, the latency of a remote call, and the link of the server's host, one after the other,
-    since a server starts when the whole message has arrived.
+    compiled for one device and its minibatch, including the update (ignores that servers do it:
+    < 5 % of a step). A message between a worker and a server takes the link of the worker's node,
+    the latency of a remote call, and the link of the server's host, one after the other, since a
+    server starts when the whole message has arrived.
 
     Args:
         run: the run, on one device.
         emulation: the workers and their algorithm.
         cluster: hardware of the workers; if None, `emulation.timing` gives all times.
-        site: conditions and input of its hosts.
+        site: conditions and input of the cluster's hosts.
         on_progress: called when the step is compiled.
 
     Raises:
@@ -152,7 +152,7 @@ def _hop_seconds(cluster: Cluster) -> float:
 def _given(
     timing: TimingConfig, emulation: EmulationConfig, *, gradient: float, deviation: float = 0.0
 ) -> Durations:
-    """Durations given by `timing`, 0 or unlimited where it gives none."""
+    """Durations given by `timing`; 0 or unlimited if not given."""
     if emulation.stragglers.cv is not None:
         deviation = gradient * emulation.stragglers.cv
     return Durations(

@@ -17,7 +17,7 @@ _SCHEMA = pa.schema(
         ("at_seconds", pa.float64()),
         ("operation", pa.dictionary(pa.int8(), pa.string())),
         ("inputs", pa.list_(pa.int32())),
-        ("outputs", pa.int32()),  # how many: values are numbered in the order of the instructions
+        ("outputs", pa.int32()),  # their number: values are numbered in order of instructions
         ("factors", pa.list_(pa.float64())),
         ("worker", pa.int32()),
         ("index", pa.int32()),
@@ -28,7 +28,7 @@ _SCHEMA = pa.schema(
 )
 _ROWS = ("worker", "index", "workers", "way", "sharing")
 _MOST_OUTPUTS = 2**20
-"""Values of an instruction, more than any: a shard of a gradient for each server."""
+"""Upper bound on the values of an instruction: a shard of a gradient for each server."""
 _AT_ONCE = 20_000
 """Instructions in a row group, about 0.2 MB."""
 
@@ -37,7 +37,7 @@ class EventLog:
     """Writer of the instructions of a run, in row groups."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file at `path`; it is readable once closed, also if the run fails before."""
+        """Create the file at `path`; it is readable once closed, even if the run fails before."""
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
         self._waiting: list[Instruction] = []
 
@@ -70,7 +70,7 @@ def read_events(path: Path) -> list[Instruction]:
     """The instructions in the file `path`, in order.
 
     Raises:
-        ConfigError: if it cannot be read, or holds something else.
+        ConfigError: if the file cannot be read, or holds something else.
     """
     try:
         table = pq.read_table(path)

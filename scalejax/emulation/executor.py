@@ -1,8 +1,8 @@
 """Executes instructions with the parts of the real `Step`: its gradient, optimizer, evaluation.
 
-Parameters are sharded over the servers, each leaf by itself, so that an element-wise optimizer does
-the same to a shard as to the whole. Gradients are lazy: one is computed when its value is needed,
-together with others that are pending, in one program. Knows no time and no workers.
+Parameters are sharded over the servers leaf by leaf, so that an element-wise optimizer does the
+same to a shard as to the whole. Gradients are lazy: one is computed when its value is needed,
+together with other pending ones, in one program. Knows no time and no workers.
 """
 
 import weakref
@@ -45,7 +45,7 @@ def compressed(
     residual: PyTree | None,
     stacked: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
-    """What a device of `training.gradient_sync` sends of a gradient, and what it keeps of it.
+    """What a device of `training.gradient_sync` sends of a gradient, and the residual it keeps.
 
     Args:
         config: the compression.
@@ -66,7 +66,7 @@ def compressed(
 
 
 def message_bytes(compressed: Callable[[PyTree, None], object], gradient: PyTree) -> int:
-    """Bytes that a device sends of `gradient`: what the collectives of `compressed` take."""
+    """Bytes that a device sends of `gradient`: the operands of the collectives of `compressed`."""
     alone = jax.make_jaxpr(compressed)(gradient, None).jaxpr.eqns[-1]
     taken = [
         argument.aval
@@ -78,12 +78,12 @@ def message_bytes(compressed: Callable[[PyTree, None], object], gradient: PyTree
 
 
 TOGETHER = 8
-"""Gradients computed in one program: on two cores 80 us each in place of 210, for a network of
+"""Gradients computed in one program: on two cores, 80 us each instead of 210, for a network of
 100,000 parameters and 16 samples (jax 0.10.2)."""
 _SUMMED = 16
-"""Most values in one sum: a longer one takes longer to compile than to run."""
+"""Largest number of values in one sum: a longer one takes longer to compile than to run."""
 _AHEAD = 256
-"""Most queued updates; each holds its arguments in memory."""
+"""Largest number of queued updates; each holds its arguments in memory."""
 
 
 class JaxExecutor:
@@ -105,9 +105,9 @@ class JaxExecutor:
         Args:
             run: the run, on one device.
             mesh: the mesh of that device.
-            sources: the training, the test and, if there are any, the validation examples.
+            sources: training, test and, if there are any, validation examples.
             shards: number of parameter shards.
-            gradients_per_update: minibatches of an update; the learning rate counts minibatches.
+            gradients_per_update: minibatches per update; the learning rate counts minibatches.
             compression: compression of gradients, if any.
             samples: number of samples of a minibatch.
         """
@@ -220,7 +220,7 @@ class JaxExecutor:
         """Compute the oldest pending gradients; an error is raised again for later callers.
 
         Gradients computed with one that failed are no longer pending and would never be available:
-        virtual time goes on until the worker of the failed one is processed.
+        virtual time continues until the worker of the failed one is processed.
         """
         if self._failure is not None:
             raise self._failure
@@ -242,7 +242,7 @@ class JaxExecutor:
         return several
 
     def _compute(self, several: list["Gradient"]) -> None:
-        """Compute gradients, eight in one program, or each by itself."""
+        """Compute gradients, eight in one program, or each separately."""
         groups = [several] if len(several) == TOGETHER else [[each] for each in several]
         found: Any = None
         for group in groups:  # only these two sizes: each is compiled once
@@ -333,7 +333,7 @@ class Part:
         self.place = place
         """Index of the part."""
         self.array: Any = None
-        """The array, once computed: a loss kept for a log line does not keep its gradient alive."""
+        """The array, once computed; a loss kept for a log line does not keep its gradient alive."""
 
 
 def _combine(factors: jax.Array, values: Sequence[PyTree]) -> PyTree:

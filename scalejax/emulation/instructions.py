@@ -30,10 +30,10 @@ Operation = Literal[
 """initial: -> shards of the parameters. optimizer: shard -> its state. gradient: shards -> shards,
 loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> their linear
 combination. dot: two shards -> their inner product. evaluate: shards -> metrics of the
-validation data if there are any, else of the test data. test: the same of the test data, at the end
-of a run that has validation data. trained, evaluated, tested: metrics, and as the factor a step ->
-nothing; a line of the record is made of them. compress (until 0.2 fp16, two_bit, top_k): a part of
-a gradient, and its residual -> the compressed sum of both, and the new residual. adasum: gradients
+validation data if there are any, else of the test data. test: the same for the test data, at the
+end of a run that has validation data. trained, evaluated, tested: metrics, with a step as factor ->
+nothing; they become a line of the record. compress (until 0.2 fp16, two_bit, top_k): a part of a
+gradient, and its residual -> the compressed sum of both, and the new residual. adasum: gradients
 -> one."""
 
 
@@ -52,7 +52,7 @@ class Value:
 
 
 Shards = tuple[Value, ...]
-"""All parameters, or their gradient: a value for each server."""
+"""All parameters, or their gradient: one value per server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ class Rows:
     workers: int
     """Number of workers among which the samples are divided."""
     way: Literal["own", "part"]
-    """own: the worker has a part of the examples, in minibatches of its own. part: its part of the
-    `index`-th global batch."""
+    """own: the worker has its own part of the examples, in its own minibatches. part: its part of
+    the `index`-th global batch."""
     sharing: int = 1
-    """With own: number of minibatches that make `batch.global_batch` samples."""
+    """With own: number of minibatches that make up `batch.global_batch` samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class InstructionLog:
         return self.executor.value(value.content)
 
     def evaluate(self, params: Shards) -> Value:
-        """The metrics of the data that are evaluated in the course of the run."""
+        """The metrics of the data that are evaluated during the run."""
         (metrics,) = self._do("evaluate", params, 1)
         return metrics
 

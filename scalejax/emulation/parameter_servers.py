@@ -1,9 +1,9 @@
 """Parameter servers: each holds a shard of every parameter, and serves requests in order.
 
-Servers are not ordered among each other, so that a worker may get shards of different versions
+Servers are not synchronised with each other, so that a worker may get shards of different versions
 (Dean et al. 2012, section 4.1). Messages between one worker and one server keep their order, as on
 one connection: fetched parameters include what the worker pushed before. Knows messages and
-versions; the instruction log has the values computed.
+versions; the values are computed by way of the instruction log.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class Servers:
 
         Args:
             cluster: the workers and links.
-            instructions: has the values computed.
+            instructions: log through which values are computed.
             shard_bytes: bytes of the shard of each server.
             failures: failure model of the servers.
         """
@@ -61,8 +61,8 @@ class Servers:
         self.versions = [0] * len(self.params)
         """Number of updates of each server."""
         self.staleness: Counter[int] = Counter()
-        """Number of gradients by staleness: the updates of a server since their worker read its
-        parameters."""
+        """Number of gradients by staleness: the updates of a server since the worker of a gradient
+        read its parameters."""
         self.sent_bytes = 0
         """Bytes sent between workers and servers."""
         self.failures = 0
@@ -72,7 +72,7 @@ class Servers:
         self.message_bytes = self.shard_bytes
         """Bytes of a pushed gradient's part for each server."""
         self._compression: GradientSyncConfig | None = None
-        self._residuals: dict[tuple[int, int], Value] = {}  # of each worker, for each server
+        self._residuals: dict[tuple[int, int], Value] = {}  # by worker and server
         self._cluster, self._instructions = cluster, instructions
         self._pushes: dict[tuple[int, int], _Push] = {}  # the last push of a worker to a server
         self._in, self._out, self._at_work = (
@@ -83,7 +83,7 @@ class Servers:
                 cluster.env.process(self._fail(server, failures))
 
     def compress(self, compression: GradientSyncConfig, message_bytes: Sequence[int]) -> None:
-        """Have workers compress what they push to so many bytes for each server."""
+        """Have workers compress what they push, to `message_bytes` for each server."""
         self._compression, self.message_bytes = compression, tuple(message_bytes)
 
     def whole(self) -> Shards:
@@ -124,7 +124,7 @@ class Servers:
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
-            if self._cluster.done.triggered:  # the run ended at this very time
+            if self._cluster.done.triggered:  # the run ended at this same time
                 return
             apply(server, part)
             left -= 1
@@ -144,7 +144,7 @@ class Servers:
 
     def operate(self, then: Callable[[], object] = lambda: None) -> None:
         """Have every server do one small operation on its shard, requested by a coordinator; `then`
-        is called when all have answered. Messages are a few numbers."""
+        is called when all have answered. Messages hold only a few numbers."""
         left, seconds = len(self.params), self._cluster.durations.update_seconds / len(self.params)
         env, latency_seconds = self._cluster.env, self._cluster.durations.latency_seconds
 
@@ -168,7 +168,7 @@ class Servers:
         self.versions[server] += 1
 
     def put(self, server: int, params: Value) -> None:
-        """Replace the shard of one server by the result of an update made elsewhere."""
+        """Replace the shard of one server with the result of an update made elsewhere."""
         self.params[server] = params
         self.versions[server] += 1
 
@@ -219,7 +219,7 @@ class Servers:
             push.has_come = True
             for request in push.behind:
                 request()
-            push.behind.clear()  # which would keep their parameters in memory
+            push.behind.clear()  # the requests would keep their parameters in memory
 
         cluster.send(worker, size, on_link)
 

@@ -9,9 +9,9 @@ from scalejax.emulation.instructions import InstructionLog, LineKind, Shards, Va
 from scalejax.emulation.virtual_cluster import VirtualCluster
 
 Listener = Callable[[LineKind, float, int, tuple[Value, ...]], object]
-"""Is told the virtual time, the gradients applied, to the shared or to a worker's own parameters,
-and metrics: trained, [loss, accuracy] of each minibatch since the last time; evaluated and tested,
-those of the data that are evaluated in the course of the run, and of test data at its end."""
+"""Called with the virtual time, the number of gradients applied to the shared or to a worker's own
+parameters, and metrics: for trained, [loss, accuracy] of each minibatch since the last time; for
+evaluated and tested, those of the data evaluated during the run, and of test data at its end."""
 
 
 class Progress:
@@ -30,18 +30,18 @@ class Progress:
         steps_per_epoch: int = 1,
         has_validation: bool = False,
     ) -> None:
-        """At step 0.
+        """Start at step 0.
 
         Args:
-            cluster: has the clock, and its `done` event.
-            instructions: has evaluations computed.
-            listener: is told the metrics.
+            cluster: has the clock and the `done` event.
+            instructions: log through which evaluations are computed.
+            listener: called with the metrics.
             total_steps: number of gradients of the run.
             log_every_steps: steps between two lines on the training loss.
             is_evaluated: whether the parameters are evaluated after a step.
             steps_per_epoch: gradients per epoch, for algorithms that work by epochs.
-            has_validation: whether validation data are evaluated in the course of the run, and test
-                data at its end alone.
+            has_validation: whether validation data are evaluated during the run, and test data only
+                at its end.
         """
         self.step = 0
         """Gradients applied so far, to the shared or to a worker's own parameters."""
@@ -60,7 +60,7 @@ class Progress:
 
         Args:
             gradients: number of gradients, each of `batch.global_batch` samples.
-            metrics: [loss, accuracy] of each of their minibatches.
+            metrics: [loss, accuracy] of each minibatch.
             params: returns the current parameters.
         """
         if self._cluster.done.triggered:

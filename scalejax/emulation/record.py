@@ -1,4 +1,4 @@
-"""Summary of an emulated run beside its metrics: staleness, bytes sent, failures, times.
+"""Summary of an emulated run, besides its metrics: staleness, bytes sent, failures, times.
 
 Plain data; knows neither files nor how a run is emulated.
 """
@@ -22,7 +22,7 @@ class Emulation(Tabular):
     config: EmulationConfig
     """The emulation config."""
     cluster: str | None
-    """Name of the cluster that gives the times; None if they were given."""
+    """Name of the cluster that determines the times; None if they were given."""
     gradient_seconds: float
     """Mean time of one worker's gradient."""
     exchange_seconds: float
@@ -36,7 +36,7 @@ class Emulation(Tabular):
     """Number of updates of all parameters."""
     staleness: tuple[tuple[int, int], ...]
     """(updates between reading the parameters and applying their gradient, number of gradients),
-    each server by itself; empty where every update waits for all."""
+    for each server separately; empty if every update waits for all."""
     sent_bytes: int
     """Bytes sent between workers and servers."""
     dropped_gradients: int
@@ -55,12 +55,12 @@ class Emulation(Tabular):
 
     @property
     def device_seconds(self) -> float:
-        """Virtual time times the number of workers; servers count as no devices."""
+        """Virtual time times the number of workers; servers do not count as devices."""
         return self.virtual_seconds * self.config.workers
 
     @property
     def mean_staleness(self) -> float | None:
-        """Mean staleness of all gradients; None if there are none."""
+        """Mean staleness of all gradients; None without gradients."""
         total = sum(count for _, count in self.staleness)
         return sum(age * count for age, count in self.staleness) / total if total else None
 

@@ -2,8 +2,8 @@
 
 Each value is freed after the last instruction that reads it, so that no more memory is used than
 in the run itself. A gradient that is never read is not computed. Gradients are computed in the
-order of the log, several in one program; their grouping changed no bit of them where tested, which
-is small fully connected networks on CPUs (jax 0.10.2).
+order of the log, several in one program; grouping them changed no bit in the cases tested: small
+fully connected networks on CPUs (jax 0.10.2).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ def replay(
         write: called with the lines of the record, equal to those of the run.
 
     Raises:
-        ConfigError: if the log is not of such a run, or examples cannot be read.
+        ConfigError: if the log is not that of such a run, or examples cannot be read.
     """
     executor = executor_of(run, emulation)
     lines = Lines(run, executor, write)
@@ -83,10 +83,10 @@ def replay(
 
 @contextmanager
 def _executing(operation: str, place: int) -> Iterator[None]:
-    """Turn what cannot be executed into a refusal of the row.
+    """Turn errors of a row that cannot be executed into its refusal.
 
-    A file that can be read may hold anything in its cells: no factors, samples that are of nothing,
-    gradients of another shape. All of it is tried, and nothing but the log is at fault.
+    A readable file may hold anything in its cells: no factors, samples of no gradient, gradients of
+    another shape. All of it is executed, and only the log can be at fault.
 
     Raises:
         ConfigError: naming the row.

@@ -1,6 +1,6 @@
 """One emulated run: builds its parts, advances virtual time, and returns a summary.
 
-Knows every part, and the lines of a record; the algorithms know neither.
+Knows all parts, and the lines of a record; the algorithms know neither.
 """
 
 import time
@@ -40,7 +40,7 @@ def emulate_run(
     write: Write = lambda measurement: None,
     log: Callable[[Instruction], None] | None = None,
 ) -> Emulation:
-    """Train `run` by the algorithm of `emulation`, in virtual time.
+    """Train `run` with the algorithm of `emulation`, in virtual time.
 
     The same arguments give the same figures, bit for bit, on the same kind of machine.
 
@@ -54,7 +54,7 @@ def emulate_run(
 
     Raises:
         ConfigError: if examples cannot be read, or are too few for so many workers; or if workers
-            fail too often to get anywhere.
+            fail too often to make progress.
     """
     require_progress(run, emulation, durations)
     began = time.perf_counter()
@@ -105,7 +105,7 @@ def executor_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxExecutor:
         splits += ("validation",)
     sources: dict[
         Split, Source
-    ] = {  # augmentation leaves examples unchanged that are not trained on
+    ] = {  # augmentation does not change examples that are not trained on
         split: open_source(
             config.data, split, seed=config.seed, augmentation=config.input.augmentation
         )
@@ -161,7 +161,7 @@ class Lines:
     def evaluated(
         self, at_seconds: float, step: int, metrics: tuple[Value, ...], *, is_end: bool = False
     ) -> None:
-        """Write a line of an evaluation, which takes no virtual time; `is_end` of test data at the
+        """Write a line of an evaluation, which takes no virtual time; `is_end` for test data at the
         end of a run that has validation data."""
         (sums,) = metrics
         is_chosen_by = self._run.config.data.has_validation and not is_end

@@ -70,8 +70,8 @@ def emulate(
         config: the run, with an [emulation].
         folder: output folder; it must hold no run, except an interrupted emulation, which is
             started again.
-        cluster: hardware that gives the times; if None, the one that `emulation` names, if any,
-            with the site of its file.
+        cluster: hardware that determines the times; if None, the one that `emulation` names, if
+            any, with the site of its file.
         site: conditions and input of the hosts of `cluster`.
         reporter: receives progress.
         begins_anew: whether an interrupted run in `folder` is overwritten.
@@ -79,7 +79,7 @@ def emulate(
         compiling: context manager that shows progress during compilation.
 
     Raises:
-        ConfigError: if it cannot be emulated, or the folder holds a run or cannot be written.
+        ConfigError: if the run cannot be emulated, or the folder holds a run or cannot be written.
         DoesNotFit: if the cluster has fewer devices than workers.
     """
     files = RunFolder(path=folder)
@@ -156,14 +156,14 @@ def _was_cut_off(files: RunFolder) -> bool:
 
 
 def replay_folder(config: RunConfig, folder: Path) -> int:
-    """Number of lines of the record in `folder`, all reproduced bitwise by replaying its log.
+    """Replay the log in `folder`; returns the number of record lines, all reproduced bitwise.
 
     Args:
         config: the run in the folder.
         folder: folder of a run with an event log.
 
     Raises:
-        ConfigError: if it is no such folder, or a line differs, naming the first.
+        ConfigError: if it is not such a folder, or a line differs, naming the first.
     """
     run, emulation = emulated_run(config)
     record, events = RunRecord.load(folder), folder / _EVENTS
@@ -210,7 +210,7 @@ class _Record:
         """Write one line, and report it.
 
         Raises:
-            KeyboardInterrupt: if an earlier one was lost.
+            KeyboardInterrupt: if an earlier interrupt was lost.
         """
         if self._interrupts and not isinstance(measurement, StatusChange):
             raise KeyboardInterrupt
@@ -224,7 +224,7 @@ class _Record:
         self._reporter.measured(measurement)
 
     def end(self, message: str) -> None:
-        """Write the final run status: diverged by the rule of runs that are trained."""
+        """Write the final run status: diverged by the same rule as in training."""
         lost = divergence_at_end(self._losses, self._logged, self._classes)
         if lost is not None:
             cause, said = lost

@@ -37,7 +37,7 @@ class Samples:
         """The examples of a minibatch, "inputs" and "targets", in the format of the step.
 
         Raises:
-            ConfigError: if a part of the examples is less than a minibatch.
+            ConfigError: if a worker's part of the examples is less than a minibatch.
         """
         if rows.way == "part":
             global_rows = self._whole[rows.index]
@@ -52,8 +52,8 @@ class Samples:
         return self._source.take(mine[place * size : (place + 1) * size], epoch)
 
     def _assign(self, epoch: int, workers: int) -> list[np.ndarray]:
-        """Examples of each worker in the order of the epoch: those whose index modulo the workers
-        is its number, so that it has the same ones in every epoch."""
+        """Examples of each worker in the order of the epoch: those whose index modulo the number of
+        workers is its own number, so that it has the same ones in every epoch."""
         shuffled = self._epochs[epoch].indices
         owners = shuffled % workers
         ordered = shuffled[np.argsort(owners, kind="stable")]

@@ -129,7 +129,7 @@ class VirtualCluster:
         self.durations = durations
         self.workers = config.workers
         self.done = self.env.event()
-        """Event: the run has ended."""
+        """Event at the end of the run."""
         self.living = config.workers
         """Number of workers that have not failed permanently."""
         self.worker_failures = 0
@@ -160,8 +160,8 @@ class VirtualCluster:
         return self.env.timeout(next(self._times[worker]))
 
     def start(self, life: Callable[[int], Body], *, count: int | None = None) -> None:
-        """Start the process of each worker, or of the first `count`; it is started again after a
-        failure, if the worker restarts."""
+        """Start the process of each worker, or of the first `count`; after a failure it is started
+        again, if the worker restarts."""
         for worker in range(self.workers if count is None else count):
             self.env.process(self._lives(worker, life))
 
@@ -177,7 +177,7 @@ class VirtualCluster:
         """Advance virtual time until the run is done.
 
         Raises:
-            ConfigError: if it cannot finish, as too many workers have failed permanently.
+            ConfigError: if it cannot finish because too many workers have failed permanently.
         """
         try:
             while not self.done.processed:
@@ -244,8 +244,8 @@ def gradient_times(
 ) -> Generator[float, None, None]:
     """Random times of successive gradients in seconds, at least 0.
 
-    A normal time below 0 counts as 0, which raises the mean by less than 0.1 % where the standard
-    deviation is a third of it, and by 8 % where it equals it: use a lognormal one there.
+    A normal time below 0 counts as 0, which raises the mean by less than 0.1 % if the standard
+    deviation is a third of it, and by 8 % if the two are equal: use a lognormal time then.
     """
     if config.distribution == "exponential":
         while True:

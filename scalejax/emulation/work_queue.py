@@ -10,10 +10,10 @@ from collections import deque
 class WorkQueue:
     """The work items of one batch, assigned one at a time to free replicas.
 
-    A replica starts at an offset of its own and goes on in the order of the items, so that it has
+    A replica starts at its own offset and continues in the order of the items, so that it gets
     mostly the same ones from batch to batch. When all are assigned, unfinished ones are also given
-    to further replicas, the longest assigned first, and the first result is used (Dean et al.
-    2012, section 4.2: backup tasks, as in Dean & Ghemawat 2004, section 3.6).
+    to further replicas, those assigned longest ago first, and the first result is used (Dean et
+    al. 2012, section 4.2: backup tasks, as in Dean & Ghemawat 2004, section 3.6).
     """
 
     def __init__(self, parts: int, replicas: int, *, backup_copies: int) -> None:
@@ -24,7 +24,7 @@ class WorkQueue:
         self._again: deque[int] = deque()
 
     def take(self, replica: int) -> int | None:
-        """A work item for `replica` to compute; None if there is none."""
+        """A work item for `replica` to compute; None if there is nothing to do."""
         if self._free:
             part = self._free.pop(bisect_left(self._free, self._places[replica]) % len(self._free))
             self._places[replica] = part + 1

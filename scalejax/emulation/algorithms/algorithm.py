@@ -21,15 +21,15 @@ class Algorithm(Generic[C]):
     """Training algorithm of several workers; a subclass names the config that it is built for."""
 
     config: C
-    """Its numbers."""
+    """Its settings."""
     cluster: VirtualCluster
     """Clock, links and failures of the workers."""
     instructions: InstructionLog
-    """What is computed, and when."""
+    """Log of what is computed, and when."""
     servers: Servers
-    """The parameters."""
+    """Holders of the parameters."""
     progress: Progress
-    """What is told of the run."""
+    """Reports what happens in the run."""
     dropped_gradients = 0
     """Gradients dropped because they came too late."""
 
@@ -40,7 +40,7 @@ class Algorithm(Generic[C]):
             algorithm_of.register(config, cls)
 
     def __post_init__(self) -> None:
-        """Make what the algorithm itself keeps."""
+        """Create the state that the algorithm itself keeps."""
 
     def start(self) -> None:
         """Start the processes of all workers."""
@@ -51,13 +51,13 @@ class Algorithm(Generic[C]):
         raise NotImplementedError
 
     def _fetched(self, worker: int) -> simpy.Event:
-        """Event: the parameters of all servers have arrived, a `Copy`."""
+        """Event of the arrival of the parameters of all servers, a `Copy`."""
         arrived = self.cluster.env.event()
         self.servers.fetch(worker, arrived.succeed)
         return arrived
 
     def _own_rows(self, worker: int, sharing: int = 1) -> Rows:
-        """The next samples of a worker, of its own part of the examples."""
+        """The next samples of a worker, from its own part of the examples."""
         index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
         workers = self.cluster.workers
         return Rows(worker=worker, index=index, workers=workers, way="own", sharing=sharing)

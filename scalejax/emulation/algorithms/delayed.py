@@ -1,8 +1,8 @@
 """Synchronous SGD whose all-reduce overlaps with the next gradient, or with the next read.
 
 Source: tf_cnn_benchmarks (2023-10-05): `variable_consistency=relaxed` applies the mean gradient of
-the step before, at the first step zeros; `staged_vars` has each step read the parameters that were
-there one update ago.
+the previous step, and zeros at the first step; with `staged_vars`, each step reads the parameters
+as they were one update ago.
 """
 
 from scalejax.config.emulation import DelayedConfig
@@ -35,7 +35,7 @@ class Delayed(Algorithm[DelayedConfig], config=DelayedConfig):
     def _left_seconds(self) -> float:
         """Remaining seconds of the all-reduce, which (or half of which) began with the step.
 
-        Ignores that a worker which failed meanwhile was missing in it.
+        Ignores that a worker which failed meanwhile was missing from it.
         """
         collective, passed = self.cluster.durations.collective_seconds, self.cluster.now
         passed -= self._began_seconds

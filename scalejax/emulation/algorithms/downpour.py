@@ -28,8 +28,8 @@ class Downpour(Algorithm[DownpourConfig], config=DownpourConfig):
         self.cluster.start(self._replica)
 
     def _replica(self, worker: int) -> Body:
-        """Process of a replica. It starts when the parameters are warmed up, or when it warms them
-        up itself: the first replica does, and the next one if it fails."""
+        """Process of a replica. It starts when the parameters are warmed up, or warms them up
+        itself: the first replica does so, or the next one if that fails."""
         with self._warming.request() as turn:
             yield turn | self._warm
             yield from self._trains(worker)
@@ -89,7 +89,7 @@ class _Replica:
         self.metrics: list[Value] = []
         """Metrics of their minibatches."""
         self.versions: tuple[int, ...] = ()
-        """Server versions of the oldest parameters used for them."""
+        """Server versions of the oldest parameters used for these gradients."""
 
     def add(
         self, instructions: InstructionLog, gradient: Shards, metrics: Value, copy: Copy

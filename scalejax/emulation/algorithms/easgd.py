@@ -1,11 +1,11 @@
-"""Elastic averaging SGD: workers with parameters of their own, coupled by a centre variable.
+"""Elastic averaging SGD: workers with their own parameters, coupled by a centre variable.
 
 Source: Zhang, Choromanska & LeCun 2015, "Deep learning with elastic averaging SGD", NIPS 28,
 algorithm 1 (asynchronous): a worker fetches the centre, moves towards it by a fraction of their
-difference, and sends that fraction, which is added to the centre. A local step is that of the
+difference, and sends that fraction, which is added to the centre. A local step is a step of the
 run's optimizer, whose state the worker keeps (momentum and Nesterov: algorithm 2). A worker that
-restarts after a failure takes the centre as its parameters, and keeps its optimizer state, which
-is assumed saved after each step, so that its learning rate continues.
+restarts after a failure takes the centre as its parameters, and keeps its optimizer state, which is
+assumed to be saved after each step, so that its learning rate continues.
 """
 
 from scalejax.config.emulation import EasgdConfig
@@ -23,7 +23,7 @@ class Easgd(Algorithm[EasgdConfig], config=EasgdConfig):
         self._states = [tuple(self.servers.states)] * self.cluster.workers
 
     def _worker(self, worker: int) -> Body:
-        """Process of a worker, which starts from the centre, with its next samples."""
+        """Process of a worker, which starts from the centre and continues with its next samples."""
         instructions, cluster = self.instructions, self.cluster
         first: Copy = yield self._fetched(worker)
         params = first.params

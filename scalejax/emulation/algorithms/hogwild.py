@@ -1,8 +1,8 @@
 """Hogwild: workers that read and write one shared memory without locks.
 
-The parameters are blocks, each read or written atomically, in a random order each time. Others
-write between two blocks, so that a gradient is computed on parameters that never existed together,
-and is applied to later ones.
+The parameters are blocks, each read or written atomically, in a random order each time. Other
+workers write between two blocks, so that a gradient is computed on parameters that never existed
+together, and is applied to later ones.
 
 Source: Niu, Recht, Re & Wright 2011, "Hogwild!: a lock-free approach to parallelizing stochastic
 gradient descent", NIPS 24, algorithm 1; there a block is one number.
@@ -53,5 +53,5 @@ class Hogwild(Algorithm[HogwildConfig], config=HogwildConfig):
             yield moved
 
     def _order(self, worker: int) -> list[int]:
-        """A random order of the blocks; workers with one order and speed would never interleave."""
+        """A random order of the blocks; workers of equal order and speed would never interleave."""
         return self._draws[worker].permutation(len(self.servers.params)).tolist()

@@ -1,4 +1,4 @@
-"""Workers that do not communicate: an upper bound of the speed.
+"""Workers that do not communicate: an upper bound on the speed.
 
 Source: tf_cnn_benchmarks (2023-10-05), `variable_update=independent`: every device trains a copy
 with its part of the samples, and the copy of the first is the result. The others only take time,

@@ -1,4 +1,4 @@
-"""L-BFGS by operations on vectors sharded over servers; only scalars are returned.
+"""L-BFGS with operations on vectors sharded over servers; only scalars are returned.
 
 Source: Nocedal & Wright 2006, "Numerical optimization", 2nd edition, algorithms 7.4 (two loops)
 and 3.1 (backtracking); Dean et al. 2012, section 4.2, for the division of work. Never sees vector
@@ -35,13 +35,13 @@ class History:
         combine: Callable[[Sequence[float], Sequence[Shards]], Shards],
         memory_size: int,
     ) -> None:
-        """No pairs; `dot` and `combine` have the servers do the operations on vectors."""
+        """Start without pairs; `dot` and `combine` have the servers operate on vectors."""
         self._dot, self._combine = dot, combine
         self._pairs: deque[_Pair] = deque(maxlen=memory_size)
         self._scale = 1.0
 
     def __len__(self) -> int:
-        """Pairs."""
+        """Number of pairs."""
         return len(self._pairs)
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
 """Local SGD: workers that train independently for some steps, and then average parameters.
 
-Sources: Stich 2018, arXiv 1805.09767, algorithm 1; synchronous steps before, Lin et al. 2018,
+Sources: Stich 2018, arXiv 1805.09767, algorithm 1; synchronous steps first, Lin et al. 2018,
 arXiv 1808.07217, section 3; an outer step with Nesterov momentum towards the average, Douillard et
 al. 2023 (DiLoCo), arXiv 2311.08105, algorithm 1; one average at the end, Zinkevich et al. 2010.
 """
@@ -43,7 +43,7 @@ class LocalSgd(Algorithm[EmulatedLocalSgdConfig], config=EmulatedLocalSgdConfig)
             yield from self._barrier.wait(worker, local)
 
     def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
-        """The steps of a round, from the common parameters; a worker that failed repeats them."""
+        """The steps of a round, from the common parameters; a worker that fails repeats them."""
         instructions, cluster = self.instructions, self.cluster
         local = _Local(params=self.servers.whole(), states=self._states[worker])
         for step in range(self._step, self._step + self._round_steps):

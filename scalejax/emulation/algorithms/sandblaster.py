@@ -2,8 +2,8 @@
 
 Source: Dean et al. 2012, "Large scale distributed deep networks", NIPS 25, section 4.2 and
 appendix, algorithm 7.2. Unlike there, a replica sends the gradient of each work item separately,
-and servers sum them in the order of the items, so that the result is bitwise the same whichever
-replica computed them, and however often.
+and servers sum them in the order of the items, so that the result is bitwise the same regardless of
+which replica computed an item, and how often.
 """
 
 import math
@@ -69,7 +69,7 @@ class Sandblaster(Algorithm[SandblasterConfig], config=SandblasterConfig):
 
     def _search(self, here: _Point, direction: Shards) -> Generator[Any, Any, _Point | None]:
         """Backtracking line search: the first point with enough decrease when halving the step;
-        None if there is none."""
+        None if there is no such point."""
         slope, length = (yield from self._dot(direction, here.gradient)), 1.0
         if not slope < 0:  # only rounding errors remain
             return None
@@ -106,7 +106,7 @@ class Sandblaster(Algorithm[SandblasterConfig], config=SandblasterConfig):
         return self.instructions.dot(first, second)
 
     def _combine(self, factors: Sequence[float], vectors: Sequence[Shards]) -> Shards:
-        """Linear combination on the servers, not waited for: servers keep the order of requests."""
+        """Linear combination on the servers. Does not wait: servers keep the order of requests."""
         self.servers.operate()
         return self.instructions.combine_shards(factors, vectors)
 

@@ -1,10 +1,10 @@
 """Stale synchronous parallel: asynchronous workers with a bound on staleness.
 
-A worker at clock c sees every update of clocks up to c - s - 1, its own, and of the others' some
-up to c + s - 1: what comes sooner waits at the server. With s = 0 that is bulk synchronous.
+A worker at clock c sees all updates of clocks up to c - s - 1, its own updates, and some of the
+others' up to c + s - 1; those that come sooner wait at the server. s = 0 is bulk synchronous.
 
 Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
-server", NIPS 26, section 3. Parameters are read at every clock, not kept from one to the next.
+server", NIPS 26, section 3. Parameters are read at every clock, not kept for the next.
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class StaleSynchronous(Algorithm[StaleSynchronousConfig], config=StaleSynchronou
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Update:
-    """A pushed gradient that is not wholly applied."""
+    """A pushed gradient that is not completely applied."""
 
     clock: int
     worker: int
@@ -87,6 +87,6 @@ class _Update:
     metrics: Value
     versions: tuple[int, ...]
     waiting: list[tuple[int, Value]] = field(default_factory=list)
-    """(server, part) of the parts that arrived and are not applied."""
+    """(server, part) of the parts that have arrived and are not applied."""
     applied: int = 0
     """Number of servers that have applied their part."""

@@ -62,8 +62,8 @@ class Served(Algorithm[SynchronousConfig]):
                 yield self._next
 
     def _rows(self, worker: int, step: int) -> Rows:
-        """Samples of a gradient: parts of one global batch if all workers count; otherwise the
-        fastest are not known beforehand, and each worker has its own samples."""
+        """Samples of a gradient: parts of one global batch if all workers count. Otherwise the
+        fastest workers are not known beforehand, and each has its own samples."""
         workers = self.cluster.workers
         if self._wanted == workers:
             return Rows(worker=worker, index=step, workers=workers, way="part")

@@ -1,4 +1,4 @@
-"""Launchers of the processes of one run: start, watch, restart when some are lost."""
+"""Launchers of the processes of one run: start and watch them, restart when some are lost."""
 
 from scalejax.launch.local import Launch, launch
 from scalejax.launch.runner import ProcessesFailed, Runner

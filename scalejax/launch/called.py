@@ -1,6 +1,6 @@
 """One process of a `Runner`: joins the process group, calls the function, saves its result.
 
-A file of its own, as the package imports `runner`, and Python warns of running what is imported.
+A separate file, as the package imports `runner`, and Python warns about running an imported module.
 """
 
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def main(folder: Path, stuck_seconds: float) -> None:
-    """Join the process group, call the function pickled in `folder`, and save its result; it
-    reports no progress, and is watched for whether each process says anything."""
+    """Join the process group, call the function pickled in `folder`, and save its result. The
+    function reports no progress, so processes are watched only for silence."""
     import cloudpickle
 
     from scalejax.core import process_group

@@ -1,6 +1,6 @@
 """Assignment of the GPUs of this machine to processes, by CUDA_VISIBLE_DEVICES.
 
-Knows an environment and a number of processes. JAX uses every visible GPU of a process, even one
+Knows an environment and a number of processes. JAX uses every GPU visible to a process, even one
 that another process uses.
 """
 
@@ -15,13 +15,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that a process with `environment` would use; empty where that is unknown."""
+    """The GPUs that a process with `environment` would use; empty if unknown."""
     if environment.get("JAX_PLATFORMS") == "cpu":
         return ()
     if VISIBLE not in environment:
         return tuple(map(str, range(nvidia_gpus())))
     named = (name.strip() for name in environment[VISIBLE].split(","))
-    # As CUDA parses it: up to the first invalid one.
+    # As CUDA parses it: up to the first invalid name.
     return tuple(takewhile(lambda name: name and not name.startswith("-"), named))
 
 

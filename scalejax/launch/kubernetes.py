@@ -1,6 +1,6 @@
 """The manifest of a run as a JobSet of Kubernetes: one pod per node, the first the coordinator.
 
-Writes a manifest and applies nothing. Variables give the pods the address of the coordinator, by
+Writes a manifest but does not apply it. Variables give the pods the address of the coordinator, by
 the host name that JobSet assigns, so that no access to the cluster's API is needed: JAX's own
 detection needs the package `kubernetes` and a service account that may read pods and jobs.
 
@@ -25,13 +25,13 @@ from scalejax.core.errors import (
 )
 
 PORT = 29400
-"""Port of the coordinator; any would do, since every pod has its own address."""
+"""Port of the coordinator; any port would do, since every pod has its own address."""
 
 _REPLICA = "train"
 _CONFIG_FOLDER, _FILE = "/etc/scalejax", "run.toml"
 _RUNS_FOLDER = "/runs"
 _LONGEST_NAME = 40
-"""Longest name of a JobSet: names of its pods, NAME-train-0-1234-abcde, must fit 63 letters."""
+"""Longest name of a JobSet: names of its pods, NAME-train-0-1234-abcde, must fit in 63 letters."""
 _SECONDS_TO_SAVE = 600
 """Grace period to save a checkpoint and stop, as in `launch.local`."""
 _GPU = "nvidia.com/gpu"
@@ -48,7 +48,7 @@ class JobSetRun:
     arguments: tuple[str, ...] = ()
     """Further arguments of `scalejax train`."""
     slots: int
-    """Total number of GPUs; of processes, where no GPUs are requested."""
+    """Total number of GPUs, or of processes if no GPUs are requested."""
     gpus_per_node: int | None = None
     """GPUs per node, all driven by its one process; None for one CPU process per pod."""
     image: str
@@ -112,7 +112,7 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
     job = {"name": _REPLICA, "replicas": 1, "template": {"spec": _job(run)}}
     refused = {
         "name": "refused",  # or diverged
-        "action": "FailJobSet",  # refused input would be refused again
+        "action": "FailJobSet",  # refused input would only be refused again
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     return {
@@ -194,8 +194,8 @@ def coordinator(run: JobSetRun) -> str:
 
 
 def _shell(run: JobSetRun) -> str:
-    """The command that trains, or resumes if the folder holds a run: all pods check before any of
-    them writes."""
+    """The command that trains, or resumes if the folder holds a run; all pods check this before any
+    of them writes."""
     folder = PurePosixPath(_RUNS_FOLDER) / run.name
     words = ("scalejax", "train", f"{_CONFIG_FOLDER}/{_FILE}", "--folder", str(folder))
     command = shlex.join((*words, *run.arguments))

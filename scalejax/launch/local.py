@@ -1,9 +1,9 @@
 """The local launcher: starts, watches and stops several processes of one command together.
 
-Each process has its own log file, and output is forwarded as it is written. When a process is lost
-the others are stopped, since they would wait for it forever, and all are restarted if asked for.
-An elastic run goes on with the processes that are left, and with those that come back. Knows
-nothing of training but the flag that resumes it.
+Each process has its own log file, and output is forwarded as it is written. When a process is lost,
+the others are stopped, since they would wait for it forever, and all are restarted if requested. An
+elastic run continues with the remaining processes, and with those that come back. Knows nothing of
+training but the flag that resumes it.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ _SECONDS_TO_END = 10.0
 _SECONDS_TO_SAVE = 600.0
 """Grace period of processes that save a checkpoint first, as long as they make progress."""
 _SECONDS_TO_FOLLOW = 5.0
-"""Time in which the other processes may report why one has failed."""
+"""Time that the other processes have to report why one has failed."""
 _SECONDS_TO_CANCEL = 120.0
-"""Time in which SLURM is to end the processes of a start before there is another."""
+"""Time that SLURM has to end the processes of one start before the next."""
 _SECONDS_TO_ASK_AGAIN = 15.0
-"""Between two times that SLURM is asked to."""
+"""Time between two requests to SLURM to end them."""
 LINES_AT_END = 8
-"""Last log lines of a failed process that are shown, unless all output is."""
+"""Number of last log lines of a failed process that are shown, unless all output is."""
 _PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
 _GLOO_BEGINS, _GLOO_ENDS = b"[Gloo] Rank ", b"connected peer ranks"
 """Beginning and end of the line that gloo prints for every connection."""
 _GLOO_PIECES = re.compile(
     rb"(\[Gloo\] Rank|\d|\s|is connected to|peer ranks\.|Expected number of|connected|:)*"
 )
-"""Pieces of such a line into which another was printed."""
+"""Pieces of such a line that was interrupted by another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +60,30 @@ class Launch:
     command: tuple[str, ...]
     """Command of each process."""
     once: tuple[str, ...] = ()
-    """Arguments added to the command at the first start alone."""
+    """Arguments added to the command at the first start only."""
     again: Callable[[], tuple[str, ...]] = tuple
     """Returns the arguments added to the command on a restart."""
     processes: int
     """Number of processes."""
     elastic: Elastic | None = None
-    """How far their number may fall and rise; None: always as many."""
+    """How far their number may fall and rise; None for a fixed number."""
     nodes: Nodes | None = None
-    """The nodes of a SLURM job that the places of an elastic run are on; None: on this machine."""
+    """The nodes of a SLURM job with the places of an elastic run; None for this machine."""
     can_train: Callable[[int], bool] = bool
-    """Whether so many processes can train the run, such as share its global batch."""
+    """Whether so many processes can train the run, such as divide its global batch."""
     save_copy: Callable[[Path], int | None] = lambda _: None
-    """Saves the newest of the copies in a folder in memory, which goes with the launcher, as a
-    checkpoint: its step; None if one on the disk is as new."""
+    """Saves the newest copy in an in-memory folder, which ends with the launcher, as a checkpoint;
+    returns its step, or None if a checkpoint on the disk is as new."""
     shows_all: bool = False
-    """Whether to forward the output of all processes; else of the first, and the end of one that
-    fails."""
+    """Whether to forward the output of all processes, or only that of the first, and the end of
+    that of one that fails."""
     folder: Path
     """Folder of logs and heartbeats."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the processes besides those of this process."""
+    """Variables of the processes, besides those of this process."""
     most_restarts: int = 0
-    """Number of restarts; of an elastic run of those in a row that brought no new step."""
+    """Largest number of restarts; in an elastic run, of restarts in a row that brought no new step.
+    """
     stopped_seconds: float = 15.0
     """How long a process may be stopped before it counts as lost."""
     stuck_seconds: float = STUCK_SECONDS
@@ -97,16 +98,15 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
     """The joint exit code of the processes of `job`, once they have ended.
 
     0 if all succeeded; 2 if their input was refused; 3 if the run diverged; 128 + n if signal n
-    stopped them, after a checkpoint. Where `most_restarts` are used up: 75 if the network or a
-    store failed, else 5, as one of them was lost; 4 if what is stored is damaged, also in a second
-    try, which takes what was stored before it. Signals to this
-    process are forwarded to them; the second one kills them. The newest state that an elastic run
-    has in memory alone is saved.
+    stopped them, after a checkpoint. Once `most_restarts` are used up: 75 if the network or a store
+    failed, else 5, as one of them was lost; 4 if stored data are damaged, even in a second try,
+    which takes what was stored before. Signals to this process are forwarded to them; the second
+    one kills them. The newest state that an elastic run has only in memory is saved.
 
     Args:
         job: the processes to start.
         out: stream for their output and for messages about lost processes.
-        signals: those that the caller collects already; None to collect them meanwhile.
+        signals: signals that the caller already collects; None to collect them here.
 
     Raises:
         ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
@@ -127,8 +127,8 @@ def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = No
 def _shared_folder(
     job: Launch, out: TextIO
 ) -> contextlib.AbstractContextManager[SharedFolder | None]:
-    """What the processes of an elastic run share: memory, or where they are on several machines a
-    folder that all see."""
+    """What the processes of an elastic run share: memory, or on several machines a folder that all
+    see."""
     if job.elastic is None:
         return contextlib.nullcontext()
     if job.nodes is None:
@@ -141,7 +141,7 @@ def _shared_folder(
 
 
 def _save_copy(job: Launch, shared: SharedFolder, out: TextIO) -> None:
-    """Save the newest state in memory; where that fails keep it there, and say where."""
+    """Save the newest state in memory; if that fails, keep it there, and say where."""
     try:
         step = job.save_copy(shared.copies)
     except (OSError, ScalejaxError) as error:
@@ -157,7 +157,7 @@ def _save_copy(job: Launch, shared: SharedFolder, out: TextIO) -> None:
 
 
 def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFolder | None) -> int:
-    """As `launch`."""
+    """The result of `launch`."""
     restarts, futile, was_damaged, most_steps = 0, 0, False, 0
     bounds = job.elastic or Elastic(
         least=job.processes, most=job.processes, rejoin_seconds=0, copy_seconds=0
@@ -182,7 +182,7 @@ def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFold
                 futile = 0
             may_restart = futile < job.most_restarts
             is_damaged = ended.exit_code == ExitCode.DAMAGED
-            # What was passed over once is not found again: the same end twice is for a person.
+            # A restart skips damaged data; if it ends in the same way, a person must look.
             if not may_restart or signals.received or (is_damaged and was_damaged):
                 return ended.exit_code
             was_damaged = is_damaged
@@ -204,7 +204,7 @@ def _joint_code(job: Launch, out: TextIO, signals: "Signals", shared: SharedFold
 def _free_places(
     places: Places, bounds: Elastic, signals: "Signals", out: TextIO
 ) -> tuple[int, ...]:
-    """The places to go on in, once there are enough; none if a signal came before."""
+    """The places to continue in, once there are enough; none if a signal came first."""
     while not (chosen := places.chosen()):
         if seconds := places.seconds_to_wait():
             too_few = f"too few places are free for a run of at least {bounds.least}"
@@ -224,8 +224,8 @@ def _change(
     attempt: "_Attempt",
     ended: Loss | None,
 ) -> Change:
-    """What the record is to say, together with a change that it does not have yet."""
-    # What may have been the cause is said once, when the process is lost.
+    """The change to record, merged with a change that is not recorded yet."""
+    # The possible cause is given only once, when the process is lost.
     reason = "others joined" if ended is None else str(ended).replace(OF_MEMORY, "")
     change = Change(
         before=len(before),
@@ -246,13 +246,13 @@ def _change(
 
 
 class Signals(contextlib.ExitStack):
-    """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end; the
-    end of a terminal, SIGHUP, counts as SIGTERM, unless it is ignored, as by nohup."""
+    """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end.
+    SIGHUP, the end of a terminal, counts as SIGTERM, unless it is ignored, as by nohup."""
 
     def __init__(self) -> None:
         super().__init__()
         self.received: list[int] = []
-        """Those that came, in order."""
+        """Signals received, in order."""
 
     def __enter__(self) -> "Signals":
         numbers = [signal.SIGINT, signal.SIGTERM]
@@ -265,7 +265,7 @@ class Signals(contextlib.ExitStack):
         self.received.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def require_none(self) -> None:
-        """Raise KeyboardInterrupt if any came."""
+        """Raise KeyboardInterrupt if any signal was received."""
         if self.received:
             raise KeyboardInterrupt
 
@@ -290,11 +290,11 @@ class _Attempt:
         self._places = places
         self._shared = shared
         self._is_asked = False
-        """Whether the processes are asked to stop for others to join."""
+        """Whether the processes have been asked to stop so that others can join."""
         self.step = 0
         """Updates that any process has begun."""
         self.noticed_seconds = time.time()
-        """When it was noticed that they have ended, or one is lost: seconds since 1970."""
+        """When it was noticed that they have ended or that one is lost, seconds since 1970."""
         self._out = out
         self._signals = signals
         self._may_restart = may_restart
@@ -303,15 +303,15 @@ class _Attempt:
         self._listeners: list[threading.Thread] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._without_node: list[int] = []
-        """Processes of which srun says that their node is gone. Threads append while it is read,
-        which a set does not allow."""
+        """Processes whose node is gone, according to srun. A list, as threads append while it is
+        read, which a set does not allow."""
         self._gone_nodes: set[str] = set()
         """Names of the nodes of lost processes, which may not answer."""
         self._speaking = threading.Lock()
 
     def ended(self) -> int | Loss | None:
-        """The joint exit code, or the process that was lost; None if all have stopped for others
-        to join."""
+        """The joint exit code, or the process that was lost; None if all have stopped so that
+        others can join."""
         goes_on, left = False, []
         try:
             self._start()
@@ -329,7 +329,7 @@ class _Attempt:
         if left and goes_on:
             names = ", ".join(map(str, left))
             print(f"SLURM has not ended process {names}: no other is started", file=self._out)
-            # The next ones would write to the same files.
+            # The next processes would write to the same files.
             return int(ExitCode.LOST)
         if isinstance(outcome, Loss):
             self._show_end_of(outcome.process)
@@ -338,8 +338,8 @@ class _Attempt:
         return outcome
 
     def _with_stopped(self, loss: Loss) -> Loss:
-        """The loss, and the processes that are stopped, which could not notice it; on several
-        machines those that run still on that of the lost one."""
+        """The loss, including processes that are stopped, which could not notice it; on several
+        machines, including those that still run on the machine of the lost one."""
         running = {number for number, code in enumerate(self._codes()) if code is None}
         if nodes := self._job.nodes:
             name = nodes.name(self._chosen[loss.process])
@@ -370,7 +370,7 @@ class _Attempt:
                 command = nodes.command(place, self._command)
                 environment |= nodes.environment(place)
             else:
-                # Whatever their number, each has the GPUs of its place.
+                # Whatever the number of processes, each has the GPUs of its place.
                 count = bounds.most if bounds else len(self._chosen)
                 environment |= share(place, count, environment)
                 environment[process_group.LAUNCHER] = str(os.getpid())
@@ -379,7 +379,7 @@ class _Attempt:
                     elastic.FOLDER: str(self._shared.path),
                     elastic.COPY_SECONDS: str(bounds.copy_seconds),
                 }
-                # On as many processes as before nothing is compiled again.
+                # With as many processes as before, nothing is compiled again.
                 environment.setdefault(_PROGRAMS, str(self._shared.programs))
             environment |= {
                 process_group.COORDINATOR: coordinator,
@@ -394,7 +394,7 @@ class _Attempt:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C arrives here only, and is forwarded once
+                start_new_session=True,  # Ctrl-C arrives only here, and is forwarded once
             )
             self._workers.append(worker)
             listening = (number, worker.stdout)
@@ -414,7 +414,7 @@ class _Attempt:
             if len(self._signals.received) > passed_on:
                 passed_on = len(self._signals.received)
                 if passed_on > 1:
-                    return 128 + self._signals.received[-1]  # and they are killed
+                    return 128 + self._signals.received[-1]  # the processes are then killed
                 self._ask_to_stop(self._signals.received[-1], beats)
                 deadline = time.monotonic() + _SECONDS_TO_SAVE
             if self._watch.lost_by_code(codes, beats) is not None:
@@ -422,7 +422,7 @@ class _Attempt:
                 codes = self._codes()
                 return self._watch.lost_by_code(codes, self._beats()) or self._verdict(codes, beats)
             if any(code is not None for code in codes):
-                # One has finished or was refused: so will the others, or they hang waiting for it.
+                # One has finished or was refused: the others will follow, or hang waiting for it.
                 in_time = self._wait(_SECONDS_TO_FOLLOW + _SECONDS_TO_END)
                 if not in_time and len(self._signals.received) == passed_on:
                     return self._left_behind()
@@ -436,11 +436,11 @@ class _Attempt:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _ask_for_more(self) -> None:
-        """Have the processes stop once more could go on in their place."""
+        """Have the processes stop once more of them could continue the run."""
         if self._shared is None or self._is_asked or self._signals.received:
             return
         if len(self._places.chosen()) > len(self._chosen):
-            with contextlib.suppress(OSError):  # memory is full: they are asked at the next look
+            with contextlib.suppress(OSError):  # memory is full: ask again at the next look
                 self._shared.ask_to_stop(asks=True)
                 self._is_asked = True
 
@@ -452,7 +452,7 @@ class _Attempt:
         stopped = [number for number, code in enumerate(codes) if code in STOPPED]
         is_wanted = self._is_asked or self._signals.received
         if stopped and not is_wanted and self._may_restart:
-            # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
+            # A signal from elsewhere, such as a scheduler, stopped a process: all have saved.
             reason = "or another one was asked to stop"
             return lost(stopped[0], reason, beats)
         if ExitCode.DIVERGED in codes:
@@ -492,7 +492,7 @@ class _Attempt:
         return self._job.folder / f"{number}.log"
 
     def _wait(self, seconds: float) -> bool:
-        """Whether all end within so many seconds, and before a further signal."""
+        """Whether all end within `seconds`, and before a further signal."""
         end, signals = time.monotonic() + seconds, len(self._signals.received)
         while time.monotonic() < end and len(self._signals.received) == signals:
             if all(code is not None for code in self._codes()):
@@ -501,7 +501,7 @@ class _Attempt:
         return False
 
     def _ask_to_stop(self, number: int, beats: Sequence[Beat | None]) -> None:
-        """Forward a signal; SIGTERM to processes without a heartbeat, where Python may still be
+        """Forward a signal; SIGTERM to processes without a heartbeat, in which Python may still be
         starting: SIGINT would end it with a traceback."""
         if self._job.nodes is not None:
             self._job.nodes.signal_steps(signal.SIGTERM)
@@ -511,7 +511,7 @@ class _Attempt:
 
     def _kill(self, seconds: float) -> list[int]:
         """Kill all processes and those that they have started; returns those that SLURM has not
-        ended in so many seconds, but for those whose node is gone."""
+        ended within `seconds`, except those whose node is gone."""
         left = [] if self._job.nodes is None else self._kill_steps(self._job.nodes, seconds)
         if self._job.nodes is not None:
             self._job.nodes.ask_no_more()
@@ -525,7 +525,7 @@ class _Attempt:
         return left
 
     def _kill_steps(self, nodes: Nodes, seconds: float) -> list[int]:
-        """As `_kill`: to kill srun alone would leave its task running."""
+        """Have SLURM kill the tasks, as in `_kill`: killing only srun would leave them running."""
         is_on = {number: nodes.name(place) for number, place in enumerate(self._chosen)}
         begun, asked_at, signals = time.monotonic(), -math.inf, len(self._signals.received)
         while True:
@@ -539,7 +539,7 @@ class _Attempt:
                 return []
             if waited > seconds or len(self._signals.received) > signals:
                 return left
-            # Again, as SLURM may not have answered, or not have known a step that had just begun.
+            # Ask again, as SLURM may not have answered, or not known a step that had just begun.
             if time.monotonic() - asked_at > _SECONDS_TO_ASK_AGAIN:
                 asked_at = time.monotonic()
                 nodes.signal_steps(signal.SIGKILL)
@@ -558,12 +558,12 @@ class _Attempt:
             for line in lines:
                 if self._job.nodes is not None and says_that_a_node_failed(line):
                     self._without_node.append(number)
-                # A full disk must not keep output from being forwarded.
+                # A full disk must not prevent forwarding of output.
                 with contextlib.suppress(OSError):
                     if log is not None:
                         log.write(line)
                 if not gloo.holds_back(line) and is_shown:
-                    # Nor must a terminal that is closed: the process would wait for a reader.
+                    # Nor must a closed terminal stop it: the process would wait for a reader.
                     with self._speaking, contextlib.suppress(OSError):
                         self._out.write(prefix + line.decode(errors="replace"))
                         self._out.flush()
@@ -591,8 +591,8 @@ def _signal(worker: "subprocess.Popen[bytes]", number: int) -> None:
 
 
 class GlooFilter:
-    """Filters gloo's lines about connections out of the output, line by line; its threads print at
-    once, so that lines may be torn."""
+    """Filters gloo's lines about connections out of the output, line by line; gloo's threads print
+    concurrently, so that lines may be torn."""
 
     def __init__(self) -> None:
         self._missing_ends = 0
@@ -602,14 +602,14 @@ class GlooFilter:
         is_torn = self._missing_ends > 0 and _GLOO_PIECES.fullmatch(line) is not None
         if not (is_torn or _GLOO_BEGINS in line or _GLOO_ENDS in line):
             return False
-        # Every beginning has one end of a line: "is : 31" may have the numbers of two, the second
-        # of which then ends alone.
+        # Every beginning has one end of line: "is : 31" may hold the numbers of two lines, the
+        # second of which then ends separately.
         self._missing_ends = max(0, self._missing_ends + line.count(_GLOO_BEGINS) - 1)
         return True
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped or traced; False where the system has no /proc."""
+    """Whether a process is stopped or traced; False if the system has no /proc."""
     try:
         return process_fields(process)[0] in ("T", "t")  # proc(5): stopped, traced
     except OSError:

@@ -1,6 +1,6 @@
 """The nodes of a SLURM job as the places of an elastic run: each process is a step of one task.
 
-The job keeps the nodes that are left when one fails (`--no-kill`), and its batch script starts the
+The job keeps the remaining nodes when one fails (`--no-kill`), and its batch script starts the
 processes by srun, from the first node. Knows commands of SLURM; neither training nor how processes
 are watched.
 """
@@ -22,15 +22,15 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.process_group import FIRST_PORT, PORTS
 
 TASKS_PER_NODE = "SCALEJAX_TASKS_PER_NODE"
-"""Variable, set by the batch script of an elastic job: the processes of each of its nodes."""
+"""Variable, set by the batch script of an elastic job: number of processes per node."""
 _ONE_TASK = ("--nodes=1", "--ntasks=1")
-# Beside whatever is left of the steps before, and on all CPUs of the job, which the tasks of a node
-# share: bound to one each, they would be to the same.
+# Allow remains of earlier steps on the node, and use all CPUs of the job, which the tasks of a node
+# share: if bound to one CPU each, all would be bound to the same one.
 _BESIDE_OTHERS = ("--overlap", "--cpu-bind=none")
 _SECONDS_TO_ANSWER = 15.0
-"""After which a node is out of reach; SLURM itself gives up after ten."""
+"""Time after which a node counts as out of reach; SLURM itself gives up after ten."""
 _SECONDS_TO_LOOK = 20
-"""Between two looks at which nodes the job has."""
+"""Time between two looks at which nodes the job has."""
 _GUARD = """while sleep {seconds}; do
   said=$(scontrol --oneliner show job {job}) || continue
   # Nodes of a job that ends are taken out of it too.
@@ -40,7 +40,7 @@ _GUARD = """while sleep {seconds}; do
   echo "$names" | grep -qxF {first} || {end} {job}
 done"""
 _FAILED = re.compile(rb"srun: error: (Node failure on |Task launch for )")
-"""Beginning of what srun says where a node is gone; it may end with 0 then."""
+"""Beginning of srun's message if a node is gone; srun may exit with 0 then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class _Asked:
     srun: "subprocess.Popen[bytes]"
     """Starts a process there that ends at once."""
     until: float
-    """When it counts as one that does not answer, of the monotonic clock."""
+    """Time on the monotonic clock after which it counts as not answering."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The nodes of a job, each with as many places; places are numbered node by node."""
+    """The nodes of a job, each with equally many places; places are numbered node by node."""
 
     job_id: str
     """The job."""
     names: tuple[str, ...]
     """Names of its nodes."""
     tasks_per_node: int
-    """Places of each."""
+    """Places per node."""
     options: tuple[str, ...] = ()
     """Options of each srun, such as the GPUs of a node."""
     _asked: dict[str, "_Asked"] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -70,11 +70,11 @@ class Nodes:
 
     @classmethod
     def of_this_job(cls) -> "Nodes | None":
-        """The nodes of the job in whose batch script this process runs, if that says so; the
-        processes that it starts are not told.
+        """The nodes of the job in whose batch script this process runs, if the variable is set. It
+        is removed, so that processes started from here do not see it.
 
         Raises:
-            ConfigError: if SLURM does not say which they are.
+            ConfigError: if SLURM does not say which nodes they are.
         """
         if not (tasks := os.environ.pop(TASKS_PER_NODE, "")):
             return None
@@ -103,33 +103,33 @@ class Nodes:
         return self.names[place // self.tasks_per_node]
 
     def command(self, place: int, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` in a place; it ends with its exit code, or 128 + n."""
+        """The command that runs `command` in a place, and exits with its code or 128 + n."""
         node = f"--nodelist={self.name(place)}"
         return ["srun", *_ONE_TASK, *_BESIDE_OTHERS, node, *self.options, *command]
 
     def environment(self, place: int) -> dict[str, str]:
         """Variables of the process in a place: the GPU of its node that it uses."""
-        # SLURM sets CUDA_VISIBLE_DEVICES to all of the step; and with one step for each GPU, each
-        # shut off from the others, they could not reach each other's memory.
+        # SLURM sets CUDA_VISIBLE_DEVICES to all GPUs of the step; with one step per GPU, isolated
+        # from the others, processes could not reach each other's memory.
         if not self.options:
             return {}
         return {"JAX_CUDA_VISIBLE_DEVICES": str(place % self.tasks_per_node)}
 
     def coordinator(self, place: int) -> str:
-        """A host and port of the process in a place, at which the others meet it."""
+        """A host and port of the process in a place, at which the others connect to it."""
         name = self.name(place)
         try:
             socket.getaddrinfo(name, None)
-        except OSError:  # SLURM may know an address where the system does not
+        except OSError:  # SLURM may know an address that the system does not
             said = _said(["scontrol", "--oneliner", "show", "node", name])
             if found := re.search(r"NodeAddr=(\S+)", said):
                 name = found[1]
         return f"{name}:{FIRST_PORT + secrets.randbelow(PORTS)}"
 
     def answers(self, places: Sequence[int]) -> dict[int, bool]:
-        """Whether SLURM can start a process in these places now, their node being up and of this
-        job: of those whose node has answered, or not in time. Each node is asked once; nothing is
-        waited for."""
+        """Whether SLURM can start a process in these places now, as their node is up and in this
+        job. Holds only places whose node has answered, or failed to in time. Each node is asked
+        once; this does not wait."""
         found: dict[str, bool] = {}
         for name in dict.fromkeys(map(self.name, places)):
             if name not in self._asked:
@@ -147,21 +147,21 @@ class Nodes:
         return {place: found[name] for place in places if (name := self.name(place)) in found}
 
     def ask_no_more(self) -> None:
-        """Forget which nodes are asked; what asks them is not left behind."""
+        """Forget which nodes are asked, and end the processes that ask them."""
         for name in tuple(self._asked):
             self._ask_no_more(name)
 
     def _ask_no_more(self, name: str) -> None:
-        """Forget that a node is asked."""
+        """Forget that a node is asked, and end the process that asks it."""
         srun = self._asked.pop(name).srun
         if srun.poll() is None:
             srun.kill()
             threading.Thread(target=srun.wait, daemon=True).start()
 
     def guard(self, places: Sequence[int], most_restarts: int) -> "subprocess.Popen[bytes] | None":
-        """Have one of these places, if any is on another node, put the job back into the queue when
-        SLURM takes the first node out of it: `--no-kill` would leave it without its script. Where
-        the job was put back `most_restarts` times it is cancelled."""
+        """Have one of these places, if any is on another node, requeue the job when SLURM takes the
+        first node out of it: `--no-kill` would leave it without its script. A job that was requeued
+        `most_restarts` times is cancelled instead."""
         others = [place for place in places if self.name(place) != self.names[0]]
         if not others:
             return None
@@ -177,9 +177,9 @@ class Nodes:
 
     def signal_steps(self, number: int) -> None:
         """Have SLURM signal the tasks of all steps of the job, but not its batch script: srun
-        itself kills them at SIGTERM, and leaves them at SIGKILL. Nothing is waited for: SLURM may
+        itself kills them on SIGTERM, and leaves them running on SIGKILL. Does not wait: SLURM may
         take minutes to answer, or to give up a node that is gone."""
-        if number == signal.SIGKILL:  # they would be killed, as if they did not answer
+        if number == signal.SIGKILL:  # it would kill the queries, as if nodes did not answer
             self.ask_no_more()
         threading.Thread(target=self._signal_steps, args=(number,), daemon=True).start()
 
@@ -191,8 +191,8 @@ class Nodes:
 
 
 def code_of_task(code: int) -> int:
-    """The exit code of a task from that of its srun: negative for a signal, but for those that an
-    orderly stop ends with too."""
+    """The exit code of a task, from that of its srun: negative for a signal, except for those with
+    which an orderly stop ends too."""
     kills = {128 + each for each in signal.Signals} - {128 + signal.SIGINT, 128 + signal.SIGTERM}
     return 128 - code if code in kills else code
 
@@ -208,7 +208,7 @@ def _started(command: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def _said(command: Sequence[str]) -> str:
-    """What a command of SLURM prints; nothing where there is none, or it does not answer."""
+    """What a command of SLURM prints; empty if it does not exist or does not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,9 @@
 """The watch that the processes of a group keep on each other's progress, whoever started them.
 
 Each writes its heartbeat into the key-value store of JAX's coordination service; the first reads
-all of them, and tells the others, by the same store, whom they wait for. Threads of their own do
-so, which go on while the main thread is in a collective. Knows nothing of training but heartbeats.
+all of them, and tells the others, through the same store, which one they wait for. Separate threads
+do so, and continue while the main thread is in a collective. Knows nothing of training but
+heartbeats.
 """
 
 import faulthandler
@@ -24,20 +25,20 @@ from scalejax.core.process_group import SLURM, Place
 from scalejax.launch.watchdog import STUCK_SECONDS, Loss, Watch, lost
 
 _ALL, _TOLD = "scalejax/beats", "scalejax/told"
-"""Folders of the store: the heartbeat of each process, which the first reads; what it tells the
-others, which is its own heartbeat and whom they wait for. So each round takes it one message for
-each process, and the others two."""
+"""Folders of the store: the heartbeat of each process, which the first reads; and what the first
+tells the others, its own heartbeat and which process they wait for. So each round takes the first
+one message per process, and the others two."""
 _FIRST, _VERDICT = "first", "verdict"
 _ENDED = "ended"
-"""Phase of a process that needs no watch any more."""
+"""Phase of a process that is no longer watched."""
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 _ROUNDS_TO_LEAVE = 3
-"""Rounds between a verdict and the end: the others read it, and write their stacks."""
+"""Rounds between a verdict and the exit, in which the others read it and write their stacks."""
 _SECONDS_TO_KILL = 10.0
 
 
 class Store(Protocol):
-    """The key-value store of JAX's coordination service; every call may wait for ever."""
+    """The key-value store of JAX's coordination service; every call may wait forever."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = ...) -> Any:
         """Set the value of a key."""
@@ -50,10 +51,10 @@ class Store(Protocol):
 class PeerWatch:
     """Watches all processes of a group, or this one alone, until it is closed.
 
-    Where none makes progress for `Watch.limit_seconds`, or one says nothing for `stuck_seconds`,
-    the one that the others wait for is named on standard error; every process writes the stacks of
-    its threads there, and exits with `ExitCode.LOST`. A frozen one cannot: mpirun, `launch` and
-    JobSets kill it when the others have left, and SLURM is asked to.
+    If none makes progress for `Watch.limit_seconds`, or one is silent for `stuck_seconds`, the one
+    that the others wait for is named on standard error; every process writes the stacks of its
+    threads there, and exits with `ExitCode.LOST`. A frozen process cannot: mpirun, `launch` and
+    JobSets kill it when the others have left, and SLURM is asked to do so.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class PeerWatch:
         store: Store | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start to watch; `process_group.join` has returned.
+        """Start to watch, once `process_group.join` has returned.
 
         Args:
             place: the place of this process in its group; None if it is the only one.
             stuck_seconds: as `Watch.stuck_seconds`; None for 60, 0 for no watch.
-            has_progress: whether the processes have heartbeats; else they are watched only for
-                whether they say anything.
+            has_progress: whether the processes report progress; else they are watched only for
+                silence.
             store: the store; None for that of JAX.
             leave: ends this process.
 
@@ -108,7 +109,7 @@ class PeerWatch:
         self.close()
 
     def close(self) -> None:
-        """End the watch; the others then do not wait for this process."""
+        """End the watch; the others then no longer wait for this process."""
         self._end.set()
         for thread in self._threads:
             thread.join(_ROUNDS_TO_LEAVE * self._every)
@@ -118,11 +119,11 @@ class PeerWatch:
         thread.start()
         self._threads.append(thread)
 
-    # The exchange: may wait for a store that does not answer.
+    # The exchange, which may wait for a store that does not answer.
 
     def _exchange_rounds(self) -> None:
         while not self._end.wait(self._every):
-            with suppress(Exception):  # judged by the time since the last round
+            with suppress(Exception):  # noticed by the time since the last round
                 self._exchange()
         with suppress(Exception):
             self._tell(packed(replace(self._own_beat(), phase=_ENDED)))
@@ -158,7 +159,7 @@ class PeerWatch:
         beat = latest_beat() or Beat(liveness_count=0, progress_count=0, step=0, phase="starting")
         return replace(beat, liveness_count=self._rounds)
 
-    # The judgement: waits for nothing.
+    # The judgement, which never waits.
 
     def _judge_rounds(self) -> None:
         watch, last = self._new_watch(), time.monotonic()
@@ -166,8 +167,8 @@ class PeerWatch:
             now = time.monotonic()
             was_away = now - last > self._seconds / 2 + self._every
             if was_away or (self._count == 1 and _is_in_debugger()):
-                # This process itself was stopped, or starved: it has seen nothing meanwhile. Or a
-                # person looks at it.
+                # This process itself was stopped or starved, and saw nothing meanwhile; or a person
+                # is debugging it.
                 watch, self._last_round = self._new_watch(), now
             last = now
             if (words := self._judged(watch, now)) is not None and not self._end.is_set():
@@ -179,7 +180,7 @@ class PeerWatch:
         return Watch(math.inf, stuck, silent_seconds=self._seconds)
 
     def _judged(self, watch: Watch, now: float) -> str | None:
-        """Whom all wait for, in words; None if nobody hangs."""
+        """Which process all wait for, in words; None if none hangs."""
         if self._verdict:
             return self._verdict
         if self._count > 1:
@@ -192,14 +193,14 @@ class PeerWatch:
                 return self._judged_silent(watch)
         beats = [self._own_beat(), *self._beats[1:]]
         codes = [0 if self._has_ended(number) else None for number in range(self._count)]
-        alone = replace(self._own_beat(), liveness_count=int(now * 1e3))  # which runs this
+        alone = replace(self._own_beat(), liveness_count=int(now * 1e3))  # alive, as it runs this
         loss = watch.hanging(codes, [alone, *beats[1:]], [False] * self._count)
         if loss is not None and 0 in codes:
             loss = lost(codes.index(0), "has ended, and others still wait", beats)
         return None if loss is None else str(loss)
 
     def _judged_silent(self, watch: Watch) -> str | None:
-        """Whether the first process, which judges the others, says nothing any more."""
+        """In words, that the first process, which judges the others, is silent; None if not."""
         code, beat = 0 if self._has_ended(0) else None, self._beats[0]
         if beat is not None:
             beat = replace(beat, progress_count=beat.liveness_count)
@@ -221,10 +222,10 @@ class PeerWatch:
         with suppress(Exception):  # a stream without a file
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
         print(f"error: {words}; {who} exits.", file=sys.stderr, flush=True)
-        # The others read the verdict of the first process, which holds the store.
+        # The first process holds the store, from which the others read its verdict.
         time.sleep(self._every * _ROUNDS_TO_LEAVE * (1 if self._process else 2))
         is_first_left = self._process == (1 if words.startswith("process 0 ") else 0)
-        # Only a step whose tasks are the processes: else it is a shell, or a launcher.
+        # Only if the tasks of the step are the processes: else they are a shell or a launcher.
         if self._is_step_of_slurm and is_first_left:
             _kill_step()
         self._leave(ExitCode.LOST)
@@ -237,7 +238,7 @@ class PeerWatch:
 
 
 def require_stuck_seconds(seconds: float) -> None:
-    """Refuse a limit that is negative, infinite or NaN; 0 is for no watch.
+    """Refuse a limit that is negative, infinite or NaN; 0 means no watch.
 
     Raises:
         ConfigError: naming the field.
@@ -248,8 +249,8 @@ def require_stuck_seconds(seconds: float) -> None:
 
 
 def _is_in_debugger() -> bool:
-    """Whether the main thread is at a breakpoint: of pdb and what is built on bdb, or of debugpy,
-    as of VS Code and PyCharm."""
+    """Whether the main thread is at a breakpoint of pdb or another debugger built on bdb, or of
+    debugpy, as in VS Code and PyCharm."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -269,7 +270,7 @@ def _store_of_jax() -> Store:
 
 
 def _kill_step() -> None:
-    """Have SLURM kill the step of this process: a frozen task would keep it for ever."""
+    """Have SLURM kill the step of this process: a frozen task would keep it running forever."""
     job, step = (os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if job and step and shutil.which("scancel"):
         with suppress(OSError, subprocess.SubprocessError):

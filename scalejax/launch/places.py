@@ -1,4 +1,4 @@
-"""The places of an elastic run: which of them its processes are started in.
+"""The places of an elastic run, and in which of them its processes are started.
 
 A place is a share of this machine, with its GPUs, that has room for one process. Arithmetic on
 counts and times; starts nothing.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 _MOST_DOUBLINGS = 5
-"""Of the time that a place is out of use: at most 32 times as long."""
+"""Limit on doublings of the time that a place is out of use: at most 32 times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class Elastic:
     """How far the number of processes may fall and rise, and what they keep in memory."""
 
     least: int
-    """Fewest processes."""
+    """Smallest number of processes."""
     most: int
-    """Most processes: the number of places."""
+    """Largest number of processes, and number of places."""
     rejoin_seconds: float = 60.0
     """How long a place is out of use after its process was lost; twice as long each further time,
     up to 32 times."""
@@ -40,7 +40,7 @@ class Elastic:
 
 
 class Places:
-    """The places of a run, and since when each is out of use."""
+    """The places of a run, and until when each is out of use."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Places:
         Args:
             elastic: the bounds.
             processes: number of processes to begin with.
-            can_train: whether so many can train the run, such as share its global batch.
+            can_train: whether so many processes can train the run, such as divide its global batch.
             clock: monotonic clock in seconds.
         """
         self._elastic = elastic
@@ -67,8 +67,8 @@ class Places:
         self._losses: Counter[int] = Counter()
         self._doubtful: set[int] = set()
         self.answers: Callable[[Sequence[int]], Mapping[int, bool]] = all_answer
-        """Whether places can be used again whose process was lost; asked when their time comes, and
-        at each look until it is said of them. It does not wait."""
+        """Whether places whose process was lost can be used again; called when their time has come,
+        and at each look until the answer holds them. It does not wait."""
 
     def lose(self, places: Iterable[int]) -> None:
         """Note that the processes in these places were lost."""
@@ -79,8 +79,8 @@ class Places:
             self._free_at[place] = self._clock() + self._elastic.rejoin_seconds * 2**doublings
 
     def chosen(self) -> tuple[int, ...]:
-        """The places to start processes in: the most of those free that can train the run; none
-        where too few are free, and all where no number of them could."""
+        """The places to start processes in: as many free ones as can train the run; none if too few
+        are free, and all if every place is free but no number of them can train it."""
         now = self._clock()
         if asked := self._asked(now):
             for place, answers in self.answers(asked).items():
@@ -99,17 +99,17 @@ class Places:
         return tuple(free) if len(free) == self._elastic.most else ()
 
     def seconds_to_wait(self) -> float:
-        """Until the next place is free; 0 if all are, or one is asked whether it answers."""
+        """Seconds until the next place is free; 0 if all are, or one is asked whether it answers."""
         now = self._clock()
         if self._asked(now):
             return 0.0
         return min((at - now for at in self._free_at.values() if at > now), default=0.0)
 
     def _asked(self, now: float) -> list[int]:
-        """The places whose time has come, and which are not known to answer."""
+        """The places whose time has come, but which are not known to answer."""
         return sorted(place for place in self._doubtful if self._free_at[place] <= now)
 
 
 def all_answer(places: Sequence[int]) -> dict[int, bool]:
-    """That all places can be used again, as those of this machine."""
+    """Say that all places can be used again, as for those of this machine."""
     return dict.fromkeys(places, True)

@@ -1,7 +1,7 @@
 """Processes of one command on the nodes of a cluster: started by srun, or on given hosts by ssh.
 
-Forwards what they print, and waits for them; they watch each other themselves (`launch.peers`), so
-that one that fails or hangs ends all. Knows nothing of what they do.
+Forwards what they print, and waits for them. They watch each other (`launch.peers`), so that one
+that fails or hangs ends all. Knows nothing of what they do.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from scalejax.launch.local import LINES_AT_END, GlooFilter
 from scalejax.launch.watchdog import STUCK_SECONDS
 
 SECONDS_TO_FOLLOW = 30.0
-"""Time after the limit of their watch in which the others must have ended, once one has failed."""
+"""Time, beyond the limit of their watch, by which the others must end once one has failed."""
 _LABEL = re.compile(r" *(\d+): ?")
-"""What `srun --label` puts before a line."""
+"""Prefix that `srun --label` puts before a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class RemoteLaunch:
     hosts: tuple[str, ...] = ()
     """Host of each process, reached by ssh without a password; none for SLURM."""
     options: tuple[str, ...] = ()
-    """Further options of srun, as in "nodes=2"."""
+    """Further options of srun, such as "nodes=2"."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the processes; srun also passes those of this process on."""
+    """Variables of the processes; srun also passes on those of this process."""
     stuck_seconds: float = STUCK_SECONDS
     """Limit of the watch that the processes keep."""
     shows_all: bool = False
@@ -70,8 +70,8 @@ class RemoteLaunch:
 
 
 def launch_remote(job: RemoteLaunch, out: TextIO = sys.stderr) -> int:
-    """The joint exit code of the processes of `job`, once they have ended: 0 if all succeeded,
-    else the first that is not `ExitCode.LOST`, of a process that missed another one."""
+    """The joint exit code of the processes of `job`, once they have ended: 0 if all succeeded, else
+    the first that is not `ExitCode.LOST`, with which a process exits that misses another one."""
     commands = _on_hosts(job) if job.hosts else [_by_srun(job)]
     environment = _without_ours(os.environ) | ({} if job.hosts else job.environment)
     output = _Output(job, out)
@@ -101,14 +101,14 @@ def launch_remote(job: RemoteLaunch, out: TextIO = sys.stderr) -> int:
     failed = sorted((code for code in codes if code), key=lambda code: code == ExitCode.LOST)
     if failed:
         output.show_ends()
-    # A killed task makes srun say 137: it was lost.
+    # srun returns 137 for a killed task, which counts as lost.
     code = failed[0] if failed else 0
     return ExitCode.LOST if code < 0 or code == 128 + signal.SIGKILL else code
 
 
 def _by_srun(job: RemoteLaunch) -> list[str]:
     options = [each if each.startswith("-") else f"--{each}" for each in job.options]
-    # A task that fails ends all: also a frozen one, that could not end itself.
+    # A task that fails ends all others, even a frozen one that could not end itself.
     own = [f"--ntasks={job.processes}", "--label", "--kill-on-bad-exit=1", "--quiet"]
     return ["srun", *own, *options, *job.command]
 
@@ -125,19 +125,19 @@ def _on_hosts(job: RemoteLaunch) -> list[list[str]]:
         }
         given = [f"{name}={value}" for name, value in variables.items()]
         typed = f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*given, *job.command])}"
-        # With a terminal, so that the end of ssh here is a hang-up there.
+        # With a terminal, so that the end of ssh here hangs up the processes there.
         commands.append(["ssh", "-tt", "-o", "BatchMode=yes", host, typed])
     return commands
 
 
 def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables without those of a group that this process is itself in."""
+    """Variables without those of the process group that this process is itself in."""
     ours = (process_group.COORDINATOR, process_group.PROCESSES, process_group.PROCESS)
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 def _ended(started: Sequence["subprocess.Popen[str]"], seconds: float) -> list[int]:
-    """Exit codes, once all have ended, or so many seconds after one has failed."""
+    """Exit codes, once all have ended, or `seconds` after one has failed."""
     deadline = math.inf
     while time.monotonic() < deadline:
         codes = [process.poll() for process in started]
@@ -150,7 +150,7 @@ def _ended(started: Sequence["subprocess.Popen[str]"], seconds: float) -> list[i
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """End what runs still: srun ends its tasks at SIGTERM, and the hang-up of ssh those of it."""
+    """End what still runs: srun ends its tasks on SIGTERM; for ssh, the hang-up does."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,7 +161,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 class _Output:
-    """What the processes print."""
+    """The output of the processes."""
 
     def __init__(self, job: RemoteLaunch, out: TextIO) -> None:
         self._job = job
@@ -170,7 +170,7 @@ class _Output:
         self._ends: dict[int, list[str]] = {}
 
     def listen(self, number: int, process: "subprocess.Popen[str]") -> None:
-        """Forward lines of the process of that number, or of all that srun labels."""
+        """Forward lines of process `number`, or of all processes that srun labels."""
         if process.stdout is None:
             return
         gloo: dict[int, GlooFilter] = {}

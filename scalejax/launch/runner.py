@@ -1,7 +1,7 @@
-"""Runs a function in several processes at once, as HorovodRunner does: here, or on a cluster.
+"""Runs a function in several processes at once, like HorovodRunner, here or on a cluster.
 
-The processes are started and watched like those of a run; inside, `jax.devices()` lists the devices
-of all of them, and collectives span every process. Knows nothing of training.
+The processes are started and watched like those of a run; inside them, `jax.devices()` lists the
+devices of all processes, and collectives span every process. Knows nothing of training.
 """
 
 import os
@@ -34,7 +34,7 @@ class Runner:
 
     Source: HorovodRunner of sparkdl, whose `np` and `run` it follows: `np=-4` starts four
     processes on this machine, `np=4` four on a cluster, by srun or on `hosts`; the result of the
-    first is returned. `shows_all` is its `driver_log_verbosity="all"`.
+    first process is returned. `shows_all` is its `driver_log_verbosity="all"`.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Runner:
             np: minus the number of processes on this machine, or their number on a cluster.
             hosts: on a cluster without SLURM, the host of each process, reached by ssh without a
                 password.
-            options: of srun, such as "nodes=2" or "gpus-per-task=1".
+            options: options of srun, such as "nodes=2" or "gpus-per-task=1".
             folder: on a cluster, a folder that all nodes see, for the call and its result; by
-                default that in which this process works.
+                default the working directory of this process.
             cpu_devices: virtual CPU devices of each process; None for the devices of the machine.
-            stuck_seconds: how long a process may say nothing, frozen or out of reach, until all
-                end; 0 for no watch.
+            stuck_seconds: how long a process may be silent, because frozen or out of reach, until
+                all end; 0 for no watch.
             shows_all: whether to forward the output of all processes, or of the first only.
             out: stream for the output.
 
         Raises:
-            ConfigError: if `np` is 0, or positive where there is neither SLURM nor `hosts`.
+            ConfigError: if `np` is 0, or positive with neither SLURM nor `hosts`.
         """
         if not np:
             accepted = "it must be -4 for 4 processes on this machine, or 4 for 4 on a cluster"
@@ -95,15 +95,15 @@ class Runner:
             )
 
     def run(self, function: Callable[..., Result], **arguments: object) -> Result:
-        """The result of `function` in the first process; it is called in every one.
+        """Call `function` in every process; returns its result in the first.
 
         Args:
-            function: any function, also of a notebook or a lambda; pickled with its closure.
+            function: any function, even a lambda or from a notebook; pickled with its closure.
             arguments: keyword arguments of the function.
 
         Raises:
             ConfigError: if the function or an argument cannot be pickled.
-            ProcessesFailed: if it raised in some process, or one was lost.
+            ProcessesFailed: if it raised in some process, or a process was lost.
         """
         import cloudpickle
 
@@ -123,7 +123,7 @@ class Runner:
                 raise ProcessesFailed(
                     f"{name_of_function} failed in {self._processes} processes (exit code {code})."
                 )
-            # Written by our own process a moment ago, in a folder private to this user.
+            # Safe: written by our own process a moment ago, in a folder private to this user.
             return cloudpickle.loads((folder / RESULT).read_bytes())
 
     def _launched(self, folder: Path) -> int:
@@ -143,7 +143,7 @@ class Runner:
         return launch(job, self._out)
 
     def _environment(self) -> dict[str, str]:
-        found = {"PYTHONPATH": os.pathsep.join(sys.path)}  # for modules beside a script
+        found = {"PYTHONPATH": os.pathsep.join(sys.path)}  # for modules next to a script
         if self._cpu_devices is not None:
             found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._cpu_devices)}
         return found

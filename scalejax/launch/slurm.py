@@ -1,7 +1,7 @@
 """A run as a SLURM job: the batch script, written by submitit, its submission and its log.
 
-The script runs `scalejax train` itself, and no pickled function, so that it can be read, kept and
-submitted by hand. Knows nothing of training but the flag that resumes it.
+The script runs `scalejax train` itself rather than a pickled function, so that it can be read, kept
+and submitted by hand. Knows nothing of training but the flag that resumes it.
 """
 
 import os
@@ -33,34 +33,34 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
 SECONDS_TO_SAVE = 120
-"""Time before the time limit of the job at which all processes are signalled to save and stop; and
+"""Time before the job's time limit at which all processes are signalled to save and stop; also the
 grace period of the others when one has ended."""
 
 SECONDS_BETWEEN_LOOKS = 2.0
-"""Time between questions for the state of a job."""
+"""Time between queries for the state of a job."""
 _OPTION = re.compile("[a-z][a-z0-9_]*")
 """Name of an option of sbatch, with underscores for hyphens."""
 _LOOKS_IN_VAIN = 30
-"""Consecutive queries that the controller may leave unanswered, as while it restarts."""
+"""Consecutive queries that the controller may leave unanswered, for instance while it restarts."""
 _OWN = ("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "partition", "time")
 """Options of sbatch for which there are flags."""
 UNDER_WAY = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"),
     *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT"),
 )
-"""States of a job that has not ended, of `man squeue`."""
+"""States of a job that has not ended, from `man squeue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmResources:
-    """What a job asks SLURM for."""
+    """What a job requests from SLURM."""
 
     gpus_per_node: int | None = None
     """GPUs per node, one for each of its processes; None to request none."""
     partition: str | None = None
     """Partition; None for the default of the cluster."""
     time: str | None = None
-    """Time limit: minutes, or as in 2-12:00:00; None for that of the partition."""
+    """Time limit: minutes, or in the form 2-12:00:00; None for that of the partition."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, as in "account=vision"."""
 
@@ -76,14 +76,14 @@ class SlurmRun(SlurmResources):
     run_marker: Path | None
     """File whose presence makes a restarted job resume; None if the command has `--resume`."""
     processes: int
-    """Number of processes, the most of an elastic run."""
+    """Number of processes; the largest number in an elastic run."""
     least_processes: int | None = None
-    """Fewest processes of an elastic run, whose command is the launcher that starts them in the
-    job; None: always as many, which the script starts by srun."""
+    """Smallest number of processes of an elastic run, whose command is the launcher that starts
+    them in the job; None for a fixed number, which the script starts by srun."""
     nodes: int | None = None
-    """Number of nodes; None for as few as have the GPUs, or one."""
+    """Number of nodes; None for the fewest that have the GPUs, or one."""
     most_restarts: int = 0
-    """How often the job requeues itself: when a process is lost, or the time limit is reached."""
+    """How often the job requeues itself when a process is lost or the time limit is reached."""
     folder: Path
     """Folder of the script and the logs; all nodes must see it."""
     name: str
@@ -111,7 +111,7 @@ class SlurmRun(SlurmResources):
         """The further options by name.
 
         Raises:
-            ConfigError: if one is malformed, or has a flag of its own.
+            ConfigError: if an option is malformed, or has its own flag.
         """
         found = {}
         for option in self.options:
@@ -133,7 +133,7 @@ class SlurmRun(SlurmResources):
 
     @property
     def tasks_per_node(self) -> int:
-        """Number of processes of each node."""
+        """Number of processes per node."""
         return self.processes // self.node_count
 
 
@@ -150,7 +150,7 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
     """Submit `run` to SLURM; returns the id of the job, and the log of its first process.
 
     Raises:
-        ConfigError: if there is no SLURM or no submitit, or SLURM refuses.
+        ConfigError: if SLURM or submitit is missing, or SLURM refuses.
     """
     if shutil.which("sbatch") is None:
         accepted = (
@@ -158,7 +158,7 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
             f"-{run.processes} starts as many processes here, --dry-run prints the script"
         )
         raise ConfigError(refusal("np", run.processes, accepted))
-    # By hand, as submitit takes a folder such as 50%j for a pattern.
+    # By hand, as submitit would read a folder such as 50%j as a pattern.
     text = script(run)
     try:
         asked = ["sbatch", "--parsable"]
@@ -166,7 +166,7 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
         said = done.stdout if done.returncode == 0 else done.stderr or done.stdout
     except OSError as error:
         said = str(error)
-    # The cluster follows where there are several.
+    # The name of the cluster follows if there are several.
     if not (found := re.fullmatch(r"(\d+)(;.*)?", said.strip())):
         said = " ".join(said.split())
         raise ConfigError(
@@ -179,8 +179,8 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
 def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
     """The exit code of a job, once it has ended; meanwhile forwards what is added to `log`.
 
-    0 if all succeeded, that of its processes if they failed, `ExitCode.LOST` if SLURM ended it:
-    time limit, node failure.
+    0 if all succeeded, that of its processes if they failed, `ExitCode.LOST` if SLURM ended the
+    job: time limit, node failure.
 
     Raises:
         ConfigError: if SLURM does not answer.
@@ -203,8 +203,8 @@ def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
 
 
 def _executor(run: SlurmRun) -> "SlurmExecutor":
-    # Else importing it closes all handlers of `logging`, and with absl's the stream that is
-    # standard error where a notebook or a test captures it.
+    # Otherwise importing it closes all handlers of `logging`, and with absl's handler the stream
+    # that stands in for standard error in a notebook or a test.
     os.environ.setdefault("SUBMITIT_LOG_LEVEL", "NOCONFIG")
     try:
         import submitit
@@ -216,7 +216,7 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
         raise ConfigError(refusal("np", run.processes, accepted)) from error
 
     class Executor(submitit.SlurmExecutor):
-        """Writes a script even where there is no SLURM."""
+        """Writes a script even on a machine without SLURM."""
 
         @classmethod
         def affinity(cls) -> int:
@@ -234,7 +234,7 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
     setup = [str(options.pop("setup"))] if "setup" in options else []
     # A process that fails may exit before the first has recorded that all have saved. Processes
     # that wait for a lost one notice it themselves, and then have SLURM kill the step with it
-    # (`launch.peers`); what cannot even do that is killed after `--wait`.
+    # (`launch.peers`); those that cannot even do that are killed after `--wait`.
     srun = ["--kill-on-bad-exit=0", f"--wait={SECONDS_TO_SAVE}"]
     if "cpus_per_task" in options:
         srun.append(f"--cpus-per-task={options['cpus_per_task']}")  # srun no longer inherits it
@@ -255,17 +255,17 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
             "use_srun": run.least_processes is None,
         }
         | {name: options[name] for name in options if name in known},
-        # submitit's own has 0 for a %t in the name of the folder too.
+        # submitit's own would also replace a %t in the name of the folder by 0.
         additional_parameters={"output": f"{logs}/%j_0_log.out"} | _at_its_end(run) | further,
     )
     return executor
 
 
 def _at_its_end(run: SlurmRun) -> dict[str, str | bool]:
-    """Options of sbatch: what happens when its time is up, or a node fails."""
+    """Options of sbatch for what happens when the time is up, or a node fails."""
     if run.least_processes is None:
         return {"requeue": True, "signal": f"TERM@{SECONDS_TO_SAVE}"}
-    # The launcher in the script tells the processes of it.
+    # The launcher in the script passes the signal on to the processes.
     options: dict[str, str | bool] = {"requeue": True, "signal": f"B:TERM@{SECONDS_TO_SAVE}"}
     if run.node_count == 1:
         return options
@@ -278,10 +278,10 @@ def _command(run: SlurmRun) -> str:
     command = shlex.join(run.command) + once + resume
     if run.least_processes is None:
         return command
-    # On one node it starts them as on any machine, and copies are in its memory.
+    # On one node, the launcher starts processes as on any machine, and copies are in its memory.
     if run.node_count > 1:
         command = f"{TASKS_PER_NODE}={run.tasks_per_node} {command}"
-    # The shell handles a signal while it waits for what is in the background, and no sooner.
+    # The shell handles a signal only while it waits for a background process.
     return f"""{command} &
 launcher=$!
 trap 'kill -TERM "$launcher"' TERM
@@ -294,7 +294,7 @@ done"""
 
 
 def _before(run: SlurmRun) -> list[str]:
-    """Lines before `srun`: a job that is requeued, by itself or after a preemption, resumes."""
+    """Lines before `srun`: a job that was requeued, by itself or after a preemption, resumes."""
     refusal_marker = f"{shlex.quote(str(run.folder.absolute()))}/refused-$SLURM_JOB_ID"
     lines = [
         f"export {REFUSAL_MARKER}={refusal_marker}",
@@ -321,11 +321,11 @@ def _before(run: SlurmRun) -> list[str]:
 
 def _after(run: SlurmRun) -> list[str]:
     """Lines after `srun`: requeue the job, unless it would end in the same way again."""
-    # srun returns the highest code, and processes that lost a refused one exit with a higher one.
+    # srun returns the highest code, and processes that lost a refused peer exit with a higher one.
     stopped = "|".join(map(str, STOPPED))
     lines = [
         *(["code=$?"] if run.least_processes is None else []),
-        # A process was killed: by SLURM, as the others had left it behind, or by the system.
+        # A process was killed: by SLURM, because the others had left it behind, or by the system.
         f"case $code in {stopped}) ;; 12[89]|1[3-9]?|2??) code={ExitCode.LOST:d} ;; esac",
         f'if [ -e "${REFUSAL_MARKER}" ]; then code={ExitCode.REFUSED:d}; fi',
     ]
@@ -336,7 +336,7 @@ def _after(run: SlurmRun) -> list[str]:
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {run.most_restarts} ]; then',
             "  case $code in",
             f"    {ends}) ;;",
-            # Once: the next try takes what was stored before it, or ends so again.
+            # Requeued once: the next try takes the state stored before it, or ends so again.
             f'    {ExitCode.DAMAGED:d}) if [ ! -e "{damaged}" ]; then',
             f'      touch "{damaged}"; scontrol requeue "$SLURM_JOB_ID"; fi ;;',
             '    *) scontrol requeue "$SLURM_JOB_ID" ;;',
@@ -349,8 +349,8 @@ def _after(run: SlurmRun) -> list[str]:
 def about(job_id: str) -> tuple[str, int, int] | None:
     """State, exit code and signal of a job; None if SLURM does not answer.
 
-    Queries the controller, which keeps a job for minutes after its end: `sacct`, which submitit
-    uses, needs an accounting database that not every cluster has.
+    Queries the controller, which keeps a job for minutes after its end, because `sacct`, which
+    submitit uses, needs an accounting database that not every cluster has.
     """
     asked = ["scontrol", "--oneliner", "show", "job", job_id]
     try:

@@ -18,7 +18,7 @@ _FOLLOWING = (ExitCode.LOST, -signal.SIGABRT)
 """Exit codes of processes that lost a peer: after an error, or aborted by JAX itself."""
 
 OF_MEMORY = " (by the system, if memory was short)"
-"""What is added where a process was killed by SIGKILL."""
+"""Added to the reason if a process was killed by SIGKILL."""
 _IN_WORDS = {
     ExitCode.DAMAGED: "found what is stored damaged",
     ExitCode.LOST: "lost contact with another one",
@@ -26,11 +26,11 @@ _IN_WORDS = {
 }
 
 STUCK_SECONDS = 60.0
-"""By default, least time without progress after which processes hang."""
+"""Default least time without progress after which processes count as hanging."""
 _SLOWER = 10
-"""A phase may take so many times its slowest so far without progress."""
+"""A phase may go without progress for its slowest time so far, multiplied by this."""
 _FIRST, _SAVING = 30, 5
-"""Multiples of `stuck_seconds` that a phase may take which did not end twice before (start-up,
+"""Multiples of `stuck_seconds` that a phase may take if it has not ended twice before (start-up,
 compiling, the first batches, updates and checkpoints, the end), and that each later checkpoint may
 take."""
 _READING = ("waiting for input", "evaluating")
@@ -48,11 +48,11 @@ class Loss:
     reason: str
     """How it was lost, as a phrase that follows its name."""
     step: int | None
-    """Updates that it had begun, by its last heartbeat; None without one."""
+    """Updates that it had begun, according to its last heartbeat; None without one."""
     others: tuple[int, ...] = ()
     """Ranks of the processes that were lost with it."""
     exit_code: ExitCode = ExitCode.LOST
-    """That of the process if it told why it ended."""
+    """Exit code of the process, if that tells why it ended."""
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" at step {self.step:,}"
@@ -67,7 +67,7 @@ def lost(
     exit_code: ExitCode = ExitCode.LOST,
     others: Iterable[int] = (),
 ) -> Loss:
-    """The loss of `process`, at the step of its heartbeat, and of `others`, where it may be too."""
+    """The loss of `process`, at the step of its heartbeat, and of `others`, which may hold it."""
     beat = beats[process]
     step = None if beat is None else beat.step
     others = tuple(sorted({*others} - {process}))
@@ -76,14 +76,14 @@ def lost(
 
 @dataclass(slots=True)
 class Watch:
-    """Tracks since when each process is stopped, and when it was last alive and made progress."""
+    """Tracks since when each process is stopped, and when it last was alive and made progress."""
 
     stopped_seconds: float
     """How long a process may be stopped (by SIGSTOP, or a debugger)."""
     stuck_seconds: float
-    """Least time without progress of any process after which they hang: see `limit_seconds`."""
+    """Least time without progress of any process after which they hang; see `limit_seconds`."""
     silent_seconds: float = math.inf
-    """How long a process may write no heartbeat at all."""
+    """How long a process may go without writing any heartbeat."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic clock in seconds."""
     _stopped: dict[int, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Watch:
     def lost_by_code(
         self, codes: Sequence[int | None], beats: Sequence[Beat | None]
     ) -> Loss | None:
-        """The first process that was killed or failed; None if there is none.
+        """The first process that was killed or failed; None if there is no such process.
 
         Args:
             codes: exit code of each process, negative for a signal; None while it runs.
@@ -101,12 +101,12 @@ class Watch:
         """
         ended = [(number, code) for number, code in enumerate(codes) if code not in (None, 0)]
         meant = (*FINAL_CODES, *STOPPED)
-        if any(code in meant for _, code in ended):  # no loss, and neither are its lost peers
+        if any(code in meant for _, code in ended):  # not a loss; nor are peers that lost it
             ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
         if None in codes and all(code in _FOLLOWING for _, code in ended) and ended:
-            # They have left one behind, which they wait for: frozen, it could not leave itself.
+            # They have left behind the one that they waited for: frozen, it could not leave itself.
             return lost(codes.index(None), "does not answer the others any more", beats)
-        # A killed process is the cause, not one that only lost its peer.
+        # The cause is a killed process, not one that only lost its peer.
         ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:
             if code is not None and code not in meant:
@@ -154,7 +154,7 @@ class Watch:
             return None
 
         def order(number: int) -> tuple[bool, int, bool]:
-            """Sort key of the culprit: no longer alive, or behind, or in another phase."""
+            """Sort key that puts the culprit first: not alive, or behind, or in another phase."""
             is_alive = now - self._alive[number][1] < self.stuck_seconds / 2
             return is_alive, running[number].step, running[number].phase == "training"
 
@@ -168,9 +168,9 @@ class Watch:
 
     def limit_seconds(self, beat: Beat) -> float:
         """How long a process may stay at `beat` without progress: ten times the slowest of its
-        phase so far, at least `stuck_seconds`, and five times that for a checkpoint; thirty times
-        that while the phase has not ended twice. Where it reads a store, an outage ends it first,
-        in words of its own."""
+        phase so far, but at least `stuck_seconds`, or five times that for a checkpoint; thirty
+        times `stuck_seconds` until the phase has ended twice. A process that reads a store has
+        longer, so that an outage ends it first, with its own message."""
         store_seconds = beat.store_seconds if beat.phase in _READING else 0.0
         if not beat.slowest_seconds:
             return max(self.stuck_seconds * _FIRST, self.stuck_seconds + store_seconds)

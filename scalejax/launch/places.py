@@ -99,7 +99,7 @@ class Places:
         return tuple(free) if len(free) == self._elastic.most else ()
 
     def seconds_to_wait(self) -> float:
-        """Seconds until the next place is free; 0 if all are, or one is asked whether it answers."""
+        """Seconds until the next place is free; 0 if all are, or one is asked if it answers."""
         now = self._clock()
         if self._asked(now):
             return 0.0

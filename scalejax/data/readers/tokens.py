@@ -105,8 +105,8 @@ class TokenExamples(Reader, names=("tokens",)):
         return token_rows(tokens, firsts, document_ends if self._config.document_mask else None)
 
     def _order(self, epoch: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Where each document begins in the files and in the order of the epoch, the latter with
-        the end of the last; evaluation has the order of the files."""
+        """Where each document begins in the files, and where it begins in the order of the epoch,
+        followed by the end of the last; evaluation has the order of the files."""
         found = self._orders.get(epoch)
         if found is None:
             assert self._documents is not None  # noqa: S101  the caller has seen it

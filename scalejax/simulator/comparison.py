@@ -94,7 +94,7 @@ class Comparison(Tabular):
     axes: tuple[AxisBytes, ...]
     """Bytes by mesh axes, the most bytes first."""
     changes: tuple[CollectiveChange, ...]
-    """Collectives that were added or removed, the most bytes first."""
+    """Collectives whose number of runs changed, the most bytes added or removed first."""
     bounds: Bounds
     """How much worse B may be."""
     exceeded: tuple[str, ...]
@@ -289,7 +289,7 @@ def _changes(
 
 
 def _differences(a: Program, b: Program) -> Iterator[str]:
-    """Notes on what differs between the programs besides the step."""
+    """Notes on what differs between the programs in addition to the step."""
     for what, of_a, of_b in (
         ("compiled by", a.compiler, b.compiler),
         ("compiled for", a.target, b.target),

@@ -420,8 +420,8 @@ def _band(
 
 def _software_deviation(program: Program, chip: Chip) -> float | None:
     """How far steps of a program's framework were off on a chip of the catalogue; None if that is
-    unknown, if the chip was measured here, or if none of its steps or operators was ever measured.
-    Other chips have their own residuals, or none."""
+    unknown, if the chip was measured here, or if no step or operator was ever measured on it. Other
+    chips have their own residuals, or none."""
     framework = known_framework(program.framework)
     if framework is None or chip.measured is not None:
         return None

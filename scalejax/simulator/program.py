@@ -306,7 +306,7 @@ class Program:
     """Name of the framework that runs the step."""
     most_blocks: float = 1.0
     """Blocks of the pipeline stage with the most blocks, over those of the stage that this program
-    describes: its host takes that many times as long to launch them, and all stages wait for it."""
+    describes: the former's host takes that many times as long to launch them; all wait for it."""
     notes: tuple[str, ...] = ()
     """Caveats on how the step was compiled."""
 

@@ -63,7 +63,7 @@ def goodput(
         checkpoint_seconds: C, time that training stalls for one checkpoint.
         restart_seconds: R, time from a failure until training resumes.
         run_mtbf_seconds: M, mean time between failures of the run: that of a node over the nodes.
-        latency_seconds: time from the stall until a checkpoint is complete, if it is written
+        latency_seconds: time after the stall until a checkpoint is complete, if it is written
             asynchronously.
         down_seconds: time from a failure until the restart starts, if the restart does not
             include it.

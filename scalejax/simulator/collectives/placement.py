@@ -53,12 +53,12 @@ def contention(collective: Collective, cluster: Cluster) -> float:
     """Fraction of its speed that compute loses while a collective runs.
 
     While a group within a node communicates, compute loses the chip's whole fraction; for a group
-    over nodes, times the share of a node's positions that the group has: an eighth for one device
-    of eight. This rule is empirical, not derived: a library takes processors to copy and memory to
-    read and write, but the rule considers neither how fast the group sends nor over what. A group
-    of whole nodes counts like one on NVLink, even for an all-to-all, most of which goes over the
-    network. Checked against steps of NeMo and torchtitan, with families of theirs left out of the
-    fit in turn, one of them with Megatron-FSDP (experiments/left_out).
+    over nodes it loses that times the share of a node's positions that the group has: an eighth for
+    one device of eight. This rule is empirical, not derived: a library takes processors to copy and
+    memory to read and write, but the rule considers neither how fast the group sends nor over what.
+    A group of whole nodes counts like one on NVLink, even for an all-to-all, most of which goes
+    over the network. Checked against steps of NeMo and torchtitan, with families of theirs left out
+    of the fit in turn, one of them with Megatron-FSDP (experiments/left_out).
     """
     fraction = cluster.chip.attainable.contention_fraction
     if not fraction or collective.group == HOST_MEMORY:

@@ -124,9 +124,9 @@ def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, fl
     """Rates of one member to the others of its node: in a ring, and in a tree.
 
     On a mesh whose links are known, both follow from the paths that fit on them. Members that no
-    path of links joins go through the host; so do two neighbours without a link in a ring in
-    device order, and all others wait for them. On a mesh of unknown links each doubling of the
-    members adds a dimension: g of N have floor(log2 g) / log2 N of the links.
+    path of links joins go through the host; in a ring in device order, so do two neighbours without
+    a link, and all others wait for them. On a mesh of unknown links each doubling of the members
+    adds a dimension: g of N have floor(log2 g) / log2 N of the links.
     """
     link, devices_per_node = cluster.link, cluster.devices_per_node
     rate = link.bytes_per_second * link.attainable_fraction

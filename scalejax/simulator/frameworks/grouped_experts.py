@@ -166,8 +166,8 @@ def _is_of_experts(item: Operation | Loop) -> bool:
 def _is_of_all(item: Operation, way: _Way, is_between: bool) -> bool:
     """Whether an operation of a layer copies, converts or clears all gathered tokens. Clears only
     write; the others come between the collectives over the expert axis and read no more than they
-    write, or twice as much in float32. Types distinguish them from work on a device's own data, of
-    which as many bytes may be in a wider type."""
+    write, or twice as much in float32. Types distinguish them from work on a device's own data,
+    which may have as many bytes in a wider type."""
     if item.flop or not way.gathered or not (is_between or not item.read_bytes):
         return False
     is_float32 = item.dtype == "f32"

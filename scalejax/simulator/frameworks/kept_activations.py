@@ -54,7 +54,7 @@ def named_activations(remat: DecoderRemat) -> SavedActivations | None:
 def with_kept_activations(
     program: Program, kept: SavedActivations, element_bytes: int, *, has_post_norms: bool = False
 ) -> Program:
-    """`program` without recompute of what is kept, and with the memory and copies it takes.
+    """`program` without recompute of what is kept, and with the memory and copies this takes.
 
     Args:
         program: a step in closed form that recomputes everything in a block except its input.

@@ -32,8 +32,8 @@ def through_one_device(
             do, so that the one device sends and receives everything once; otherwise once per other
             device.
         input_bytes: the part of the batch of one device.
-        weight_bytes: bytes of weights sent out, for a network that is partly frozen; None if there
-            are as many as gradients.
+        weight_bytes: bytes of weights sent out, for a network that is partly frozen; None if equal
+            to those of the gradients.
     """
     sums = [(each, runs) for each, runs in program.walk() if _sums_gradients(each)]
     if not sums or (group := _group(sums[0][0])) is None:

@@ -103,7 +103,7 @@ def grouped_product_time(
     rates = rates_of(chip)
     peak, bandwidth = chip.peak_flop_per_second[kind], chip.memory_bytes_per_second
     fraction = rates.matmul_fraction.get("bf16" if kind == "f16" else kind)
-    # Measured by others than plain products were, and above them on Blackwell; groups save no time.
+    # Measured by others than plain products, and higher on Blackwell; but groups save no time.
     fraction = min(fraction or 1.0, attainable.matmul_fraction) * attainable.sustained_fraction
     tiles = product.groups * math.ceil(product.rows / product.groups / rates.tile_rows)
     flop = 2 * tiles * rates.tile_rows * product.outer * product.inner
@@ -132,7 +132,7 @@ def _tiles_on_tpu(product: GroupedProduct) -> int:
 
 
 def _tile_bytes_on_tpu(product: GroupedProduct, tiles: int, kind: RateType) -> float:
-    """Bytes of the tiles of both operands, of which each step of the kernel loads one."""
+    """Bytes of the tiles of both operands; each step of the kernel loads one tile of each."""
     operand, _ = OPERAND_BYTES[kind]
     outer, inner = min(_TPU_TILE_SIDE, product.outer), min(_TPU_TILE_SIDE, product.inner)
     steps = tiles * math.ceil(product.outer / outer) * math.ceil(product.inner / inner)

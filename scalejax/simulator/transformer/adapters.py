@@ -167,7 +167,7 @@ class AdaptedLayer:
         width, inner = self._sides(name)  # of W^T
         narrow = self._narrow_bytes
         if name in ROWS_DIVIDED and shard.sequence_parallel:
-            is_there = False  # nor is the adapters' part, which `start_gradient` made
+            is_there = False  # `start_gradient` made the adapters' part
         else:
             is_there = self._both(name, inner, width, suffix=".gradient", is_summed=False)
         wide = rows * width * self._used

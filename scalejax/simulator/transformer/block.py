@@ -132,7 +132,7 @@ class _Block:
         is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
         self.fuses_norms = is_backward and is_summed and self.has_biases
         self.is_newer = shape.compiler == "0.12"
-        """Whether the newer compiler schedules it, not the one that it was first read off."""
+        """Whether the newer compiler schedules it, not the one that this was first read off."""
         fsdp, is_summed = shard.layout.fsdp, shard.sum_axes != ()
         self.sums_early = self.tensor == fsdp == 1 and is_summed
         self.sums_late = self.is_newer and (fsdp > 1 or (self.tensor > 1 and is_summed))

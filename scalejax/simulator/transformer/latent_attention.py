@@ -1,7 +1,7 @@
 """Operations of latent attention other than its scores, as XLA compiles it for GPUs.
 
-Queries, keys and values are made from latents of each token, each of which one product makes from
-the stream (`models.llama.LatentAttention`). Read off compiled programs (jax 0.10.2, for H100);
+Queries, keys and values are made from latents of each token, and each latent from the stream by one
+product (`models.llama.LatentAttention`). Read off compiled programs (jax 0.10.2, for H100);
 sizes follow from the ranks. Independent of hardware.
 """
 

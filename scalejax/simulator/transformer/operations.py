@@ -1,6 +1,6 @@
 """Builder of the operations of a closed-form program, in schedule order.
 
-Only constructs `Operation`s; knows nothing of transformers.
+Constructs `Operation`s only; independent of transformers.
 """
 
 from collections.abc import Iterable, Iterator

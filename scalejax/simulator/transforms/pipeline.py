@@ -89,7 +89,7 @@ def pipelined(
         stage: program of the network with the layers of one stage, on the devices of one stage,
             in a loop over the microbatches.
         pipeline: the division of the network.
-        last: operations of the first and the last stage for a microbatch besides their blocks,
+        last: operations of the first and the last stage for a microbatch outside their blocks,
             if these are not the given stage.
 
     Raises:

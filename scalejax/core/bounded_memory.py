@@ -1,6 +1,6 @@
 """A cache of values in memory that evicts the least recently used.
 
-Knows nothing of what it holds.
+Does not know what it holds.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ class BoundedMemory(Generic[Value]):
     """LRU cache of values by key, of at most `limit_bytes`.
 
     A value larger than the limit is returned but not cached. Thread-safe; several threads may load
-    one value twice.
+    the same value.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -45,7 +45,7 @@ class BoundedMemory(Generic[Value]):
         return value
 
     def put(self, key: Hashable, value: Value, size_bytes: int) -> None:
-        """Cache `value`, in place of what `key` has."""
+        """Cache `value`, replacing the value of `key`."""
         with self._lock:
             if key in self._values:
                 self.held_bytes -= self._values.pop(key)[1]

@@ -1,4 +1,4 @@
-"""The user's cache folder, and the digest of the source that its entries are keyed by."""
+"""The user's cache folder, and the source digest that keys its entries."""
 
 import hashlib
 import os

@@ -1,8 +1,8 @@
-"""Tables, waterfalls, curves and timelines as HTML and SVG: what a result shows in a notebook. And
-tables as text: what `print` shows of it.
+"""Tables, waterfalls, curves and timelines as HTML and SVG, which a result shows in a notebook; and
+tables as text, which `print` shows.
 
-Text alone, without scripts or styles from elsewhere, so that it shows wherever HTML does, light or
-dark. Knows names that carry their units, and nothing of what the figures are of.
+Plain text, without external scripts or styles, so that it shows wherever HTML does, light or dark.
+Knows names that carry their units, but not what the figures mean.
 """
 
 import math
@@ -14,10 +14,10 @@ from scalejax.core.units import format_bytes, format_count, format_fraction, for
 
 _WIDTH = 640
 _LABEL, _VALUE = 190, 90
-"""Widths of the names and of the values beside bars, of `_WIDTH`."""
+"""Widths of the names and values next to bars, within `_WIDTH`."""
 _LINE = 20
 _SHORT = 24
-"""Letters of a text that stays on one line."""
+"""Most letters of a text that stays on one line."""
 _COLORS = ("#3b76c4", "#d9822b", "#3d9a5f", "#b0508e", "#8a6d3b", "#5b8f9a")
 _FONT = "font-family:system-ui,sans-serif;font-size:12px"
 
@@ -29,11 +29,11 @@ _ENDINGS = {
     "_flop": format_count,
     "_joules": lambda value: f"{format_count(value)}J",
 }
-"""How a number is written whose name ends so."""
+"""How to write a number whose name has this ending."""
 
 
 def heading_of(name: str) -> str:
-    """A column's name in words, without the unit that its cells have: "p10 step"."""
+    """A column's name in words, without the unit, which its cells have: "p10 step"."""
     ending = next((each for each in ("_seconds", "_bytes", "_joules") if name.endswith(each)), "")
     words = "time" if name == "seconds" else name.removesuffix(ending)
     words = words.replace("_", " ").replace("mfu", "MFU")
@@ -41,7 +41,7 @@ def heading_of(name: str) -> str:
 
 
 def cell_of(name: str, value: JsonValue) -> str:
-    """A figure in words, in the unit that its name ends with; a dash for what is unknown."""
+    """A figure in words, in the unit that its name ends with; a dash if it is unknown."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -62,8 +62,8 @@ def columns_of(rows: Sequence[Mapping[str, JsonValue]]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, JsonValue]], *, bold: Sequence[int] = ()) -> str:
-    """A table with a line for each of `rows`, of which those at the positions in `bold` stand out.
-    Its columns are those of all rows, but for those that are unknown in all."""
+    """A table with a line for each of `rows`; those at the positions in `bold` are bold. Its
+    columns are those of all rows, except columns that are unknown in all of them."""
     columns = [name for name in columns_of(rows) if any(row.get(name) is not None for row in rows)]
     sides = {name: _side([row.get(name) for row in rows]) for name in columns}
     head = "".join(f"<th{sides[name]}>{escape(heading_of(name))}</th>" for name in columns)
@@ -78,9 +78,9 @@ def table(rows: Sequence[Mapping[str, JsonValue]], *, bold: Sequence[int] = ()) 
 
 
 def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
-    """A table as lines of at most `width` where its cells allow it: what all rows have in common,
-    then the other columns, in as many parts as they need, each with the first of them. Texts begin
-    at the left."""
+    """A table as lines of at most `width` if its cells allow it: what all rows have in common, then
+    the other columns, in as many parts as needed, each starting with the first of these columns.
+    Text is aligned to the left."""
     names = [name for name in columns_of(rows) if any(row.get(name) is not None for row in rows)]
     common = [name for name in names if all(row.get(name) == rows[0].get(name) for row in rows)]
     size = max((len(heading_of(name)) for name in common), default=0)
@@ -112,7 +112,8 @@ def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
 
 
 def _side(values: Sequence[JsonValue]) -> str:
-    """Texts begin at the left, and short ones are not broken; numbers are as the page has them."""
+    """Style of a column: text is left-aligned, and unbroken if short; numbers are as on the
+    page."""
     texts = [each for each in values if isinstance(each, str)]
     if not texts:
         return ""
@@ -121,7 +122,7 @@ def _side(values: Sequence[JsonValue]) -> str:
 
 
 def _unbroken(name: str, value: JsonValue) -> str:
-    """A cell; a number and its unit stay together."""
+    """A cell in which a number and its unit stay together."""
     words = cell_of(name, value)
     return words if isinstance(value, str) else words.replace(" ", "\u00a0")
 
@@ -141,8 +142,8 @@ def notes(texts: Sequence[str]) -> str:
 
 
 def waterfall(terms: Sequence[tuple[str, float | None]], total: str) -> str:
-    """Bars that begin where the one before ends, a line for each (name, seconds), and one for the
-    sum, which is called `total`. Terms without time or of unknown time are left out, and named."""
+    """Bars that begin where the previous one ends, a line for each (name, seconds), and one for the
+    sum, named `total`. Terms of zero or unknown time are left out; the unknown ones are named."""
     known = [(name, seconds) for name, seconds in terms if seconds]
     unknown = [name for name, seconds in terms if seconds is None]
     whole = math.fsum(seconds for _, seconds in known)
@@ -184,11 +185,11 @@ def curves(
 ) -> str:
     """Lines through points (x, y) on logarithmic axes, one for each of `series`.
 
-    The vertical axis is even where a value is 0 or below, such as a loss; x are all above 0.
+    The vertical axis is linear if a value, such as a loss, is 0 or below; all x are above 0.
 
     Args:
         series: name and points of each line.
-        x: what is on the horizontal axis; its ticks are the points'.
+        x: what is on the horizontal axis; its ticks are at the points.
         y: what is on the vertical axis, as `cell_of` names it: "step_seconds".
         ideal: the series whose first point is extended in proportion to x, dashed; None for none.
     """
@@ -259,7 +260,7 @@ def curves(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between, some three to six of them."""
+    """Some three to six round numbers between `low` and `high`."""
     for steps in (
         (1,),
         (1, 3),
@@ -275,14 +276,14 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _even_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between, as far from each other, some three to six of them."""
+    """Some three to six evenly spaced round numbers between `low` and `high`."""
     unit = 10.0 ** math.floor(math.log10(high - low))
     step = next(s * unit for s in (0.2, 0.5, 1, 2) if (high - low) / (s * unit) <= 6)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def lanes(events: Mapping[str, Sequence[tuple[float, float, str]]]) -> str:
-    """Spans (begin, end, what) in seconds, a lane for each name, on one axis of time."""
+    """Spans (begin, end, what) in seconds, a lane for each name, on a common time axis."""
     end = max((span[1] for spans in events.values() for span in spans), default=0.0)
     if not end:
         return ""

@@ -1,7 +1,7 @@
-"""What an elastic launcher and its processes share: a folder in memory, which outlives processes.
+"""What an elastic launcher and its processes share: a folder in memory that outlives processes.
 
-It holds copies of the state of their run, the change of processes that its record does not have
-yet, and the wish that others join. Knows files; neither states nor how processes are started.
+It holds copies of the run's state, the change of processes that the record does not have yet, and
+the request that others join. Knows files, but neither states nor how processes are started.
 """
 
 import contextlib
@@ -20,33 +20,33 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import document, load, save
 
 FOLDER, COPY_SECONDS = "SCALEJAX_ELASTIC", "SCALEJAX_COPY_SECONDS"
-"""Variables, set by the launcher: the folder; least seconds between two copies, 0 for none."""
+"""Variables, set by the launcher: the folder; least seconds between two copies, 0 for no copies."""
 MEMORY = Path("/dev/shm")  # a tmpfs: shm_overview(7)
 _OWNER = "owner"
 _SECONDS_TO_LOCK = 600.0
-"""A folder that nobody has locked for so long is abandoned."""
+"""A folder that nobody has locked for this long is abandoned."""
 
 
 @document("change_of_processes")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of the processes of a run, until its record has it."""
+    """A change of the processes of a run, kept until the record has it."""
 
     before: int
-    """Number of processes before it."""
+    """Number of processes before the change."""
     after: int
-    """Number of processes that go on."""
+    """Number of processes that continue."""
     reason: str
     """Why, in words."""
     step: int
-    """Updates that any of them had begun."""
+    """Updates that any process had begun."""
     since_seconds: float
-    """When it was noticed, in seconds since 1970: the processes may be on other machines."""
+    """When it was noticed, in seconds since 1970, since processes may be on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFolder:
-    """The folder, as launcher and processes see it."""
+    """The folder, as seen by launcher and processes."""
 
     path: Path
     """The folder itself."""
@@ -72,23 +72,23 @@ class SharedFolder:
         """The change that the record does not have yet; None if there is none."""
         try:
             return load(Change, self._change) if self._change.exists() else None
-        except ConfigError:  # somebody wrote into it: a change that is not told is no harm
+        except ConfigError:  # somebody wrote into it: an unreported change does no harm
             return None
 
     def set_change(self, change: Change | None) -> None:
-        """Note a change, or that the record has it; where it cannot be written, as memory is full,
-        none is told."""
+        """Note a change, or with None that the record has it; if it cannot be written, because
+        memory is full, none is reported."""
         try:
             if change is not None:
                 save(change, self._change)
                 return
         except ConfigError:
-            pass  # and the one before is no longer true
+            pass  # and the previous one is no longer true
         with contextlib.suppress(OSError):
             self._change.unlink(missing_ok=True)
 
     def keep(self) -> Path:
-        """Have the folder outlive its launcher, and the next one; where it is then.
+        """Have the folder outlive its launcher and the next one; returns its new place.
 
         Raises:
             OSError: if it cannot be renamed.
@@ -99,14 +99,14 @@ class SharedFolder:
 
     @property
     def is_asked_to_stop(self) -> bool:
-        """Whether the processes are to stop at the next copy, for others to join."""
+        """Whether the processes are to stop at the next copy so that others can join."""
         return self._joining.exists()
 
     def ask_to_stop(self, *, asks: bool) -> None:
-        """Say whether the processes are to stop for others to join.
+        """Say whether the processes are to stop so that others can join.
 
         Raises:
-            OSError: if it cannot be said.
+            OSError: if this cannot be written.
         """
         if asks:
             self._joining.touch()
@@ -126,23 +126,23 @@ class SharedFolder:
 def shared_folder(
     memory: Path = MEMORY, *, say: Callable[[str], None] | None = None
 ) -> Iterator[SharedFolder]:
-    """A new folder in `memory`, for as long as the block, unless it is to be kept; those of
-    launchers that were killed are removed.
+    """A new folder in `memory`, removed after the block unless it is kept; folders of killed
+    launchers are removed.
 
     Args:
-        memory: the folder that it is in.
-        say: is told why it is with the temporary files of the system, where no copies are made, as
-            nothing can be made in `memory`; None: that is refused.
+        memory: the parent folder.
+        say: receives the reason if nothing can be created in `memory` and the folder is among the
+            system's temporary files instead, where no copies are made; if None, that is refused.
 
     Raises:
-        ConfigError: if it cannot be made.
+        ConfigError: if it cannot be created.
     """
     try:
         path, owner = _made(memory)
     except OSError as error:
         if say is None:
             raise ConfigError(f"{str(memory)!r} cannot be written: {error}.") from error
-        if memory.is_dir():  # else the system has none
+        if memory.is_dir():  # else the system has no such folder
             say(f"Note: no copies in memory, but checkpoints alone: {memory} is refused ({error}).")
         instead = Path(tempfile.gettempdir())
         try:
@@ -157,11 +157,11 @@ def shared_folder(
 
 
 def _made(parent: Path) -> tuple[Path, int]:
-    """A new folder in `parent`, and its owner, as `_locked`."""
+    """A new folder in `parent`, and its owner file from `_locked`."""
     prefix = f"scalejax-{os.getuid()}-"
     for other in parent.glob(f"{prefix}*"):
         _remove_abandoned(other)
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700, of a random name
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700, with a random name
     try:
         return path, _locked(path)
     except OSError:
@@ -170,11 +170,11 @@ def _made(parent: Path) -> tuple[Path, int]:
 
 
 def _locked(path: Path) -> int:
-    """The open file by whose lock, which ends with this process, `path` is known to be in use."""
+    """The open file whose lock, which ends with this process, marks `path` as in use."""
     draft = path / f"{_OWNER}.new"
     file = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
-    draft.rename(path / _OWNER)  # is never seen without its lock
+    draft.rename(path / _OWNER)  # never visible without its lock
     return file
 
 
@@ -189,14 +189,14 @@ def _remove_abandoned(path: Path) -> None:
             return
         file = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while it is there
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while it lives
             _remove(path)
         finally:
             os.close(file)
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, and last what tells whose it is."""
+    """Remove a folder, its owner file last."""
     with contextlib.suppress(OSError):
         for each in path.iterdir():
             if each.is_dir():

@@ -1,8 +1,8 @@
-"""The environment of this process: JAX's platform, glibc's allocator, cores, its parent, modules of
-the user's own.
+"""The environment of this process: JAX's platform, glibc's allocator, cores, its parent, the user's
+own modules.
 
-The platform is chosen before JAX is first used, from environment variables and device files; JAX
-is imported only to reconfigure it where it has been imported already.
+The platform is chosen before JAX is first used, from environment variables and device files; JAX is
+only imported to reconfigure it, if it has been imported already.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ GPU_FLAGS = (
 _OLDER_SHARDINGS = "--xla_enable_hlo_sharding_v3=false"
 
 MAX_CPU_DEVICES = 512
-"""Most virtual devices of one machine: 100,000 took 14,000 threads and 19 GB."""
+"""Most virtual devices on one machine: 100,000 took 14,000 threads and 19 GB."""
 
 _NVIDIA_DRIVER = "/dev/nvidiactl"
 
@@ -58,20 +58,20 @@ def compiler_settings() -> dict[str, str]:
 
 
 def required_flags() -> tuple[str, ...]:
-    """XLA flags without which the installed compiler ends the process on some steps.
+    """XLA flags without which the installed compiler aborts the process on some steps.
 
-    That of jax 0.12 writes shardings anew (HloShardingV3), and aborts where a `shard_map` stands in
-    another whose axis comes later in the mesh, with further axes left to the compiler
-    (named_sharding.cc: "Manual axes must be sorted by mesh axis index"; 0.12.0.1, on CPUs and GPUs
-    alike): stages of a pipeline within shards of the batch. It takes them as jax 0.10 wrote them.
-    Other versions may not know the flag, at which they would end.
+    The compiler of jax 0.12 has a new form of shardings (HloShardingV3), and aborts if a
+    `shard_map` is nested in another whose axis comes later in the mesh, with further axes left to
+    the compiler (named_sharding.cc: "Manual axes must be sorted by mesh axis index"; 0.12.0.1, on
+    CPUs and GPUs alike): pipeline stages within shards of the batch. It still accepts the form of
+    jax 0.10. Other versions may not know the flag, and would end.
     """
     return (_OLDER_SHARDINGS,) if version("jaxlib").startswith("0.12.") else ()
 
 
 def set_required_flags() -> None:
-    """Have XLA, which reads its flags once, when JAX starts, read `required_flags` too; without
-    effect on a JAX that runs already."""
+    """Have XLA, which reads its flags once, when JAX starts, also read `required_flags`; no effect
+    on a JAX that already runs."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     if has_required_flags() or (bridge is not None and bridge.backends_are_initialized()):
         return
@@ -80,35 +80,35 @@ def set_required_flags() -> None:
 
 
 def has_required_flags() -> bool:
-    """Whether the environment has `required_flags`, as far as there are any."""
+    """Whether the environment has all `required_flags`, if there are any."""
     return set(required_flags()) <= set(os.environ.get("XLA_FLAGS", "").split())
 
 
 def nvidia_gpus() -> int:
-    """Number of NVIDIA GPUs of this machine or container; 0 under WSL, whose driver has no device
+    """Number of NVIDIA GPUs in this machine or container; 0 under WSL, whose driver has no device
     files for them."""
     return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
 def has_accelerator() -> bool:
-    """Whether JAX will look for an accelerator here, judged without importing it."""
+    """Whether JAX will look for an accelerator here, without importing it."""
     wanted = os.environ.get("JAX_PLATFORMS")
     is_there = any(Path(name).exists() for name in _ACCELERATOR_FILES)
     return is_there if wanted is None else wanted != "cpu"
 
 
 def avoid_absent_accelerator() -> None:
-    """Have JAX, once it starts, use the CPU where no accelerator is: see `choose_platform`."""
+    """Have JAX, once it starts, use the CPU if there is no accelerator: see `choose_platform`."""
     if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 class _AbsentGPUInOneLine(logging.Filter):
-    """Shortens the traceback that JAX logs of the plug-in for NVIDIA GPUs where there is none to a
-    line, and nothing else: JAX goes on with what is there, as it would have."""
+    """Shortens to one line the traceback that JAX logs for the plug-in for NVIDIA GPUs if there are
+    none, and changes nothing else: JAX continues with the available devices, as it would have."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps a record of JAX, shortened."""
+        """Keep a record of JAX, shortened."""
         plugin = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
         error = record.exc_info[1] if record.exc_info else None
         is_of_plugin = plugin.startswith("jax_plugins.xla_cuda")
@@ -127,13 +127,13 @@ def _has_nvidia_driver() -> bool:
 
 
 def shorten_absent_plugin() -> None:
-    """Have JAX say in a line that the compiler for NVIDIA GPUs has none, where it is installed to
-    compile alone.
+    """Have JAX say in one line that the plug-in for NVIDIA GPUs has no GPU, if it is installed only
+    to compile.
 
     The package jax-cuda13-pjrt registers itself with every JAX in its environment (entry point
-    `jax_plugins`), looks for cuDNN as JAX starts, and fails: twenty lines, in a session that asked
-    for no GPU. In processes of its own scalejax has JAX look for the CPU alone (`choose_platform`);
-    a user's own session keeps its platforms, and the line says why it has no GPU.
+    `jax_plugins`), looks for cuDNN as JAX starts, and fails: twenty lines, in a session that
+    requested no GPU. In its own processes scalejax has JAX look only for the CPU
+    (`choose_platform`); a user's session keeps its platforms, and the line says why it has no GPU.
     """
     logger = logging.getLogger("jax._src.xla_bridge")
     if not any(isinstance(each, _AbsentGPUInOneLine) for each in logger.filters):
@@ -143,12 +143,12 @@ def shorten_absent_plugin() -> None:
 def choose_platform(cpu_devices: int | None = None) -> None:
     """Have JAX use the accelerator here, or else the CPU, without logged errors.
 
-    A compiler plug-in for GPUs without a driver logs an error at every start of JAX; so without a
-    driver JAX_PLATFORMS is set to the CPU. A JAX_PLATFORMS of the user is kept, unless virtual
-    devices are asked for.
+    A compiler plug-in for GPUs without a driver logs an error at every start of JAX, so without a
+    driver JAX_PLATFORMS is set to the CPU. The user's JAX_PLATFORMS is kept, unless virtual devices
+    are requested.
 
     Args:
-        cpu_devices: virtual devices into which to divide the CPU; None for none.
+        cpu_devices: virtual devices into which to divide the CPU; None for no division.
 
     Raises:
         ConfigError: if JAX already runs with another number of devices.
@@ -177,7 +177,7 @@ def choose_platform(cpu_devices: int | None = None) -> None:
             raise ConfigError(refusal("cpu_devices", cpu_devices, accepted)) from error
 
 
-# Options of glibc's allocator; without effect with another C library.
+# Options of glibc's allocator; no effect with another C library.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # <malloc.h>
 _LEAST_ARENAS = 4
@@ -192,8 +192,8 @@ def keep_pages() -> None:
 
 
 def release_pages() -> None:
-    """Return to the system what was freed: arenas of many threads keep gigabytes between them."""
-    with contextlib.suppress(OSError, AttributeError):  # another library of C
+    """Return freed memory to the system: arenas of many threads together keep gigabytes."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -201,9 +201,9 @@ def limit_arenas() -> None:
     """Limit the allocator to one arena per core, at least four, unless the environment sets a
     limit.
 
-    Every checkpoint is written by new threads. With the default of eight arenas per core their
+    Every checkpoint is written by new threads. With the default of eight arenas per core, their
     freed memory is spread over ever more arenas, and the memory of a long run grows although its
-    use does not. Without effect once there are more than eight.
+    use does not. No effect once there are more than eight.
     """
     is_chosen = "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
     if not is_chosen and "MALLOC_ARENA_MAX" not in os.environ:
@@ -211,7 +211,7 @@ def limit_arenas() -> None:
 
 
 def _set_option(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another library of C
+    with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(option, value)
 
 
@@ -228,7 +228,7 @@ def machine_cores() -> int:
 
 
 def text_of(path: str | Path) -> str:
-    """Content of a file of the system, such as one of /proc; "" where there is none."""
+    """Content of a system file, such as one in /proc; "" if there is no such file."""
     try:
         return Path(path).read_text("utf-8")
     except OSError:
@@ -261,7 +261,7 @@ def end_with_caller(caller: int) -> None:
 def handling(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: int
 ) -> Iterator[None]:
-    """Have `handler` handle these signals within; only in the main thread, which alone may."""
+    """Have `handler` handle these signals within; only in the main thread, as Python requires."""
     is_main = threading.current_thread() is threading.main_thread()
     previous = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
     try:
@@ -295,15 +295,15 @@ def limit_cores(count: int) -> None:
     _limits.append(count)
 
 
-# Code of the user's own.
+# The user's own code.
 
 
 def own_module(field: str, path: str) -> ModuleType:
-    """The module of an import path "module:name" that `field` gives, imported from where Python
-    finds modules or from the working directory.
+    """The module of an import path "module:name" that `field` gives, imported from Python's search
+    path or the working directory.
 
     Raises:
-        ConfigError: if there is none, or its code fails.
+        ConfigError: if there is no such module, or its code fails.
     """
     name = path.partition(":")[0]
     if os.getcwd() not in sys.path:
@@ -322,7 +322,7 @@ def own_function(field: str, path: str, takes: str) -> Callable[..., Any]:
     Args:
         field: the field.
         path: the import path.
-        takes: what the function takes, in words.
+        takes: description of the function's arguments.
 
     Raises:
         ConfigError: if there is no such module or function, or its code fails.

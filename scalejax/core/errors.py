@@ -32,32 +32,32 @@ _QUOTED_CHARACTERS = 400
 
 
 class ExitCode(enum.IntEnum):
-    """How a process or a group of processes ends, by which launchers start it again or do not.
+    """How a process or a group of processes ends, which tells launchers whether to restart it.
 
-    Besides these: 1 after an error that nobody foresaw, 128 + n after signal n.
+    Other codes: 1 after an unforeseen error, 128 + n after signal n.
     """
 
     COMPLETED = 0
     REFUSED = 2
-    """Input was refused, and would be again."""
+    """Input was refused, and would be refused again."""
     DIVERGED = 3
-    """All processes of a run whose loss is no longer finite: again would change nothing."""
+    """All processes of a run whose loss is no longer finite; a restart would change nothing."""
     DAMAGED = 4
-    """What is stored is damaged: again, from what was stored before it."""
+    """Stored data are damaged; restart from what was stored before."""
     LOST = 5
-    """A process or node is lost: again, with those that are left."""
+    """A process or node is lost; restart with the remaining ones."""
     TRANSIENT = 75
-    """The network, a store or the scheduler failed: again. EX_TEMPFAIL of <sysexits.h>."""
+    """The network, a store or the scheduler failed; restart. EX_TEMPFAIL of <sysexits.h>."""
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""What XLA's errors begin with where a device has not the memory that is asked for."""
+"""Beginning of XLA's errors when a device lacks the requested memory."""
 FINAL_CODES = (ExitCode.COMPLETED, ExitCode.REFUSED, ExitCode.DIVERGED)
-"""Those after which nothing is started again: the end would be the same."""
+"""Codes after which nothing is restarted: the end would be the same."""
 
 
 class ScalejaxError(Exception):
-    """A problem that the user can fix; its text says how, without the secrets of URLs.
+    """A problem that the user can fix; its message says how, without secrets in URLs.
 
     Example:
         >>> from scalejax import ScalejaxError, load_cluster
@@ -69,7 +69,7 @@ class ScalejaxError(Exception):
     """
 
     exit_code: ClassVar[ExitCode] = ExitCode.REFUSED
-    """What a command ends with that raises it."""
+    """Exit code of a command that raises it."""
 
     def __str__(self) -> str:
         return without_secrets(super().__str__())
@@ -89,7 +89,7 @@ class ConfigError(ScalejaxError, ValueError):
 
 
 class UnknownHardware(ScalejaxError):
-    """A chip or cluster is named that neither the catalogue nor a file describes."""
+    """No chip or cluster of that name is in the catalogue or a file."""
 
 
 class DoesNotFit(ScalejaxError):
@@ -116,7 +116,7 @@ class Damaged(ScalejaxError):
 
 
 class Unavailable(ScalejaxError):
-    """The network or a store does not answer, or not in time: to be tried again."""
+    """The network or a store does not answer in time; try again later."""
 
     exit_code = ExitCode.TRANSIENT
 
@@ -126,8 +126,8 @@ class ProfileError(ScalejaxError):
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "…" for the users, passwords and queries of URLs of HTTP, which may be signed,
-    and for passwords of others, whose users are containers and projects."""
+    """`text` with "…" for users, passwords and queries (which may be signed) of HTTP URLs, and for
+    passwords of other URLs, whose users are containers and projects."""
     text = _HTTP_USER.sub(r"\1…@", text)
     return _PASSWORD.sub(r"\1…@", _HTTP_QUERY.sub(r"\1?…", text))
 
@@ -145,8 +145,7 @@ def _quoted(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text`, its middle elided if it is longer than a message should be, but no part of a secret
-    left beside it."""
+    """`text` without secrets, and with its middle elided if it is too long for a message."""
     text = without_secrets(text)
     half = _QUOTED_CHARACTERS // 2
     return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
@@ -163,8 +162,8 @@ def prefixed(where: str) -> Iterator[None]:
 
 
 def require_one_line(field: str, text: object) -> None:
-    """Refuse control characters in what a shell, a batch script or a terminal will read: a newline
-    in a path ends a directive of SLURM, and what follows is run. None is accepted.
+    """Refuse control characters in text that a shell, a batch script or a terminal will read: a
+    newline in a path ends a SLURM directive, and what follows is run. None is accepted.
 
     Raises:
         ConfigError: naming the field and the first such character.
@@ -176,7 +175,7 @@ def require_one_line(field: str, text: object) -> None:
 
 
 def require_import_path(field: str, path: str, example: str) -> None:
-    """Refuse a path that is not of the form "module:name", each part a name of Python.
+    """Refuse a path that is not "module:name" with Python identifiers as its parts.
 
     Raises:
         ConfigError: with the `example`.
@@ -189,7 +188,7 @@ def require_import_path(field: str, path: str, example: str) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """Kind and text of an error of code that is not ours, on one line."""
+    """Type and message of an error from foreign code, on one line."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
@@ -228,7 +227,7 @@ def require_multiple(field: str, value: int, divisor: int, divisor_name: str) ->
 
 
 def require_at_least(field: str, value: float | None, minimum: float) -> None:
-    """Refuse `value` below `minimum`, infinite or NaN; None, of what is not given, is accepted.
+    """Refuse `value` below `minimum`, infinite or NaN; None is accepted.
 
     Raises:
         ConfigError: naming the field and the minimum.
@@ -238,7 +237,7 @@ def require_at_least(field: str, value: float | None, minimum: float) -> None:
 
 
 LARGEST_SIZE = 10**8
-"""Width, depth or number of parts larger than in any network, by a hundred times."""
+"""A hundred times any network's width, depth or number of parts."""
 
 
 def require_size(field: str, value: int | None, minimum: int = 1) -> None:
@@ -253,7 +252,7 @@ def require_size(field: str, value: int | None, minimum: int = 1) -> None:
 
 
 def require_at_most(field: str, value: float | None, maximum: float) -> None:
-    """Refuse `value` above `maximum`, or NaN; None, of what is not given, is accepted.
+    """Refuse `value` above `maximum`, or NaN; None is accepted.
 
     Raises:
         ConfigError: naming the field and the maximum.
@@ -263,7 +262,7 @@ def require_at_most(field: str, value: float | None, maximum: float) -> None:
 
 
 def require_above(field: str, value: float | None, bound: float) -> None:
-    """Refuse `value` at or below `bound`, infinite or NaN; None, of what is not given, is accepted.
+    """Refuse `value` at or below `bound`, infinite or NaN; None is accepted.
 
     Raises:
         ConfigError: naming the field and the bound.
@@ -282,25 +281,25 @@ _LARGEST = {
     "per_sm": 1e9,
     "per_node": 1e6,
 }
-"""Larger values of a machine than any, by the unit that ends a field's name: an exabyte per second
-or of memory, a hundred exaFLOP/s, a day or so, a terahertz, a gigabyte in a multiprocessor, a
-million of anything."""
+"""Values that exceed those of any machine, by the unit at the end of a field's name: an exabyte per
+second or of memory, a hundred exaFLOP/s, a day or so, a terahertz, a gigabyte in a multiprocessor,
+a million of anything."""
 
 
 SLOWEST_RATE = 1e6
-"""Bytes per second that any link or memory exceeds: a smaller number is of another unit."""
+"""Bytes per second that any link or memory exceeds: a smaller number is in another unit."""
 
 
 def require_byte_rates(where: str, machine: object) -> None:
-    """Refuse rates of a machine, a dataclass, below a megabyte per second, which no link or memory
-    has: they are of another unit. None is accepted.
+    """Refuse rates of a machine below a megabyte per second, which no link or memory has: they are
+    in another unit. None is accepted.
 
     Args:
         where: prefix of the field names in messages: "network."; may be empty.
-        machine: what has the fields.
+        machine: dataclass with the fields.
 
     Raises:
-        ConfigError: naming the field and its unit, and what the number may have meant.
+        ConfigError: naming the field, its unit, and what the number may have meant.
     """
     for each in dataclasses.fields(machine):  # type: ignore[arg-type]  any dataclass
         value = getattr(machine, each.name)
@@ -313,12 +312,12 @@ def require_byte_rates(where: str, machine: object) -> None:
 
 
 def require_physical(where: str, machine: object) -> None:
-    """Refuse numbers of a machine, a dataclass, that are negative, not finite, or larger than those
-    of any machine, by the unit that ends the name of a field; None is accepted.
+    """Refuse numbers of a machine that are negative, not finite, or larger than those of any
+    machine, by the unit at the end of a field's name; None is accepted.
 
     Args:
         where: prefix of the field names in messages: "cuda."; may be empty.
-        machine: what has the fields.
+        machine: dataclass with the fields.
 
     Raises:
         ConfigError: naming the field and what is accepted.
@@ -334,7 +333,7 @@ def require_physical(where: str, machine: object) -> None:
 
 
 def require_fraction(field: str, value: float | None) -> None:
-    """Refuse `value` at or below 0, above 1 or NaN; None, of what is not given, is accepted.
+    """Refuse `value` at or below 0, above 1 or NaN; None is accepted.
 
     Raises:
         ConfigError: naming the field.
@@ -344,7 +343,7 @@ def require_fraction(field: str, value: float | None) -> None:
 
 
 def require_attained(field: str, value: float | None) -> None:
-    """Refuse a share of a peak that no device has: outside of a millionth to 1, or NaN.
+    """Refuse a share of a peak that no device has: outside 1e-6 to 1, or NaN.
 
     Raises:
         ConfigError: naming the field.

@@ -1,6 +1,6 @@
 """Data files at a path, folder, glob or URL of `fsspec`, with size and version.
 
-Knows names, sizes and modification times; nothing of the contents of a file.
+Knows names, sizes and modification times, but not the contents of files.
 """
 
 import errno
@@ -36,16 +36,16 @@ _PASSING = frozenset(
     )
     if hasattr(errno, name)
 )
-"""Errors of a disk, a file server or this machine, and not of what is in a file."""
+"""Errors of a disk, a file server or this machine, not of the contents of a file."""
 _BUFFER_BYTES = 2**16
-"""Bytes that are read at once of a file at a URL, at least."""
+"""Least bytes read at once from a file at a URL."""
 _COPIED_BYTES = 2**24
-"""Bytes of a copy that are read at once."""
+"""Bytes read at once for a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One data file, as it was when it was listed."""
+    """One data file, as it was when listed."""
 
     path: str
     """Path; a URL if it is not on this machine."""
@@ -53,7 +53,7 @@ class DataFile:
     """Size of the file."""
     version: str | None
     """Changes when the file is rewritten: modification time in nanoseconds since 1970, or the
-    generation, ETag or content id of its store, else its time there; None if it has none."""
+    generation, ETag or content id in its store, else its time there; None if it has none."""
 
 
 def listed(
@@ -64,12 +64,12 @@ def listed(
     Args:
         field: field of the config that names the location.
         location: a file, folder, glob or URL.
-        is_data: whether a file of that name in a folder, or below it, is a data file; files and
-            folders whose names begin with "_" or "." are skipped.
+        is_data: whether a file of that name in or below a folder is a data file; files and folders
+            whose names begin with "_" or "." are skipped.
         wanted: description of a data file, for the refusal.
 
     Raises:
-        ConfigError: if there are none, or the location cannot be read.
+        ConfigError: if there are no data files, or the location cannot be read.
     """
     if is_url(location):
         files = _files_at_url(field, location, is_data)
@@ -136,10 +136,10 @@ def absolute_location(location: str) -> str:
 def states_below(
     field: str, location: str, paths: Iterable[str]
 ) -> Iterator[tuple[str, int, str | None]]:
-    """Path, size in bytes and version (as of `DataFile`) of given files below a folder or URL.
+    """Path, size in bytes and version (as in `DataFile`) of given files below a folder or URL.
 
     Raises:
-        ConfigError: if one is gone, or the location cannot be read.
+        ConfigError: if a file is gone, or the location cannot be read.
     """
     if not is_url(location):
         with naming(field, location):
@@ -159,7 +159,7 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
     """The file, open for random access.
 
     Raises:
-        ConfigError: if it cannot be opened or read; if it is at a URL and has changed.
+        ConfigError: if it cannot be opened or read, or is at a URL and has changed.
         Unavailable: if its store does not answer.
     """
     if is_url(file.path):
@@ -171,7 +171,7 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
 
 
 class _AtUrl(io.RawIOBase):
-    """A file at a URL, whose reads are requests for ranges of it."""
+    """A file at a URL; reads are range requests."""
 
     def __init__(self, field: str, file: DataFile) -> None:
         self._field, self._file, self._at = field, file, 0
@@ -201,7 +201,7 @@ class _AtUrl(io.RawIOBase):
 
 
 def part_of(file: DataFile, begin: int, end: int) -> Wanted:
-    """Bytes `begin` to `end` - 1 of a file at a URL, of the version that was listed."""
+    """Bytes `begin` to `end` - 1 of the listed version of a file at a URL."""
     return Wanted(
         url=file.path,
         begin=begin,
@@ -228,10 +228,10 @@ def require_unchanged(field: str, file: DataFile) -> None:
 
 
 def require_content(field: str, path: str, error: Exception) -> None:
-    """Tell a disk, a file server or a machine that fails from a file that is not as it should be.
+    """Distinguish a failing disk, file server or machine from an invalid file.
 
     Raises:
-        Unavailable: if `error` is not of the content of the file.
+        Unavailable: if `error` is not due to the content of the file.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is not None and number in _PASSING:
@@ -243,7 +243,7 @@ def require_content(field: str, path: str, error: Exception) -> None:
 
 
 def local_copy(field: str, file: DataFile, folder: str) -> str:
-    """Path of a local copy in `folder` of a file at a URL; made once, and never partial.
+    """Path of a local copy in `folder` of a file at a URL; made once, never partial.
 
     Raises:
         ConfigError: if it cannot be read or written.
@@ -253,20 +253,20 @@ def local_copy(field: str, file: DataFile, folder: str) -> str:
     if not os.path.exists(copy):
         with naming(field, file.path):
             os.makedirs(folder, exist_ok=True)
-            # A folder of this user's own: nobody else has put a link into it.
+            # A folder of this user, so that nobody else has put a link into it.
             with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
                 draft = os.path.join(own, "draft")
                 with open(draft, "xb") as written:
                     _copy(field, file, written)
                     written.flush()
-                    os.fsync(written.fileno())  # a name that outlives a power cut has its content
+                    os.fsync(written.fileno())  # a name that survives a power cut has its content
                 os.replace(draft, copy)
     return copy
 
 
 def _copy(field: str, file: DataFile, written: BinaryIO) -> None:
-    """Write a file at a URL to `written`: by ranges, each of which is tried again by itself, or
-    whole where its server ignores them."""
+    """Write a file at a URL to `written`: in ranges, each retried separately, or whole if its
+    server ignores ranges."""
     try:
         for begin in range(0, file.size_bytes, _COPIED_BYTES):
             end = min(begin + _COPIED_BYTES, file.size_bytes)
@@ -285,8 +285,8 @@ def naming(field: str, location: str) -> Iterator[None]:
     """Turn errors of a file system about a location into refusals that name `field`.
 
     Raises:
-        ConfigError: in place of them.
-        Unavailable: in place of those that may pass.
+        ConfigError: instead of these errors.
+        Unavailable: instead of errors that may pass.
     """
     try:
         yield
@@ -304,8 +304,8 @@ def _is_finished(path: str) -> bool:
 
 
 def _url(location: str, path: str) -> str:
-    """The URL, or the path if `location` is none, of `path` in the file system of `location`."""
-    if is_url(path):  # that of HTTP is a whole URL
+    """The URL of `path` in the file system of `location`; the path if `location` is not a URL."""
+    if is_url(path):  # HTTP gives whole URLs
         return path
     protocol, separator, _ = location.partition("://")
     return f"{protocol}{separator}{path}" if separator else path

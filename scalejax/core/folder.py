@@ -1,6 +1,6 @@
-"""Output folders: the files that one holds, and the lock of who writes it.
+"""Output folders: the files in a folder, and the lock of its writer.
 
-Knows names, and nothing of what the files hold.
+Knows names, but not what the files hold.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ class FileIn:
 
 @contextlib.contextmanager
 def locked(path: Path, refused: str, *, seconds: float = 0.0) -> Iterator[int]:
-    """Hold the lock of the file `path`, as do processes that inherit its descriptor.
+    """Hold the lock of the file `path`; processes that inherit its descriptor hold it too.
 
     Args:
         path: the lock file; created, with its folder, if it does not exist.
-        refused: what to say if another process holds the lock.
+        refused: message if another process holds the lock.
         seconds: how long to wait for it.
 
     Raises:
-        ConfigError: if another process holds it still.
+        ConfigError: if another process still holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds

@@ -1,6 +1,6 @@
-"""The heartbeat of a process: liveness, progress and phase, read by its launcher and its peers.
+"""The heartbeat of a process: liveness, progress and phase, read by its launcher and peers.
 
-Holds counters and a duration, but no times, so that clock changes have no effect. Knows nothing of
+Holds counters and durations, but no times, so that clock changes have no effect. Knows nothing of
 training.
 """
 
@@ -27,7 +27,7 @@ class Beat:
     """The last heartbeat of a process."""
 
     liveness_count: int
-    """Incremented by a thread of its own twice a second: stops only with the whole process."""
+    """Incremented twice a second by a separate thread: stops only with the whole process."""
     progress_count: int
     """Incremented by the training loop: also stops while the loop hangs."""
     step: int
@@ -35,17 +35,17 @@ class Beat:
     phase: str
     """Phase of the loop, such as "compiling" or "training"."""
     slowest_seconds: float = 0.0
-    """Longest time without progress in this phase so far; 0 before it ended twice: a first update
-    is only queued, and waited for in the second."""
+    """Longest time without progress in this phase so far; 0 until it has ended twice, because a
+    first update is only queued, and waited for in the second."""
     store_seconds: float = 0.0
-    """For how long a read of its data is tried again; 0 where that is in no store."""
+    """How long a read of its data is retried; 0 if the data are not in a store."""
 
 
 _latest: list[Beat] = []
 
 
 def latest_beat() -> Beat | None:
-    """The last progress of this process, of whichever run it trains; None before any."""
+    """The last progress of this process, whichever run it trains; None before any."""
     return _latest[-1] if _latest else None
 
 
@@ -68,11 +68,11 @@ class Heartbeat:
         if path is None:
             return
         try:
-            # Not truncated: an earlier run of this process may still write its heartbeat into the
-            # file, and would be killed when it touches a page that is gone.
+            # Not truncated: an earlier run of this process may still write its heartbeat to the
+            # file, and would be killed on touching a page that is gone.
             with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-                # Written, not only truncated to size: on a full disk a page without a block would
-                # kill the process when it is first touched.
+                # Written, not only truncated to size: on a full disk, a page without a block would
+                # kill the process when first touched.
                 file.write(bytes(_FORMAT.size))
                 file.flush()
                 self._map = mmap.mmap(file.fileno(), _FORMAT.size)
@@ -100,7 +100,7 @@ class Heartbeat:
         self._write()
 
     def reads_a_store(self, seconds: float) -> None:
-        """Say that the loop may wait for a store, which is tried again for so long."""
+        """Say that the loop may wait for a store, whose reads are retried for `seconds`."""
         self._store_seconds = seconds
 
     @property
@@ -141,7 +141,7 @@ def packed(beat: Beat) -> bytes:
 
 
 def unpacked(content: bytes) -> Beat | None:
-    """The heartbeat in `content`; None if it is not whole."""
+    """The heartbeat in `content`; None if it is incomplete."""
     if len(content) != _FORMAT.size:
         return None
     *counts, slowest_seconds, store_seconds, phase = _FORMAT.unpack(content)
@@ -157,7 +157,7 @@ def unpacked(content: bytes) -> Beat | None:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last heartbeat in `path`; None if there is none yet."""
+    """The last heartbeat in `path`; None if there is no file yet."""
     try:
         return unpacked(path.read_bytes())
     except FileNotFoundError:

@@ -27,7 +27,7 @@ def samples_per_second(global_batch: int, step_seconds: float) -> float:
 
 
 def epoch_seconds(train_examples: int, global_batch: int, step_seconds: float) -> float:
-    """Time of one pass over the data, input and evaluation not counted."""
+    """Time of one pass over the data, not counting input and evaluation."""
     return steps_per_epoch(train_examples, global_batch) * step_seconds
 
 
@@ -52,7 +52,7 @@ def mfu(
 
 
 def weak_scaling_efficiency(baseline_step_seconds: float, step_seconds: float) -> float:
-    """Throughput per device kept when devices and global batch grew alike.
+    """Throughput per device kept when devices and global batch grow alike.
 
     efficiency = t_baseline / t; above 1 is possible and is not clamped.
     """
@@ -66,7 +66,7 @@ def strong_scaling_efficiency(
     step_seconds: float,
     device_count: int,
 ) -> float:
-    """Throughput per device kept when devices grew and the global batch did not.
+    """Throughput per device kept when devices grow and the global batch does not.
 
     efficiency = (n_baseline t_baseline) / (n t); above 1 is possible and is not clamped.
     """

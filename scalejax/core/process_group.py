@@ -26,11 +26,11 @@ COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_PROCESSES",
     "SCALEJAX_PROCESS",
 )
-"""Variables: host and port of the coordinator; number of processes; rank of this one."""
+"""Variables: host and port of the coordinator; number of processes; rank of this process."""
 GO_ON = "SCALEJAX_GO_ON"
 """Variable: the command that resumes the run, set by the launcher."""
 LAUNCHER = "SCALEJAX_LAUNCHER"
-"""Variable: process id of the launcher on this machine, with which this process ends."""
+"""Variable: process id of the launcher on this machine; this process ends when it does."""
 REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
 """Variable: the file that a process creates if its input is refused after it joined the group."""
 
@@ -40,17 +40,17 @@ SLURM = "SLURM"
 JOIN_TIMEOUT_SECONDS = 300
 """Timeout for all processes to join the group; JAX's own default."""
 _HEARTBEAT_TIMEOUT_SECONDS = 100
-"""After which JAX aborts for want of a process, with a stack of addresses; JAX's own default, and
-later than the watch of `launch.peers`."""
+"""Silence of a process after which JAX aborts with a stack of addresses; JAX's default, and longer
+than the watch of `launch.peers`."""
 _SECONDS_TO_LEAVE = 5.0
 """Grace period of a failed process for a clean shutdown, which waits for the others."""
-FIRST_PORT, PORTS = 61440, 4096  # of the range that systems assign last
+FIRST_PORT, PORTS = 61440, 4096  # from the range that systems assign last
 _LOST_CONTACT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|(?i:gloo [\w -]+ failed|connection (closed|reset|refused)|"
     r"broken pipe|NCCL operation .* failed: (unhandled system error|remote process)|heartbeat|"
     r"coordination[ _]?service|barrier (timed out|failed|has failed))"
 )
-"""Pattern of XLA's errors of collectives that another process has left."""
+"""Pattern of XLA's errors from collectives that another process has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class Place:
 
     @property
     def bind_address(self) -> str | None:
-        """Address that the coordinator binds to: its own, where that is loopback, as all processes
-        are on this machine, or the number of one of its interfaces. None, JAX's default of all
-        addresses, where it is a name, which may lead elsewhere here than on other machines."""
+        """Address that the coordinator binds to: its own, if that is loopback (all processes are on
+        this machine) or the numeric address of an interface; None, JAX's default of all addresses,
+        if it is a name, which may resolve differently here than on other machines."""
         host = "" if self.coordinator is None else self.coordinator.rpartition(":")[0]
         return self.coordinator if host == "localhost" or _is_of_interface(host) else None
 
@@ -87,14 +87,14 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         ConfigError: if some of our variables are missing, or hold invalid numbers.
     """
-    # `mpirun` starts its daemons by `srun`, whose variables the processes inherit: one task for
-    # each node.
+    # `mpirun` starts its daemons with `srun`, one task per node, and processes inherit its
+    # variables.
     place = _of_ours(environment) or _of_open_mpi(environment) or _of_slurm(environment)
     return place if place is not None and place.processes > 1 else None
 
 
 def join(place: Place | None) -> None:
-    """Join the process group, before JAX is first used; does nothing if there is none.
+    """Join the process group, before JAX is first used; does nothing without a group.
 
     Raises:
         ConfigError: if not all processes join in time, or another program uses the port.
@@ -104,12 +104,12 @@ def join(place: Place | None) -> None:
         return
     import jax
 
-    # It would handle SIGTERM itself, and the run would not be stopped by it.
+    # It would handle SIGTERM itself, which then would not stop the run.
     jax.config.update("jax_enable_preemption_service", False)
     if place.is_on_one_machine:
         _keep_collectives_here()
     try:
-        # Python would wait for the call within to return.
+        # Python's handler would wait until the call within returns.
         with handling(signal.SIG_DFL, signal.SIGINT):
             _initialize(place)
     except RuntimeError as error:
@@ -127,8 +127,8 @@ def _initialize(place: Place) -> None:
         place.coordinator,
         place.processes if place.coordinator else None,
         place.process if place.coordinator else None,
-        # No scheduler is asked where our variables are complete: it would give each process its
-        # first device only, or need the right to read the pods of Kubernetes.
+        # If our variables are complete, no scheduler is asked: JAX would give each process only its
+        # first device, or need the right to read the pods of Kubernetes.
         cluster_detection_method="deactivate" if place.told_by == COORDINATOR else None,
         initialization_timeout=JOIN_TIMEOUT_SECONDS,
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
@@ -140,7 +140,7 @@ def _keep_collectives_here() -> None:
     """Have gloo, which runs collectives between CPUs, listen on loopback.
 
     By default it listens on the address of the host name, which other machines may reach; JAX
-    passes no address on, and calls this function when it first needs collectives.
+    passes no address, and calls this function when it first needs collectives.
     """
     from jaxlib import _jax  # type: ignore[attr-defined]
 
@@ -152,8 +152,8 @@ def _keep_collectives_here() -> None:
 def leaving_at_once(place: Place | None) -> Iterator[None]:
     """Exit this process within seconds if the code within fails, here or in another process.
 
-    JAX by itself would wait for a dead process up to its heartbeat timeout, and then abort with a
-    stack of addresses; and if this process failed, it would wait for the others, which wait for
+    Left to itself, JAX would wait for a dead process up to its heartbeat timeout, and then abort
+    with a stack of addresses; if this process failed, it would wait for the others, which wait for
     this one.
     """
     try:
@@ -189,8 +189,8 @@ def _leave_marker() -> None:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether `error`, or a cause of it, is that another process could not be reached."""
-    # Only XLA's errors have this type; compared by name, to import no JAX here.
+    """Whether `error`, or its cause, means that another process could not be reached."""
+    # Only XLA's errors have this type, which is compared by name to avoid importing JAX.
     is_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
     if is_xla and _LOST_CONTACT.search(str(error)):
         return True
@@ -229,7 +229,7 @@ def _of_ours(environment: Mapping[str, str]) -> Place | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Place | None:
-    """The place of a task of `srun`; None in a batch script itself or a shell of `salloc`."""
+    """The place of a task of `srun`; None in a batch script itself, or a shell of `salloc`."""
     if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
         return None
     nodes = _number(environment, "SLURM_STEP_NUM_NODES")
@@ -257,20 +257,20 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _is_of_interface(host: str) -> bool:
-    """Whether `host` is the number of an interface of this machine: not a name, not that of a
-    balancer before it, and not that of all interfaces."""
+    """Whether `host` is the numeric address of an interface of this machine, not a name, the
+    address of a load balancer, or that of all interfaces."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         with socket.socket(family, socket.SOCK_DGRAM) as found:
-            found.bind((str(address), 0))  # the system refuses the addresses of others
+            found.bind((str(address), 0))  # the system refuses addresses of other machines
     except (OSError, ValueError):
         return False
     return not address.is_unspecified
 
 
 def _loopback(job: str) -> str:
-    """An address on this machine derived from `job`, unlikely to be that of another job."""
+    """A loopback address derived from `job`, unlikely to be that of another job."""
     return f"{LOOPBACK}:{FIRST_PORT + zlib.crc32(job.encode()) % PORTS}"
 
 

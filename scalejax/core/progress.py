@@ -1,7 +1,7 @@
 """Progress of a piece of work, and its displays: a bar on a terminal, one line that changes in a
-notebook's cell, plain lines on standard error elsewhere.
+notebook cell, plain lines on standard error elsewhere.
 
-Knows counts and names, and nothing of the work itself.
+Knows counts and names, but not the work itself.
 """
 
 import math
@@ -34,18 +34,18 @@ class Progress:
     """How much of a piece of work is done, or of one part of it."""
 
     part: str = ""
-    """The part, such as "256 devices"; "" for all of the work."""
+    """The part, such as "256 devices"; "" for the whole work."""
     done: float = 0
-    """Amount that is done; 0 as it begins."""
+    """Amount done; 0 at the beginning."""
     total: float = 1
-    """Amount when all is done, as far as it is known."""
+    """Amount when all is done, as far as known."""
 
 
-_SECONDS_BETWEEN_CHANGES = 0.2  # of a line in a notebook
-_SECONDS_BETWEEN_LINES = 5  # of a count that grows, where there is no terminal
+_SECONDS_BETWEEN_CHANGES = 0.2  # for a line in a notebook
+_SECONDS_BETWEEN_LINES = 5  # for a growing count, without a terminal
 
 OnProgress = Callable[[Progress], None]
-"""Is told of progress."""
+"""Callback that receives progress."""
 
 
 def no_display(progress: Progress) -> None:
@@ -60,15 +60,15 @@ def is_in_cell() -> bool:
 
 
 class CellLine:
-    """A line below a notebook's cell that changes in place, and leaves nothing behind."""
+    """A line below a notebook cell that changes in place, and leaves nothing behind."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._last = -math.inf
 
     def show(self, words: str, done: float = 0, total: float | None = None) -> None:
-        """Show `words` beside a bar, unless the last time was a moment ago; without a `total` the
-        bar says only that work goes on."""
+        """Show `words` next to a bar, unless the last change was a moment ago; without a `total`
+        the bar only shows that work continues."""
         now = time.monotonic()
         if now < self._last + _SECONDS_BETWEEN_CHANGES:
             return
@@ -91,7 +91,7 @@ class CellLine:
 
 
 def in_cell(display: AbstractContextManager[OnProgress]) -> AbstractContextManager[OnProgress]:
-    """A display in a notebook's cell; none elsewhere: what a script prints is its own."""
+    """`display` in a notebook cell; none elsewhere, since a script decides what it prints."""
     return display if is_in_cell() else nullcontext(no_display)
 
 
@@ -106,9 +106,9 @@ def _display(
     done: int = 0,
     visible: bool = True,
 ) -> Iterator[OnProgress]:
-    """A bar with `columns`, updated by what `show` returns; without a terminal lines of `say`.
+    """A bar with `columns`, updated by what `show` returns; without a terminal, lines from `say`.
 
-    A bar that is not `visible` becomes so by the first progress.
+    A bar that is not `visible` becomes visible with the first progress.
     """
     if is_in_cell():
         line, at = CellLine(), {"description": description, "completed": done, "total": total}
@@ -144,7 +144,7 @@ def _display(
 def compiling(case_count: int) -> AbstractContextManager[OnProgress]:
     """A display of which cases are being compiled.
 
-    A case that is done without having begun was found in the program cache.
+    A case that ends without having begun was found in the program cache.
     """
     open_cases: list[str] = []
 
@@ -171,7 +171,7 @@ def compiling(case_count: int) -> AbstractContextManager[OnProgress]:
 
 
 def compiling_programs() -> AbstractContextManager[OnProgress]:
-    """A display of how many programs are compiled, of those known so far; none without programs."""
+    """A display of how many of the programs known so far are compiled; none without programs."""
     columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return _display(
         "compiling (10 to 30 s each)",
@@ -185,8 +185,8 @@ def compiling_programs() -> AbstractContextManager[OnProgress]:
 def _now_and_then(
     begins: Callable[[Progress], str], goes_on: Callable[[Progress], str], *, tells_end: bool
 ) -> Callable[[Progress], str | None]:
-    """Lines for where there is no terminal: one as work begins, then one every few seconds, and, if
-    wanted, one at its end."""
+    """Lines for output without a terminal: one when work begins, then one every few seconds, and,
+    if wanted, one at its end."""
     last = -math.inf
 
     def say(progress: Progress) -> str | None:
@@ -204,7 +204,7 @@ def _now_and_then(
 
 
 def searching() -> AbstractContextManager[OnProgress]:
-    """A display of the strategies that a search has costed, and how many there are."""
+    """A display of how many strategies a search has costed, and of how many there are."""
     return _display(
         "searching",
         (MofNCompleteColumn(), TimeElapsedColumn()),
@@ -218,7 +218,7 @@ def searching() -> AbstractContextManager[OnProgress]:
 
 
 def costing() -> AbstractContextManager[OnProgress]:
-    """A display of the rows whose layouts are searched, each a part, and how far each is."""
+    """A display of the rows whose layouts are searched, each a part, with its progress."""
     say = _now_and_then(
         lambda each: f"searching {each.total:,.0f} layouts of {each.part} ...",
         lambda each: f"searched {each.done:,.0f} of {each.total:,.0f}",
@@ -233,7 +233,7 @@ def costing() -> AbstractContextManager[OnProgress]:
 
 
 def planning() -> AbstractContextManager[OnProgress]:
-    """A display of the clusters' device counts that are planned, and how many there are."""
+    """A display of how many device counts of clusters are planned, and of how many there are."""
     return _display(
         "planning",
         (MofNCompleteColumn(), TimeElapsedColumn()),
@@ -266,7 +266,7 @@ def costing_cases(cases: int) -> AbstractContextManager[OnProgress]:
 
 
 def measuring(stages: int) -> AbstractContextManager[OnProgress]:
-    """A display of the current one of the `stages` of a measurement, each of which is a part."""
+    """A display of the current stage of a measurement with `stages` stages, each a part."""
     names: set[str] = set()
 
     def say(progress: Progress) -> str | None:
@@ -286,7 +286,7 @@ def training(jobs: int, runs: int) -> AbstractContextManager[OnProgress]:
 
     Args:
         jobs: programs that are trained, some in parallel; each is a part.
-        runs: runs in all of them.
+        runs: runs in all programs together.
     """
     done: dict[str, float] = {}
 
@@ -317,7 +317,7 @@ def rows(verb: str, total: int, done: int = 0) -> AbstractContextManager[OnProgr
     Args:
         verb: shown before the counts, such as "converting".
         total: number of rows.
-        done: rows processed before.
+        done: rows already processed.
     """
     if not total:
         return nullcontext(no_display)

@@ -1,11 +1,11 @@
 """Bytes of files at URLs: ranges of one version of a file, with retries and deadlines.
 
 HTTP, S3 and Google Cloud Storage are asked for the version that was listed; other stores of
-`fsspec` say their version before each read. What may pass (no connection, silence, resets, short
-answers, 408, 429 and 5xx) is tried again until a deadline; the rest ends at once, in one line.
+`fsspec` state their version before each read. Transient errors (no connection, silence, resets,
+short answers, 408, 429, 5xx) are retried until a deadline; others end at once, in one line.
 
-Not pyarrow's own file systems: they cannot ask for a version of a file, and do not say which one
-they were given. Knows nothing of the contents of a file.
+Does not use pyarrow's file systems, which can neither ask for a version of a file nor say which one
+they received. Does not know the contents of files.
 """
 
 import asyncio
@@ -24,41 +24,41 @@ from scalejax.core.errors import ConfigError, Unavailable, refusal, shortened
 T = TypeVar("T")
 
 STORE_SECONDS, STALL_SECONDS = "SCALEJAX_STORE_SECONDS", "SCALEJAX_STORE_STALL_SECONDS"
-"""Variables: for how long a read is tried again; longest silence of a store within one try."""
+"""Variables: how long a read is retried; longest silence of a store within one try."""
 MOST_IGNORED_BYTES = 2**24
-"""Largest file that is taken whole from a server that ignores ranges."""
+"""Largest file that is read whole from a server that ignores ranges."""
 _AT_ONCE = 48
-"""Requests in flight of one read."""
+"""Requests in flight for one read."""
 _SLOWEST_BYTES_PER_SECOND = 100_000
-"""Rate below which a try of a store that shows no progress is given up (assumed)."""
+"""Rate below which a try is abandoned, for stores that show no progress (assumed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long a store is waited for."""
+    """How long to wait for a store."""
 
     connect_seconds: float = 10.0
-    """Longest time to a connection."""
+    """Longest time to connect."""
     stall_seconds: float = 30.0
     """Longest silence within a try."""
     total_seconds: float = 300.0
-    """For how long a read of a file that was listed is tried again."""
+    """How long a read of a listed file is retried."""
     first_seconds: float = 60.0
-    """The same for a file that nobody has seen yet, whose address may be wrong; not for a listing
-    that goes on, which may take `total_seconds`."""
+    """The same for a file not seen before, whose address may be wrong; a listing in progress may
+    take `total_seconds`."""
     gone_seconds: float = 5.0
-    """Least time until a file that was listed, and then is not there, is taken to be gone."""
+    """Least time before a file that was listed, but is not found, counts as gone."""
     first_wait_seconds: float = 0.5
-    """Longest wait before the second try; doubled for each further one."""
+    """Longest wait before the second try; doubled for each further try."""
     longest_wait_seconds: float = 30.0
     """Longest wait between two tries, unless the store asks for a longer one."""
 
 
 def deadlines() -> Deadlines:
-    """The deadlines, as the environment has them.
+    """The deadlines set by the environment.
 
     Raises:
-        ConfigError: if a variable is no positive number.
+        ConfigError: if a variable is not a positive number.
     """
     total_seconds = _seconds_of(STORE_SECONDS, Deadlines().total_seconds)
     stall_seconds = _seconds_of(STALL_SECONDS, Deadlines().stall_seconds)
@@ -90,33 +90,33 @@ class Wanted:
     begin: int = 0
     """First byte."""
     end: int | None = None
-    """The byte after the last; None for all."""
+    """The byte after the last one; None for the whole file."""
     size_bytes: int | None = None
-    """Size of the file when it was listed; None if it was not."""
+    """Size of the file when listed; None if it was not listed."""
     version: str | None = None
-    """Its version then; None if its store has none."""
+    """Its version when listed; None if its store has none."""
 
 
 class Unranged(ConfigError):
-    """A large file whose server sends it whole in place of a range."""
+    """A large file whose server sends all of it instead of a range."""
 
 
 class Vanished(ConfigError):
-    """A file that was listed is not there any more, or may not be read."""
+    """A file that was listed no longer exists, or may not be read."""
 
 
-# What went wrong with a try.
+# What went wrong in a try.
 
 
 class _Problem(Exception):
-    """A try failed for good."""
+    """A try failed permanently."""
 
     most_tries = 1
-    """Tries of a file that was listed after which it is taken for lasting."""
+    """Failed tries on a listed file after which the problem counts as permanent."""
 
 
 class _Passing(_Problem):
-    """A try failed of what may pass; the store may ask to be left alone for some seconds."""
+    """A try failed for a transient reason; the store may ask for a pause of some seconds."""
 
     most_tries = sys.maxsize
 
@@ -126,13 +126,13 @@ class _Passing(_Problem):
 
 
 class _Gone(_Problem):
-    """There is no such file, or it may not be read; stores behind caches differ for moments."""
+    """There is no such file, or it may not be read; stores behind caches may briefly disagree."""
 
     most_tries = 3
 
 
 class _Unranged(_Problem):
-    """The whole of a large file would come in place of a range; one proxy of many may do so."""
+    """All of a large file would be sent instead of a range; one of several proxies may do so."""
 
     most_tries = 3
 
@@ -142,11 +142,11 @@ class _Changed(_Problem):
 
 
 def _problem(error: Exception) -> _Problem:
-    """What an exception of a store's package means."""
+    """The problem behind an exception of a store's package."""
     if isinstance(error, _Problem):
         return error
     cause: BaseException | None = error
-    while cause is not None:  # packages wrap what their store has answered
+    while cause is not None:  # packages wrap the answers of their store
         if (found := _answered(cause)) is not None:
             return _of_status(*found)
         cause = cause.__cause__
@@ -169,9 +169,9 @@ def _answered(error: BaseException) -> tuple[int, Mapping[str, str]] | None:
         about = response.get("ResponseMetadata", {})
         status, headers = about.get("HTTPStatusCode"), about.get("HTTPHeaders", {})
         if response.get("Error", {}).get("Code") == "RequestTimeout":
-            status = 408  # which S3 says as 400
+            status = 408  # which S3 reports as 400
     else:
-        # Of gcsfs alone: `code` of aiohttp is also that of what its parser cannot read.
+        # Only for gcsfs: aiohttp also sets `code` if its parser cannot read an answer.
         is_of_gcs = type(error).__module__.startswith("gcsfs")
         status = getattr(error, "code" if is_of_gcs else "status", None)
         headers = getattr(error, "headers", None) or {}
@@ -200,7 +200,7 @@ def _of_status(status: int, headers: Mapping[str, str]) -> _Problem:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds for which the store wants to be left alone (RFC 9110, section 10.2.3)."""
+    """Seconds for which the store asks not to be called (RFC 9110, section 10.2.3)."""
     lower = {name.lower(): value for name, value in headers.items()}
     said = str(lower.get("retry-after", "")).strip()
     if said.isdecimal():
@@ -225,12 +225,12 @@ async def _tried(
     is_seen: bool,
     try_seconds: float = 0.0,
 ) -> T:
-    """What `attempt` gives, tried until it does or the deadline is over, each time for
-    `try_seconds` at least.
+    """The result of `attempt`, retried until it succeeds or the deadline has passed, with at least
+    `try_seconds` for each try.
 
     Raises:
-        Unavailable: if the store does not answer, or not rightly, until the deadline.
-        ConfigError: if the file is not there, has changed, or cannot be read so.
+        Unavailable: if the store does not answer correctly before the deadline.
+        ConfigError: if the file does not exist, has changed, or cannot be read this way.
     """
     seconds = limits.total_seconds if is_seen else limits.first_seconds
     began, tries = time.monotonic(), 0
@@ -242,7 +242,7 @@ async def _tried(
         try:
             return await asyncio.wait_for(attempt(), max(left, try_seconds, 0.001))
         except Exception as error:  # noqa: BLE001  each store's package has its own; named below
-            # A last try that the deadline cut short says less than the one before it.
+            # A last try that the deadline cut short says less than the one before.
             is_cut = isinstance(error, TimeoutError) and left < limits.first_wait_seconds
             if last is None or not is_cut:
                 last = (_problem(error), error)
@@ -251,7 +251,7 @@ async def _tried(
         told = f"{problem}; {tries} {'try' if tries == 1 else 'tries'} in {passed:.1f} s"
         kind = type(problem)
         failed[kind] = failed.get(kind, 0) + 1
-        # Full jitter: processes that failed together do not come back together.
+        # Full jitter: processes that failed together do not retry together.
         longest = min(limits.first_wait_seconds * 2 ** (tries - 1), limits.longest_wait_seconds)
         asked = problem.wait_seconds if isinstance(problem, _Passing) else 0.0
         wait = max(asked, 0.0, min(random.uniform(0, longest), (seconds - passed) / 2))
@@ -294,7 +294,7 @@ def _refuse(
 
 
 def filesystem_of(field: str, location: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it.
+    """fsspec's file system for a URL, and the path in it.
 
     Raises:
         ConfigError: if fsspec, or its package for the protocol, is not installed.
@@ -307,7 +307,7 @@ def filesystem_of(field: str, location: str) -> tuple[Any, str]:
         raise ConfigError(refusal(field, location, accepted)) from error
     protocol, options = location.partition("://")[0], {}
     if protocol in ("s3", "s3a"):
-        # One try for each of ours: botocore's own would come on top, out of our deadlines.
+        # One try for each of ours: botocore's own retries would add to them, beyond our deadlines.
         limits, said = deadlines(), conf.get(protocol, {}).get("config_kwargs", {})
         own = {
             "connect_timeout": limits.connect_seconds,
@@ -334,14 +334,14 @@ def _protocols(filesystem: Any) -> tuple[str, ...]:
 
 
 async def _called(filesystem: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
-    """What a method of a file system returns, called as that file system is made."""
+    """The result of a method of a file system, whether that is asynchronous or not."""
     if filesystem.async_impl:
         return await getattr(filesystem, f"_{method}")(*arguments, **keywords)
     return await asyncio.to_thread(getattr(filesystem, method), *arguments, **keywords)
 
 
 def _run(work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` gives, run by fsspec's thread."""
+    """The result of `work`, run in fsspec's thread."""
     from fsspec.asyn import get_loop, sync
 
     return cast(T, sync(get_loop(), work))
@@ -352,7 +352,7 @@ def _run(work: Callable[[], Awaitable[T]]) -> T:
 
 def store_version(about: Mapping[str, Any]) -> str | None:
     """The version of a file in the metadata of Google Cloud Storage, S3, HTTP, Hugging Face or
-    another store: one that changes with the content before a time, which may not."""
+    another store: preferably one that changes with the content, else a time, which may not."""
     names = (
         *("generation", "ETag", "etag", "blob_id"),
         *("mtime", "LastModified", "last_modified", "Last-Modified", "updated"),
@@ -363,9 +363,9 @@ def store_version(about: Mapping[str, Any]) -> str | None:
 def listing(
     field: str, location: str, *, is_whole: bool = False
 ) -> tuple[str, dict[str, Mapping[str, Any]]]:
-    """The path of a URL in its store, and what is at it: the file itself, those below a folder, or
-    those that fit a glob; by path, with "size" and what the store says besides. Where that is not
-    all that it knows, it is asked for each file if the listing is to be whole.
+    """The path of a URL in its store, and what is there, by path, with "size" and other metadata
+    from the store: the file itself, the files below a folder, or those that match a glob. If the
+    listing is to be whole, the store is asked about each file whose size or version it left out.
 
     Raises:
         Unavailable: if the store does not answer.
@@ -415,7 +415,7 @@ def listing(
 
 
 async def _gathered(work: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
-    """What `work` gives for each of `items`, some at once; the first error ends the others."""
+    """The results of `work` for `items`, some concurrently; the first error ends the others."""
     free = asyncio.Semaphore(_AT_ONCE)
 
     async def one(item: Any) -> T:
@@ -431,7 +431,7 @@ async def _gathered(work: Callable[[Any], Awaitable[T]], items: Sequence[Any]) -
 
 
 async def _http_about(filesystem: Any, url: str, limits: Deadlines) -> Mapping[str, Any]:
-    """Size and version of a file of HTTP; of a server without HEAD, by asking for a byte."""
+    """Size and version of a file over HTTP; from servers without HEAD, by requesting one byte."""
     session = await filesystem.set_session()
     options = dict(filesystem.kwargs)
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
@@ -439,7 +439,7 @@ async def _http_about(filesystem: Any, url: str, limits: Deadlines) -> Mapping[s
     url = filesystem.encode_url(url)
     async with session.head(url, headers=headers, **options) as answer:
         status, said = answer.status, answer.headers
-    if status in (401, 403, 405, 501):  # as of addresses that are signed for GET
+    if status in (401, 403, 405, 501):  # such as for addresses that are signed for GET
         headers["Range"] = "bytes=0-0"
         async with session.get(url, headers=headers, **options) as answer:
             status, said = answer.status, answer.headers
@@ -464,13 +464,13 @@ def _timeout(limits: Deadlines) -> Any:
 
 
 def read_ranges(field: str, ranges: Sequence[Wanted]) -> list[bytes]:
-    """The bytes of `ranges`, all of one store, some of them asked for at once.
+    """The bytes of `ranges`, all in one store, some requested concurrently.
 
     Raises:
-        Unavailable: if the store does not answer, or not rightly, until the deadline.
+        Unavailable: if the store does not answer correctly before the deadline.
         Vanished: if a file is gone.
-        Unranged: if one is large, and its server ignores ranges.
-        ConfigError: if one has changed since it was listed, or cannot be read so.
+        Unranged: if a file is large and its server ignores ranges.
+        ConfigError: if a file has changed since it was listed, or cannot be read this way.
     """
     if not ranges:
         return []
@@ -497,10 +497,10 @@ def read_ranges(field: str, ranges: Sequence[Wanted]) -> list[bytes]:
 
 
 def copy_whole(field: str, wanted: Wanted, copy: BinaryIO) -> None:
-    """Write all of a file of HTTP to `copy`, by one request, whose server ignores ranges.
+    """Write a whole file to `copy` in one HTTP request, for servers that ignore ranges.
 
     Raises:
-        Unavailable: if the store does not answer, or not rightly, until the deadline.
+        Unavailable: if the store does not answer correctly before the deadline.
         Vanished: if it is gone.
         ConfigError: if it has changed since it was listed, or cannot be read.
     """
@@ -521,11 +521,11 @@ def copy_whole(field: str, wanted: Wanted, copy: BinaryIO) -> None:
 
 
 def read_whole(field: str, urls: Sequence[str]) -> list[bytes | None]:
-    """The contents of files of one store that were listed without their versions; None for one
-    that is gone.
+    """The contents of files in one store that were listed without their versions; None for one that
+    is gone.
 
     Raises:
-        Unavailable: if the store does not answer, or not rightly, until the deadline.
+        Unavailable: if the store does not answer correctly before the deadline.
         ConfigError: if one cannot be read.
     """
     if not urls:
@@ -585,18 +585,18 @@ async def _read_http(
     async with request as answer:
         version = answer.headers.get("Last-Modified" if _is_date(wanted.version) else "ETag")
         content = await _content(answer, wanted, version, copy)
-    if version is None and wanted.version is not None:  # some say it to HEAD alone
+    if version is None and wanted.version is not None:  # some state it only for HEAD
         _require_version(await _http_about(filesystem, wanted.url, limits), wanted)
     return content
 
 
 def _is_date(version: str | None) -> bool:
-    """Whether a version is the time of a file in a store of HTTP without ETags."""
+    """Whether a version is the time of a file on an HTTP server without ETags."""
     return version is not None and email.utils.parsedate(version) is not None
 
 
 def _range_header(wanted: Wanted) -> dict[str, str]:
-    headers = {"Accept-Encoding": "identity"}  # else the range may be one of compressed bytes
+    headers = {"Accept-Encoding": "identity"}  # else the range may be of compressed bytes
     if wanted.end is not None:
         headers["Range"] = f"bytes={wanted.begin}-{wanted.end - 1}"
     return headers
@@ -615,7 +615,7 @@ async def _read_gcs(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes
     async with request as answer:
         version = answer.headers.get("x-goog-generation")
         content = await _content(answer, wanted, version)
-    if version is None and wanted.version is not None:  # it may know no conditions either
+    if version is None and wanted.version is not None:  # it may not know conditions either
         await _require_same(filesystem, wanted)
     return content
 
@@ -623,7 +623,7 @@ async def _read_gcs(filesystem: Any, wanted: Wanted, limits: Deadlines) -> bytes
 async def _content(
     answer: Any, wanted: Wanted, version: str | None, copy: BinaryIO | None = None
 ) -> bytes:
-    """The bytes in an answer of HTTP, if they are those wanted; none where they go to `copy`.
+    """The bytes of an HTTP answer, if they are those wanted; empty if they go to `copy`.
 
     Raises:
         _Problem: if they are not.
@@ -637,7 +637,7 @@ async def _content(
     elif wanted.size_bytes is not None:
         length = answer.headers.get("Content-Length", "")
         if length.isdecimal() and int(length) != wanted.size_bytes:
-            # most likely a page of a proxy in place of the file
+            # most likely a page of a proxy instead of the file
             raise _Passing(f"{length} bytes came in place of {wanted.size_bytes}")
         if wanted.end is not None and wanted.size_bytes > MOST_IGNORED_BYTES:
             raise _Unranged(
@@ -654,7 +654,7 @@ async def _content(
 
 
 def _require_range(said: str, wanted: Wanted) -> None:
-    """Refuse a part of a file that is another than the wanted one, or of a file of another size."""
+    """Refuse a part other than the wanted one, or of a file of another size."""
     where, _, size = said.removeprefix("bytes ").partition("/")
     if wanted.size_bytes is not None and size.isdecimal() and int(size) != wanted.size_bytes:
         raise _Changed(f"it has {size} bytes in place of {wanted.size_bytes}")
@@ -688,7 +688,7 @@ async def _read_other(filesystem: Any, wanted: Wanted) -> bytes:
 
 
 async def _require_same(filesystem: Any, wanted: Wanted) -> None:
-    """Refuse a file that is not the one that was listed, in a store that takes no conditions."""
+    """Refuse a file that is not the listed one, in a store that does not support conditions."""
     path = filesystem._strip_protocol(wanted.url)
     filesystem.invalidate_cache()
     _require_version(await _called(filesystem, "info", path), wanted)

@@ -1,6 +1,6 @@
 """JSON schemas of the dataclasses that files hold, generated from their types and docstrings.
 
-Knows dataclasses and nothing of what they mean.
+Knows dataclasses, but not what they mean.
 """
 
 import ast
@@ -21,7 +21,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _Closed(GenerateJsonSchema):
-    """Dataclasses with their docstrings, which have no other fields."""
+    """Closed dataclasses (no other fields), with their docstrings."""
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
         found = super().dataclass_schema(schema)
@@ -35,7 +35,7 @@ class _Closed(GenerateJsonSchema):
 
 
 def schema_of(type_: type) -> dict[str, JsonValue]:
-    """The schema of the JSON files that `save` writes of a `document`, with kind and version."""
+    """The schema of the JSON files that `save` writes for a `document`, with kind and version."""
     kind, version = document_of(type_)
     found = _schema(type_, "serialization")
     stamp: dict[str, JsonValue] = {KIND: {"const": kind}, VERSION: {"const": version}}
@@ -51,11 +51,11 @@ def schema_of_input(type_: type) -> dict[str, JsonValue]:
 
 
 def partial(schema: JsonSchemaValue, definitions: JsonSchemaValue) -> JsonSchemaValue:
-    """A schema of the same tables, of which any field may be left out, as where they are merged
-    into others; what lists hold is whole.
+    """A schema of the same tables in which any field may be left out, as for tables that are merged
+    into others; items of lists stay complete.
 
     Args:
-        schema: of a table, or of something that may be one.
+        schema: schema of a table, or of something that may be one.
         definitions: the `$defs` that it refers to.
     """
     found = dict(schema)
@@ -63,7 +63,7 @@ def partial(schema: JsonSchemaValue, definitions: JsonSchemaValue) -> JsonSchema
         found = definitions[found.pop("$ref").rpartition("/")[2]] | found
     for name in ("required", "default", "discriminator"):
         found.pop(name, None)
-    # Without required fields several of one union may fit.
+    # Without required fields, several members of a union may match.
     choices = found.pop("oneOf", None) or found.get("anyOf")
     if choices:
         found["anyOf"] = [partial(each, definitions) for each in choices]
@@ -77,8 +77,8 @@ def partial(schema: JsonSchemaValue, definitions: JsonSchemaValue) -> JsonSchema
 
 
 def schema_of_lines(type_: object, meaning: str) -> dict[str, JsonValue]:
-    """The schema of a line of a file of JSON lines, each of one class of a union; what each writes
-    is in it, its `kind` too."""
+    """The schema of a line in a JSON Lines file, each of one class of a union, with all that it
+    writes, including its `kind`."""
     return {**_schema(type_, "serialization"), "description": meaning}
 
 
@@ -92,7 +92,7 @@ def _schema(type_: Any, mode: JsonSchemaMode) -> dict[str, JsonValue]:
 
 @cache
 def meanings(kind: type) -> dict[str, str]:
-    """The docstring beneath each field; Python does not keep it, so the source is parsed."""
+    """The docstring below each field; Python does not keep it, so the source is parsed."""
     bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
     inherited = {name: doc for base in bases for name, doc in meanings(base).items()}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body

@@ -1,7 +1,7 @@
-"""Serialization of dataclasses from and to TOML and JSON; invalid input is refused in a sentence.
+"""Serialization of dataclasses to and from TOML and JSON; invalid input is refused in a sentence.
 
-The dataclasses are the schema, and this file adds none of its own. It knows files and types, and
-nothing of what the types mean.
+The dataclasses are the schema; this file adds nothing to it. It knows files and types, but not what
+the types mean.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ T = TypeVar("T")
 _WHOLE_BOUND = 2**63
 """TOML's whole numbers have 64 bits (TOML 1.0.0, "Integer"), one of them the sign."""
 _MOST_DEPTH = 50
-"""Deepest nesting of lists and tables: pydantic reads JSON of 200, and no field needs ten."""
+"""Deepest nesting of lists and tables: pydantic reads 200 levels, and no field needs ten."""
 _MOST_NAMES = 100
-"""Fewest names of a dotted key that is refused."""
+"""Number of names from which a dotted key is refused."""
 _NAME = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_NAME}[ \t]*+\.[ \t]*+){{{_MOST_NAMES - 1}}}")
 _MOST_SENTENCES = 20
 """Most problems of one document that are listed."""
 BY_NAME = Discriminator("name")
-"""Annotation of a union of some members of a family, which are told apart by their `name` too."""
+"""Annotation of a union of some members of a family, also distinguished by their `name`."""
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -44,7 +44,7 @@ def load_toml(path: Path) -> dict[str, JsonValue]:
     """The tables of a TOML file.
 
     Raises:
-        ConfigError: if there is no such file, or it is not TOML (with line and column).
+        ConfigError: if the file does not exist, or is not TOML (with line and column).
     """
     text = _read(path)
     try:
@@ -54,13 +54,13 @@ def load_toml(path: Path) -> dict[str, JsonValue]:
 
 
 def parse_toml(text: str) -> dict[str, JsonValue]:
-    """The tables of a text in TOML.
+    """The tables of a TOML text.
 
     Raises:
         ValueError: if it is not TOML, with line and column except for tables nested too deeply and
             whole numbers that are too long.
     """
-    if found := _LONG_KEY.search(text):  # tomllib takes memory by the square of its names
+    if found := _LONG_KEY.search(text):  # tomllib's memory grows with the square of its names
         line = text.count("\n", 0, found.start()) + 1
         raise ValueError(f"a key has {_MOST_NAMES} names or more (at line {line})")
     try:
@@ -70,7 +70,7 @@ def parse_toml(text: str) -> dict[str, JsonValue]:
 
 
 def parse_value(text: str) -> JsonValue:
-    """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
+    """The value of a flag: parsed if it is TOML ("3", "true", "[1, 2]"), else the text itself."""
     try:
         value = parse_toml(f"value = {text}")["value"]
         json.dumps(value)
@@ -99,15 +99,15 @@ def _read(path: Path) -> str:
 
 
 class Family:
-    """Base of an open family of dataclasses, whose members are told apart by their `name`.
+    """Base of an open family of dataclasses, whose members are distinguished by their `name`.
 
     A direct subclass is a family, and its subclasses are members: a field of the family's type may
-    hold any of them, and a member is read wherever its module was imported before.
+    hold any of them, and a member can be read once its module has been imported.
     """
 
     __slots__ = ()
     unnamed: typing.ClassVar[str | None] = None
-    """Name of the member that a table without a name is read as; None if it needs one."""
+    """Name of the member that a table without a name is read as; None if tables need a name."""
     _members: typing.ClassVar[list[type]]
 
     def __init_subclass__(cls) -> None:
@@ -132,10 +132,10 @@ class Family:
         """The member that each `name` selects.
 
         Raises:
-            ConfigError: if two have the same name.
+            ConfigError: if two members have the same name.
         """
-        # The last of its place counts: `dataclass(slots=True)` makes each class a second time, as
-        # importing its module again does. Only now do both have the `__qualname__` they are given.
+        # The last class of a name counts: `dataclass(slots=True)` creates each class a second time,
+        # as does a second import of its module. Only now do both have their final `__qualname__`.
         last = {(each.__module__, each.__qualname__): each for each in cls._members}
         found: dict[str, type] = {}
         for member in last.values():
@@ -157,7 +157,7 @@ class Family:
         usual = source.unnamed
 
         def name_of(member: object) -> str:
-            found = getattr(member, "name", None)  # any value is asked, before it is refused
+            found = getattr(member, "name", None)  # any value may come here, before it is refused
             found = member.get("name") if isinstance(member, dict) else found
             return str(usual if found is None else found)
 
@@ -167,7 +167,7 @@ class Family:
 def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
     """A `type_` (a dataclass, a family or a union of them) from plain data, strictly typed.
 
-    Integers are taken for floats, nothing else is converted; unknown keys are refused.
+    Integers are accepted as floats, nothing else is converted; unknown keys are refused.
 
     Args:
         type_: what to build.
@@ -178,15 +178,15 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
         ConfigError: one line per problem: field, value, what is accepted, nearest fix.
     """
     _require_plain(value, where)
-    # Through JSON, because strict JSON mode lets a list be a tuple and nothing else.
+    # Via JSON, because strict JSON mode accepts a list for a tuple and converts nothing else.
     built = _validate(type_, json.dumps(value, default=str), where)
     _require_no_boolean_for_a_number(value, built, where)
     return built
 
 
 def _require_no_boolean_for_a_number(value: JsonValue, built: object, where: str) -> None:
-    """Refuse true where 1 is among the choices of a field: pydantic takes it for that, as Python
-    does."""
+    """Refuse true if 1 is among the choices of a field: pydantic, like Python, takes them as
+    equal."""
     match value:
         case bool() if isinstance(built, int) and not isinstance(built, bool):
             raise ConfigError(refusal(where, value, "it must be a whole number"))
@@ -197,8 +197,8 @@ def _require_no_boolean_for_a_number(value: JsonValue, built: object, where: str
 
 
 def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
-    """Refuse whole numbers beyond 64 bits, what is no number, which passes every comparison that is
-    written as a refusal, and nesting beyond `_MOST_DEPTH`, before validation."""
+    """Before validation, refuse whole numbers beyond 64 bits, NaN, which passes every check that is
+    written as a comparison to refuse, and nesting beyond `_MOST_DEPTH`."""
     match value:
         case float() if math.isnan(value):
             raise ConfigError(refusal(where or "the whole document", value, "it must be a number"))
@@ -243,7 +243,7 @@ _DOCUMENTS: dict[object, tuple[str, int]] = {}
 
 
 def document(kind: str, version: int = 1) -> Callable[[type[T]], type[T]]:
-    """Class decorator: files that `save` writes of the class say that they are of this kind.
+    """Class decorator: files that `save` writes for the class say that they are of this kind.
 
     Raise the version when older readers would misunderstand the fields.
     """
@@ -256,25 +256,25 @@ def document(kind: str, version: int = 1) -> Callable[[type[T]], type[T]]:
 
 
 def document_of(type_: object) -> tuple[str, int]:
-    """Kind and version of the files that are written of a class."""
+    """Kind and version of the files that are written for a class."""
     return _DOCUMENTS[type_]
 
 
 def documents() -> dict[str, type]:
-    """The classes of all documents by kind, of the modules that are imported."""
+    """The document classes of all imported modules, by kind."""
     return {kind: type_ for type_, (kind, _) in _DOCUMENTS.items() if isinstance(type_, type)}
 
 
 def stamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> str:
-    """A JSON document that says what it is."""
+    """A JSON document that states its kind and version."""
     return json.dumps({KIND: kind, VERSION: version, **fields}, indent=1) + "\n"
 
 
 def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The fields of a document of this kind, at most of this version; older documents say neither.
+    """The fields of a document of this kind, at most this version; older documents state neither.
 
     Raises:
-        ConfigError: if it is of another kind or of a later version.
+        ConfigError: if it is of another kind or a later version.
     """
     if (found := fields.get(KIND, kind)) != kind:
         raise ConfigError(refusal(KIND, found, f"a document of kind {kind!r} is needed here"))
@@ -296,10 +296,10 @@ def load(type_: type[T], path: Path) -> T:
     """
     text = _read(path)
     try:
-        # Seldom, and then mostly of a fraction or a word; `in` is fast, and `save` writes no NaN.
+        # Seldom true, mostly for a fraction or a word; `in` is fast, and `save` writes no NaN.
         if "NaN" in text or _MANY_DIGITS.search(text):
             value = None
-            with contextlib.suppress(ValueError):  # what is no JSON is refused below
+            with contextlib.suppress(ValueError):  # invalid JSON is refused below
                 value = from_json(text)
             _require_plain(value, "")
         if type_ in _DOCUMENTS:
@@ -312,10 +312,10 @@ def load(type_: type[T], path: Path) -> T:
 
 
 def kind_of(path: Path) -> str | None:
-    """What a JSON file says that it is; None if it does not say.
+    """The kind that a JSON file states; None if it states none.
 
     Raises:
-        ConfigError: if it is missing or damaged.
+        ConfigError: if the file is missing or damaged.
     """
     kind = load(dict, path).get(KIND)
     return kind if isinstance(kind, str) else None
@@ -354,12 +354,12 @@ def save_bytes(data: bytes, path: Path) -> None:
 
 @contextlib.contextmanager
 def draft_of(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place once it is written and on the disk; if the block
-    raises, nothing is left of it.
+    """A file next to `path` that replaces it once written and on disk; if the block raises, the
+    file is removed.
 
-    Its name cannot be guessed, and it is new: whoever may write to the folder too can have put
-    neither a file nor a link there. The folder is synced last, so that the name outlives a power
-    cut with its content.
+    Its name cannot be guessed, and it is new: others who can write to the folder cannot have put a
+    file or link there. The folder is synced last, so that both name and content survive a power
+    cut.
 
     Raises:
         OSError: if it cannot be written.
@@ -374,12 +374,12 @@ def draft_of(path: Path) -> Iterator[BinaryIO]:
         draft.replace(path)
         sync_folder(draft.parent)
     finally:
-        with contextlib.suppress(OSError):  # the first error is reported already
+        with contextlib.suppress(OSError):  # the first error is already reported
             draft.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where they are missing; their names are on the disk then.
+    """Make a folder and its missing parents; their names are then on disk.
 
     Raises:
         OSError: if it cannot be made.
@@ -391,10 +391,10 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the content of a file to the disk, whoever wrote it.
+    """Flush the content of a file to disk, whoever wrote it.
 
     Raises:
-        OSError: if it cannot be.
+        OSError: if that fails.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -404,7 +404,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk; nothing where a folder cannot be opened."""
+    """Flush the names in a folder to disk; does nothing if the folder cannot be opened."""
     with contextlib.suppress(OSError):  # some network file systems refuse it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -416,7 +416,7 @@ def sync_folder(folder: Path) -> None:
 def require_writable(field: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before the work whose result it will hold.
 
-    Leaves nothing on the disk; None is accepted.
+    Leaves nothing on disk; None is accepted.
 
     Raises:
         ConfigError: naming the field and the reason.
@@ -445,7 +445,7 @@ def _require_room(field: str, path: Path, folder: Path) -> None:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir():
         raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, not a folder"))
-    with tempfile.TemporaryFile(dir=there):  # permission bits do not tell, as for a superuser
+    with tempfile.TemporaryFile(dir=there):  # permission bits do not tell for a superuser
         pass
 
 
@@ -470,7 +470,7 @@ def save_toml(value: object, path: Path) -> None:
 def _toml(tables: JsonValue, prefix: str = "") -> str:
     """Nested tables of scalars and lists as TOML; None values are left out.
 
-    JSON's notation of numbers, texts, lists and booleans is TOML's too.
+    JSON and TOML write numbers, strings, lists and booleans alike.
     """
     if not isinstance(tables, dict):
         return ""
@@ -526,8 +526,8 @@ _EXPECTED = {
 
 
 def _of_meant_kind(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """`details` without those of the kind that was not meant, where a field is a word or a table:
-    pydantic says of both why they do not fit, with the kind in the path."""
+    """`details` without those of the kind that was not meant, if a field may be a word or a table:
+    pydantic says why neither fits, with the kind in the path."""
     for detail in details:
         for place, part in enumerate(detail["loc"]):
             if not str(part).startswith("literal["):
@@ -567,7 +567,7 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
         return unknown_name(field, detail["input"], names)
     if kind == "union_tag_invalid":
         names = [part.strip("' ") for part in context["expected_tags"].split(",")]
-        # Where one of the kinds needs no name, pydantic has a function in place of the field.
+        # If one of the kinds needs no name, pydantic has a function instead of the field.
         return unknown_name(f"{field}.name", context["tag"], names)
     if kind == "union_tag_not_found":
         return f"{field}.{context['discriminator']} is missing.".replace("'", "")
@@ -593,7 +593,7 @@ def _descend(type_: object, location: tuple[int | str, ...]) -> tuple[object, li
 
 
 def _options(type_: object) -> list[object]:
-    """The members of a family or (possibly annotated) union; the type itself when it is none."""
+    """The members of a family or (possibly annotated) union; the type itself if it is neither."""
     if is_family(type_):
         return list(type_.members())
     if typing.get_origin(type_) is typing.Annotated:
@@ -605,7 +605,7 @@ def _options(type_: object) -> list[object]:
 
 
 def is_family(type_: object) -> "typing.TypeGuard[type[Family]]":
-    """Whether a type is a family itself, and not a member of one."""
+    """Whether a type is itself a family, not a member of one."""
     return isinstance(type_, type) and Family in type_.__bases__
 
 

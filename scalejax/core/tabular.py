@@ -22,11 +22,11 @@ class Tabular:
     __slots__ = ()
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The figures, one dict by column for each row."""
+        """The figures, as a dict by column for each row."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, JsonValue]:
-        """All of the result, as plain data."""
+        """The whole result, as plain data."""
         found = plain(self)
         assert isinstance(found, dict)  # noqa: S101  a dataclass is a table
         return found
@@ -49,7 +49,7 @@ class Tabular:
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """The rows as Arrow's PyCapsule, which `polars.DataFrame(result)`, `pyarrow.table(result)`
-        and other libraries of data frames take as they are."""
+        and other data frame libraries read directly."""
         import pyarrow
 
         found = pyarrow.Table.from_pylist(_even(self.to_rows()))
@@ -74,20 +74,20 @@ def _library(name: str) -> ModuleType:
 
 
 def _even(rows: Sequence[Mapping[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-    """Rows that have all the same columns; None where they had none."""
+    """Rows that all have the same columns, with None for missing values."""
     names = columns_of(rows)
     return [{name: row.get(name) for name in names} for row in rows]
 
 
 def scalar(value: JsonValue) -> Scalar:
-    """A value as a cell of a table has it: lists and tables as JSON."""
+    """A value as a table cell: lists and tables as JSON."""
     return json.dumps(value) if isinstance(value, list | tuple | dict) else value
 
 
 def flat(
     row: Mapping[str, JsonValue], prefix: str = "", separator: str = "."
 ) -> dict[str, JsonValue]:
-    """A row whose tables are columns with dotted names."""
+    """A row with its tables as columns with dotted names."""
     found: dict[str, JsonValue] = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -98,7 +98,7 @@ def flat(
 
 
 def to_csv(rows: Sequence[Mapping[str, JsonValue]]) -> str:
-    """Rows as CSV (RFC 4180, but for lines that end in a newline alone), with all their columns in
+    """Rows as CSV (RFC 4180, except that lines end in a bare newline), with all their columns in
     order of appearance: tables as dotted columns, lists as JSON, unknown values empty."""
     every = [flat(row) for row in rows]
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""Parsing and formatting of quantities: the only file that knows prefixes, others use SI units."""
+"""Parsing and formatting of quantities: the only file that knows prefixes; others use SI units."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def parse_count(field: str, text: str) -> float:
     """A number as typed: "300B", "15T", "1.5e12", "300_000".
 
     Raises:
-        ConfigError: if it is no number above 0.
+        ConfigError: if it is not a number above 0.
     """
     found = _COUNT.fullmatch(text.lower())
     value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
@@ -51,7 +51,7 @@ def parse_count(field: str, text: str) -> float:
 
 def unit_of_axis(longest_seconds: float) -> tuple[str, float]:
     """Name and seconds of the unit of a time axis: the largest of days, hours, minutes and seconds
-    of which `longest_seconds` is at least two."""
+    that fits at least twice into `longest_seconds`."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((pair for pair in units if longest_seconds >= 2 * pair[1]), units[-1])
 

@@ -1,9 +1,9 @@
-"""Workers: Python processes that answer requests of the process that started them, their caller.
+"""Workers: Python processes that answer requests from the process that started them, their caller.
 
 Requests go to a worker, and progress, answers and refusals come back, through a socket that only
-the two hold: (kind, value) as pickles, and not as lines of JSON, as input workers send arrays and
-take sources of the user's. What a worker prints is its log. A worker ends with its caller, and
-Ctrl-C reaches the caller alone. Knows nothing of the work.
+the two hold: (kind, value) as pickles, not lines of JSON, since input workers send arrays and
+receive the user's own sources. What a worker prints is its log. A worker ends with its caller, and
+Ctrl-C reaches only the caller. Does not know the work.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from scalejax.core.environment import end_with_caller
 from scalejax.core.errors import ScalejaxError
 
 Kind = Literal["progress", "answer", "refused", "failed"]
-"""Kind of a message of a worker; the value of the last two is a `ScalejaxError` or a
+"""Kind of a message from a worker; the value of the last two is a `ScalejaxError` or a
 `WorkerFailed`."""
 
 _SERVE = "from scalejax.core.workers import serve; serve()"
 
 
 class WorkerFailed(Exception):
-    """A worker has died, or the function that it called has raised what is no refusal."""
+    """A worker has died, or the function that it called has raised more than a refusal."""
 
     def __init__(self, said: str, return_code: int | None = None, name: str = "") -> None:
         super().__init__(said, return_code, name)
         self.said = said
         """The traceback of the function; or the log of a dead worker, "" if it is not kept."""
         self.return_code = return_code
-        """Exit code of a dead worker, negative for a signal; None if it goes on."""
+        """Exit code of a dead worker, negative for a signal; None if it lives on."""
         self.name = name
         """Name of a dead worker."""
 
@@ -50,19 +50,19 @@ class WorkerFailed(Exception):
 
     @property
     def was_killed(self) -> bool:
-        """Whether the worker was killed, as the system does when memory runs out."""
+        """Whether the worker was killed, as by the system when memory runs out."""
         return self.return_code == -signal.SIGKILL
 
     @property
     def reason(self) -> str:
-        """Why, in a few words: want of memory if it was killed, else the last line of the rest."""
+        """Why, in a few words: lack of memory if it was killed, else the last line of its text."""
         if self.was_killed:
             return "it was killed, most likely because memory ran out"
         return str(self).splitlines()[-1]
 
 
 class Worker:
-    """A Python process that is sent requests, and answers them in order."""
+    """A Python process that receives requests, and answers them in order."""
 
     def __init__(
         self,
@@ -78,37 +78,37 @@ class Worker:
         """Start it.
 
         Args:
-            first: message sent by `begin`: the function of a request that gives its answer, or an
-                instance with settings that can be called like one, for the default program.
+            first: message sent by `begin`: for the default program, a function from request to
+                answer, or a callable instance with settings.
             program: source to run; the descriptor of its end of the connection is `sys.argv[1]`.
             name: shown by `ps`, and kept by a `WorkerFailed`.
-            environment: its environment variables, but for PYTHONPATH.
+            environment: its environment variables, except PYTHONPATH.
             search_path: folders to import from; by default those of this process.
             log: descriptor for what it prints; if None, a temporary file for `WorkerFailed.said`.
-            descriptors: further descriptors that it inherits.
+            descriptors: additional descriptors that it inherits.
         """
-        self._first = pickle.dumps(first)  # before it starts: not every source of a user's can be
+        self._first = pickle.dumps(first)  # before it starts: not every user's source can be
         folders = sys.path if search_path is None else search_path
         path = os.pathsep.join(folder or os.getcwd() for folder in folders)
         self.connection, theirs = Pipe()
         self._name = name
-        # The kernel's end with a caller is that of the thread that starts the worker, and only the
-        # main thread surely outlives it; other callers are those of `_listen` alone.
+        # The kernel ends a worker with the thread that started it, and only the main thread surely
+        # outlives the worker; for other threads only `_listen` notices the end.
         is_main = threading.current_thread() is threading.main_thread()
         caller = os.getpid() if is_main else 0
         self._log = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115  `close` does
         output = self._log.fileno() if self._log is not None else log
         with theirs:
             self._process = subprocess.Popen(
-                # -P: the working folder may hold a json.py of the user's.
+                # -P: the working folder may hold a json.py of the user.
                 [sys.executable, "-P", "-c", program, str(theirs.fileno()), str(caller), name],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**environment, "PYTHONPATH": path},
                 pass_fds=(theirs.fileno(), *descriptors),
-                # Ctrl-C reaches the caller alone, which then ends its workers in silence. No new
-                # session: Linux schedules cores by sessions, and workers should have the caller's
+                # Ctrl-C reaches only the caller, which then silently ends its workers. No new
+                # session: Linux schedules cores by session, and workers should have the caller's
                 # priority.
                 process_group=0,
             )
@@ -119,10 +119,10 @@ class Worker:
         return self._process.pid
 
     def begin(self) -> None:
-        """Send the first message, if it has not been sent; a large one waits until it is read."""
+        """Send the first message, if not yet sent; a large one blocks until it is read."""
         message, self._first = self._first, b""
         if message:
-            with contextlib.suppress(OSError):  # it has died, which `receive` says
+            with contextlib.suppress(OSError):  # it has died, as `receive` will say
                 self.connection.send_bytes(message)
 
     def send(self, request: object) -> None:
@@ -132,8 +132,8 @@ class Worker:
             self.connection.send(request)
 
     def receive(self) -> tuple[Kind, Any]:
-        """The next message of the worker: (kind, value). One that cannot be read here, such as of a
-        class whose module only the worker finds, is a refusal."""
+        """The next message of the worker: (kind, value). One that cannot be read here, such as an
+        instance of a class whose module only the worker finds, is a refusal."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -158,11 +158,11 @@ class Worker:
         raise value
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal to the worker, unless it has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the worker, from any thread; one that waits for `receive` is told."""
+        """End the worker, from any thread; a thread that waits in `receive` gets a failure."""
         self._process.kill()
 
     def close(self) -> None:
@@ -185,19 +185,19 @@ class _Member:
     worker: Worker
     number: int
     asked: deque[int] = field(default_factory=deque)
-    """Requests that it has not answered, by index."""
+    """Indices of the requests that it has not answered."""
 
 
 class Pool:
-    """Workers among which requests are divided; none outlives its `with` block."""
+    """Workers among which requests are divided; none outlives the `with` block."""
 
     def __init__(
         self, start: Callable[[int], Worker], count: int, *, is_reused: bool = True
     ) -> None:
-        """Start none yet.
+        """Set up the pool; no worker is started yet.
 
         Args:
-            start: starts the worker of a number below `count`, also again if it has died.
+            start: starts the worker with a number below `count`, again if it has died.
             count: most workers at a time.
             is_reused: whether a worker answers several requests, one after another.
         """
@@ -216,15 +216,15 @@ class Pool:
     def work(
         self, requests: Sequence[object], *, ahead: int = 1, seconds: float | None = None
     ) -> Iterator[tuple[int, Kind, Any]]:
-        """Yield (index of the request, kind, value) of every message, as it comes.
+        """Yield (index of the request, kind, value) for every message as it arrives.
 
-        Every request ends with a message that is no progress. The request of a worker that dies
-        fails, and another worker goes on with the next ones.
+        Every request ends with a message that is not progress. If a worker dies, its request fails,
+        and another worker continues with the next ones.
 
         Args:
             requests: requests, begun in order.
-            ahead: requests that a worker is sent before it has answered the first of them.
-            seconds: time for all requests; None for any.
+            ahead: requests sent to a worker before it has answered the first of them.
+            seconds: time limit for all requests; None for no limit.
 
         Raises:
             TimeoutError: if they are not answered in time.
@@ -266,7 +266,7 @@ class Pool:
         ready = wait(list(self._members), left)
         if not ready:
             raise TimeoutError
-        return ready  # type: ignore[return-value]  of what it was given
+        return ready  # type: ignore[return-value]  a subset of what it was given
 
     def _started(self, number: int) -> _Member:
         member = _Member(self._start(number), number)
@@ -294,9 +294,9 @@ _callers: list[Connection] = []
 
 
 def report(value: object) -> None:
-    """Send progress with a request to the caller; without effect in a process that is no worker."""
+    """Send progress on a request to the caller; no effect in a process that is not a worker."""
     for caller in _callers:
-        with contextlib.suppress(OSError):  # it has ended, and so does this process
+        with contextlib.suppress(OSError):  # it has ended, and this process is ending too
             caller.send(("progress", value))
 
 
@@ -308,7 +308,7 @@ def serve() -> None:
         end_with_caller(process)
     try:
         call: Callable[[Any], object] = caller.recv()
-    except (EOFError, OSError):  # the caller has ended already
+    except (EOFError, OSError):  # the caller has already ended
         return
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(caller, requests), daemon=True).start()
@@ -317,7 +317,7 @@ def serve() -> None:
         message = _answered(call, requests.get())
         try:
             caller.send(message)
-        except OSError:  # the caller has ended, and nobody reads an error
+        except OSError:  # the caller has ended, and nobody would read an error
             os._exit(0)
 
 
@@ -328,7 +328,7 @@ def _listen(caller: Connection, requests: "SimpleQueue[Any]") -> None:
             requests.put(caller.recv())
     except (EOFError, OSError):
         os._exit(0)
-    except Exception:  # noqa: BLE001  a request that cannot be read: no thread is there to raise it
+    except Exception:  # noqa: BLE001  an unreadable request: no caller's thread to raise it in
         traceback.print_exc()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Large-minibatch training in JAX, and what it would cost on hardware that is not here.
+"""Large-minibatch training in JAX, and what it would cost on hardware you do not have.
 
 The verbs (`predict`, `train`, `search`, `cost`, `plan`, `explain`, `timeline`, `compare`,
 `calibrate` and `validate`) do what the commands of the same names do. Everything here is imported

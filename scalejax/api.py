@@ -111,7 +111,7 @@ def predict(
     framework: Framework | str = "xla",
     scaling: Scaling | None = None,
 ) -> Prediction | ScalingPrediction:
-    """Predicted time, throughput, efficiency and memory of a step on a cluster that is not here.
+    """Predicted time, throughput, efficiency and memory of a step on a cluster you do not have.
 
     Example:
         >>> from importlib.resources import files
@@ -208,7 +208,7 @@ def train(
     startup_seconds: float = 0.0,
     leave: Callable[[int], None] | None = None,
 ) -> "RunRecord":
-    """Train a run on the devices that are here, and return its record.
+    """Train a run on the devices of this machine, and return its record.
 
     Example:
         >>> from importlib.resources import files

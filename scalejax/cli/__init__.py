@@ -1,1 +1,1 @@
-"""The command line: `main` reads what was typed, `commands` lists what can be."""
+"""The command line: `main` parses what was typed, `commands` lists the commands."""

@@ -1,6 +1,6 @@
 """Commands that benchmark: the training step over devices, and the input pipeline of a host.
 
-Imported without JAX; `bench` leaves it to its workers, `data bench` imports it when it runs.
+Imported without JAX: the workers of `bench` import it, and `data bench` does when it runs.
 """
 
 import math
@@ -53,7 +53,7 @@ from scalejax.sweep import Grammar, parse_grammar
 class Bench(RunFileCommand):
     """Time the training step on several numbers of devices.
 
-    Warm-up and timed iterations of the real training step, on virtual devices of the CPU, GPUs, or
+    Warm-up and timed iterations of the real training step, on virtual CPU devices, GPUs, or
     processes of this machine, in rounds; then tables of speedup and efficiency. Benchmarks with a
     result are not timed again. -P, -V and -E are those of scalejax sweep; their fields are those of
     a run.toml, and devices, processes, scaling, batches, steps and warmup_steps.
@@ -72,7 +72,7 @@ class Bench(RunFileCommand):
     """Numbers of processes, among which devices are divided. By default 1; without --devices each
     has one device."""
     scaling: Literal["weak", "strong"] | None = None
-    """What is constant as devices are added: the batch per device (weak, by default), or the global
+    """What stays fixed as devices are added: the batch per device (weak, by default), or the global
     batch (strong)."""
     batches: Literal["synthetic", "real"] | None = None
     """One batch that stays on the devices (synthetic, by default), or batches of the data set."""
@@ -95,7 +95,8 @@ class Bench(RunFileCommand):
     rerun: FlagCreatePairsOff[bool] = False
     """Time again the benchmarks that have a result."""
     baseline: Annotated[int | None, flag("N")] = None
-    """Number of devices that speedup and efficiency are relative to. By default the fewest."""
+    """Number of devices relative to which speedup and efficiency are given. By default the
+    fewest."""
     statistic: Literal["median", "mean"] = "median"
     """Step time in the tables: median (by default), or mean as in DLBS."""
     clamp: FlagCreatePairsOff[bool] = False
@@ -104,7 +105,7 @@ class Bench(RunFileCommand):
     """Interval between samples of CPU, memory and threads; 0 for none. By default 0.5."""
     cluster: Annotated[str | None, flag("CLUSTER,...")] = None
     """Compare with predictions for these clusters, such as cluster-fitted.toml of scalejax
-    calibrate --from; each benchmark is predicted for the first that has such devices."""
+    calibrate --from; each benchmark is predicted for the first with such devices."""
 
     def execute(self, overrides: Overrides) -> None:
         """Plan, time the benchmarks without a result, print the tables, write the plots."""
@@ -179,7 +180,7 @@ class Bench(RunFileCommand):
         )
 
     def _run(self, bench: BenchPlan, folder: BenchFolder) -> list[str]:
-        """Time the benchmarks that have no result; returns the problems."""
+        """Time the benchmarks that have no result; return the problems."""
         rounds = len(bench.rounds)
         try:
             with progress.measuring(rounds) as on_progress:
@@ -228,8 +229,8 @@ class DataBench(RunFileCommand):
     """Measure the input pipeline of this host on a run's data.
 
     Times to read row groups, to decode images of several sizes in a worker process and in threads,
-    and to copy batches to the devices: a minute or two. scalejax predict and explain take the file
-    with --input-rates, also for images, sizes and numbers of workers that were not measured.
+    and to copy batches to the devices; takes a minute or two. scalejax predict and explain take the
+    file with --input-rates, also for images, sizes and numbers of workers that were not measured.
     Augmentation is not measured.
     """
 

@@ -34,7 +34,7 @@ Overrides = dict[str, JsonValue]
 def flag(metavar: str) -> object:
     """The tyro annotation of a flag whose value is shown as `metavar` in help.
 
-    Its docstring names its default.
+    The flag's docstring states its default.
     """
     return arg(metavar=metavar, help_behavior_hint="")
 
@@ -77,26 +77,26 @@ class CostCommand(RunFileCommand):
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     facts: Annotated[Path | None, flag("FACTS.json")] = None
-    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
-    data, or kept beside RUN.toml."""
+    """Counts and shapes of the data, stored as facts.json in a run folder. By default read from the
+    data, or from facts.json next to RUN.toml."""
 
 
 Command = PlainCommand | OverridingCommand
 
 
 def flags_of(overrides: Overrides) -> list[str]:
-    """The words of the flags that give these values to fields."""
+    """Command-line words of the flags that set fields to these values."""
     return [f"--{name}={flag_text(value)}" for name, value in overrides.items()]
 
 
 def wrapped(line: str) -> str:
-    """`line` wrapped to the width of the terminal (COLUMNS), continuation lines indented below its
-    title.
+    """`line` wrapped to the width of the terminal (COLUMNS), with continuation lines indented below
+    its title.
 
     Words stay whole, so that paths and flags can be copied.
     """
     width = shutil.get_terminal_size().columns
-    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
+    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours have no width
     if len(plain) <= width:
         return line
     found = re.match("error: |note: |usage: |warning: ", plain)
@@ -112,11 +112,10 @@ def wrapped(line: str) -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print sentences, each of its lines wrapped where a person reads it; on standard output, or to
-    `file`.
+    """Print sentences to standard output or to `file`, with lines wrapped on a terminal.
 
-    In pipes and files, which programs read, lines stay whole, unless COLUMNS asks for a width. What
-    names a path is printed as it is.
+    In pipes and files, which programs read, lines stay whole, unless COLUMNS sets a width. Text
+    that names a path is printed unchanged.
     """
     is_read = "COLUMNS" in os.environ or (file or sys.stdout).isatty()
     for line in text.split("\n"):
@@ -124,15 +123,15 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def to_type(what: str, words: Sequence[str]) -> str:
-    """What to type for something, on one line if it fits, else the command on a line of its own:
-    one that is broken could not be pasted."""
+    """What to type for something: on one line if it fits, else with the command on a separate line,
+    as a broken command could not be pasted."""
     line = f"{what}: {shlex.join(words)}"
     fits = len(line) <= shutil.get_terminal_size().columns
     return line if fits else f"{what}:\n{shlex.join(words)}"
 
 
 def suggest(what: str, *words: str) -> None:
-    """Say what to type next, on a terminal alone: pipes and files stay as they are.
+    """Say what to type next, only on a terminal: pipes and files stay unchanged.
 
     Args:
         what: what it is for: "To see where the time goes".
@@ -148,14 +147,14 @@ def require_result_files(
     folder: Path | None = None,
     names: Collection[str] = (),
 ) -> None:
-    """Refuse --json and --csv that cannot be written, or are what the command writes, before the
-    work.
+    """Refuse, before the work, --json and --csv that cannot be written or that are files of the
+    command itself.
 
     Args:
         json: the file of --json.
-        csv: that of --csv.
+        csv: the file of --csv.
         folder: where the command writes its record.
-        names: names of its files there; everything in subfolders is its own too.
+        names: names of its files there; everything in subfolders belongs to it too.
 
     Raises:
         ConfigError: naming the flag.
@@ -171,7 +170,7 @@ def require_result_files(
 
 
 def write_result(found: Tabular, json: Path | None, csv: Path | None, *, more: str = "") -> None:
-    """Write a result to --json and --csv, where they are given, and say so.
+    """Write a result to --json and --csv, if given, and say so.
 
     Args:
         found: the result, a `document`.

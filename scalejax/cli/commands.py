@@ -1,7 +1,7 @@
 """The commands of `scalejax`: one class each, whose fields are its flags.
 
-`execute` calls the functions that a Python user would call. Imported without JAX, which the
-commands that need it import when they run.
+`execute` calls the functions that a Python user would call. Imported without JAX; commands that
+need it import it when they run.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The command `compare`: two revisions of a training step on devices that are not here.
+"""The command `compare`: two revisions of a training step, on devices that you do not have.
 
 Imported without JAX, which is imported when it runs.
 """
@@ -29,7 +29,7 @@ from scalejax.simulator.frameworks import framework_named
 class Compare(OverridingCommand):
     """Compare two revisions of a step, for GPUs that you do not have.
 
-    A and B are each RUN.toml, RUN.toml@COMMIT, whose code and run file are those of the commit, or
+    A and B are each RUN.toml, RUN.toml@COMMIT, with the code and run file of the commit, or
     FILE.json, a program. Exits with 1 if B exceeds a bound. A flag with a dot replaces a field of
     both run files, or of --conditions.
     """
@@ -41,7 +41,7 @@ class Compare(OverridingCommand):
     cluster: Annotated[str, flag("CLUSTER")]
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[int | None, flag("N")] = None
-    """Number of devices. By default that of the program, or of the layout in the run file."""
+    """Number of devices. By default as in the program, or in the layout of the run file."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains the run files, such as megatron-lm (see scalejax hardware)."""
     max_slowdown: Annotated[float, flag("F")] = Bounds().max_slowdown
@@ -59,7 +59,7 @@ class Compare(OverridingCommand):
     """Write the program of B here, to compare with later."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Find or compile both steps, print the comparison; leave with 1 beyond a bound."""
+        """Find or compile both steps, print the comparison; exit with 1 beyond a bound."""
         from scalejax.planning.compare_revisions import CASES, Request, compare_revisions
         from scalejax.report.terminal import comparison as comparison_tables
         from scalejax.report.terminal import tables
@@ -90,5 +90,5 @@ class Compare(OverridingCommand):
             serialization.save(after, self.save_program)
             print(f"wrote {self.save_program}")
         if found.exceeded:
-            sys.stdout.flush()  # a reader that has gone away is found out here
+            sys.stdout.flush()  # fails here if the reader has exited
             raise SystemExit(1)

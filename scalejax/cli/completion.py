@@ -1,6 +1,6 @@
 """Completion of commands, flags, fields of a run.toml and names of the catalogue by a shell.
 
-Scripts are whole: a shell that completes starts no Python. Imported without JAX.
+Scripts are self-contained: completion starts no Python. Imported without JAX.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ class Flag:
     """A flag of a command."""
 
     name: str
-    """With its dashes."""
+    """Its name, with dashes."""
     text: str
     """The first sentence of its help."""
     values: tuple[str, ...]
-    """Names that it takes, if they are known; those with commas between them too."""
+    """Names that it takes, alone or separated by commas, if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Choices:
     fields: tuple[str, ...]
     """Fields of a run.toml that its flags replace, as flags."""
     names: tuple[str, ...]
-    """What its first word without a dash may name, besides files."""
+    """Names that its first word without a dash may be, besides files."""
 
 
 def script(shell: Shell, commands: Mapping[str, type[Command]]) -> str:
-    """The script with which `shell` completes `commands`, by name."""
+    """The script that lets `shell` complete `commands`, by name."""
     from scalejax.hardware import cluster_names
     from scalejax.simulator.frameworks import FRAMEWORKS
 
@@ -73,7 +73,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def _flags(kind: type, values: Mapping[str, tuple[str, ...]]) -> Iterator[Flag]:
-    """Flags of a command; positional arguments are none."""
+    """Flags of a command, without positional arguments."""
     helps = meanings(kind)
     for field in dataclasses.fields(kind):
         if "Positional" in str(field.type):
@@ -84,7 +84,7 @@ def _flags(kind: type, values: Mapping[str, tuple[str, ...]]) -> Iterator[Flag]:
 
 
 def _literals(hint: object) -> Iterator[str]:
-    """The words of a type that is a list of them, or of these and nothing."""
+    """The words of a type that is a Literal, or a Literal or None."""
     if get_origin(hint) is Literal:
         yield from map(str, get_args(hint))
     elif get_origin(hint) in (Annotated, Union, UnionType):
@@ -98,10 +98,10 @@ def _bash(choices: Mapping[str, Choices]) -> str:
     fields = dict.fromkeys(each for found in choices.values() for each in found.fields)
     lines = [
         "_scalejax() {",
-        # Once: with them beside each command, the text was longer than an argument may be.
+        # Only once: repeated for each command, the text was longer than an argument may be.
         f"  local fields={_quoted(fields)}",
         "  local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words= names=",
-        # bash takes "=" for a word of its own.
+        # bash treats "=" as a separate word.
         '  [ "$word" = "=" ] && word=',
         '  [ "$before" = "=" ] && before=${COMP_WORDS[COMP_CWORD-2]}',
         "  COMPREPLY=()",
@@ -110,7 +110,7 @@ def _bash(choices: Mapping[str, Choices]) -> str:
         "  else",
         '    case "${COMP_WORDS[*]:1}" in',
     ]
-    # Commands of two words first: the name of one may be the first word of another.
+    # Commands of two words first: their first word may be a command too.
     for name in sorted(choices, key=lambda each: -len(each.split())):
         found = choices[name]
         words = _quoted((*(each.name for each in found.flags), "--help"))
@@ -132,7 +132,7 @@ def _bash(choices: Mapping[str, Choices]) -> str:
     lines += [
         "    esac",
         "  fi",
-        # Flags only where one is begun: elsewhere names, or else what the shell has, files.
+        # Flags only after a dash: elsewhere names, or else the shell's default, files.
         '  case "$word" in',
         '    -*) COMPREPLY=($(compgen -W "$words $names" -- "$word")) ;;',
         '    *,*) COMPREPLY=($(compgen -P "${word%,*}," -W "$names" -- "${word##*,}")) ;;',
@@ -145,7 +145,7 @@ def _bash(choices: Mapping[str, Choices]) -> str:
 
 
 def _spellings(each: Flag) -> str:
-    """The flag as a pattern of bash: --cluster may be typed --clusters."""
+    """The flag as a bash pattern: --cluster may be typed --clusters."""
     return f"{each.name}|{each.name}s" if each.name == "--cluster" else each.name
 
 
@@ -185,6 +185,6 @@ def _complete(where: str, what: str, text: str) -> str:
 
 
 def _fish_quoted(text: str) -> str:
-    r"""`text` in single quotes, in which fish knows \\ and \' alone."""
+    r"""`text` in single quotes, in which fish knows only \\ and \'."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

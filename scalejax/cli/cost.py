@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 class Cost(OverridingCommand):
     """Say what a run costs: days, dollars, energy, CO2.
 
-    A row for each cluster and number of devices, each with the best layout of its own; the global
-    batch is the same on all. A published decoder has its published batch, context and tokens, where
-    these are kept here, in bfloat16. A flag with a dot replaces a field of the run, of --conditions
-    or of the hardware, such as --network.bytes_per_second 2x.
+    A row for each cluster and number of devices, each with its own best layout; the global batch is
+    the same in all. A published decoder has its published batch, context and tokens, if these are
+    known here, in bfloat16. A flag with a dot replaces a field of the run, of --conditions or of
+    the hardware, such as --network.bytes_per_second 2x.
     """
 
     subject: Annotated[Positional[str], flag("MODEL|RUN.toml|MODULE:NAME")]
-    """Published decoder (gpt3-1.3b), llama-like:N=1b, a run file, or where Python finds a
-    RunConfig or a function that returns one (my_runs:large)."""
+    """Published decoder (gpt3-1.3b), llama-like:N=1b, a run file, or the import path of a
+    RunConfig or of a function that returns one (my_runs:large)."""
     cluster: Annotated[str, flag("A,B,...")]
     """Names in the catalogue (see scalejax hardware), or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
@@ -59,27 +59,27 @@ class Cost(OverridingCommand):
     tokens: Annotated[str | None, flag("T")] = None
     """Tokens to train on, such as 300B or 15T. By default as published, or the run's epochs."""
     epochs: Annotated[float | None, flag("E")] = None
-    """Passes over the data of a run file or of MODULE:NAME, in place of tokens."""
+    """Passes over the data of a run file or of MODULE:NAME, instead of tokens."""
     global_batch: Annotated[int | None, flag("B")] = None
-    """Samples per update. By default as published, or that of the run."""
+    """Samples per update. By default as published, or as in the run."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     price: Annotated[str | None, flag("PRICE")] = None
-    """Own price of one device-hour, in any currency; one for all clusters, or P,P,... for each. By
+    """Your price of one device-hour, in any currency; one for all clusters, or P,P,... for each. By
     default the list price in the cluster's file, in dollars."""
     watts: Annotated[str | None, flag("W")] = None
-    """Own power of a device with its share of host, network and cooling; one for all, or W,W,...
+    """Your power of a device with its share of host, network and cooling; one for all, or W,W,...
     By default that in the cluster's file."""
     pue: Annotated[float | None, flag("F")] = None
     """Power of the data centre over that of its machines, such as 1.2."""
     grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
-    """Grams of CO2 for a kWh of electricity, such as 400: adds the CO2."""
+    """Grams of CO2 per kWh of electricity, such as 400: adds the CO2."""
     confirm: Annotated[int, flag("K")] = 1
-    """Number of the best layouts of each row that are compiled, 10 to 30 s each, of which the
-    fastest is taken; up to 3 where the next may be faster than the best as compiled. By default 1;
-    0 for none, which is less exact."""
+    """Number of the best layouts of each row that are compiled, 10 to 30 s each; the fastest is
+    taken. Up to 3 if the next may be faster than the best, as compiled. By default 1; 0 for none,
+    which is less exact."""
     facts: Annotated[Path | None, flag("FACTS.json")] = None
-    """Counts and shapes of the data, kept as facts.json in a run folder."""
+    """Counts and shapes of the data, stored as facts.json in a run folder."""
     json: JsonFile = None
     """Write the rows and notes here."""
     csv: CsvFile = None
@@ -140,7 +140,7 @@ class Cost(OverridingCommand):
         self._show_next(report, name, list(options), overrides)
 
     def _run(self, overrides: Overrides) -> tuple[RunConfig, str, Path | None, list[str]]:
-        """The run, what it is called, its file, and notes on what was taken for granted."""
+        """The run, its name, its file, and notes on what was assumed."""
         from scalejax.planning.run_cost import named_decoder
         from scalejax.planning.time_to_target.language import LIKE_LLAMA
 
@@ -217,7 +217,7 @@ class Cost(OverridingCommand):
 
         Args:
             report: the answer.
-            name: what the network is called.
+            name: name of the network.
             clusters: the clusters as typed, in the order of the rows.
             overrides: all fields that were replaced.
         """

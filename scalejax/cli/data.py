@@ -49,8 +49,8 @@ class DataInspect(PlainCommand):
     labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
     """Array of an .npz, or file, that holds the classes."""
     verify: FlagCreatePairsOff[bool] = False
-    """Read and decode every row, list those that fail, and, of a run.toml, count validation and
-    test examples that are trained on too."""
+    """Read and decode every row, list those that fail, and, for a run.toml, count validation and
+    test examples that are also trained on."""
     json: JsonFile = None
     """Write the summary here as JSON."""
     csv: CsvFile = None
@@ -70,7 +70,7 @@ class DataInspect(PlainCommand):
             rows = open_rows(each.location, each.options)
             with progress.rows("reading", len(rows) if self.verify else 0) as on_progress:
                 about = inspect(rows, run=each.run, verify=self.verify, on_progress=on_progress)
-            if is_run:  # a run.toml has its [data] table
+            if is_run:  # a run.toml already has its [data] table
                 about = replace(about, table=None)
             found.append(about)
         for index, each in enumerate(found):
@@ -105,11 +105,11 @@ class DataConvert(PlainCommand):
     destination: Annotated[Positional[Path], flag("DESTINATION")]
     """A folder, or one file that ends in .parquet."""
     files: Annotated[int | None, flag("N")] = None
-    """Number of files, of equally many rows. By default so many that each takes about 64 MiB."""
+    """Number of files, with equally many rows. By default so many that each takes about 64 MiB."""
     row_group_rows: Annotated[int | None, flag("N")] = None
     """Rows per row group. By default as many as take about 4 MiB."""
     image_size: Annotated[int | None, flag("PIXELS")] = None
-    """Resize the shorter side of larger images to so many pixels, so that training reads less."""
+    """Resize the shorter side of larger images to this many pixels, so that training reads less."""
     jpeg_quality: Annotated[int, flag("1..95")] = 95
     """Quality of JPEG images that are resized. By default 95."""
     compression: Literal["snappy", "zstd", "gzip", "none"] = "snappy"

@@ -55,7 +55,7 @@ class Doctor(PlainCommand):
         from scalejax.core.cache import user_folder
 
         require_result_files(self.json, self.csv)
-        environment = dict(os.environ)  # before any of it is set here
+        environment = dict(os.environ)  # before anything in it is set here
         place = process_group.place_here()
         cluster = find_cluster(self.cluster)[0] if self.cluster else None
         choose_platform()
@@ -79,12 +79,12 @@ class Doctor(PlainCommand):
                 on_progress=on_progress,
             )
         with process_group.leaving_at_once(place):
-            # Findings of one process alone are of one that could not reach the others.
+            # A process reports alone if it could not reach the others.
             if is_first or all(each.processes for each in found):
                 tables.show(bench_tables.findings(found))
             if is_first:
                 write_result(Findings(findings=tuple(found)), self.json, self.csv)
-            sys.stdout.flush()  # before JAX waits for the others, which may take too long
+            sys.stdout.flush()  # before JAX waits for the others, perhaps too long
             raise SystemExit(1 if is_any_bad(found) else 0)
 
 

@@ -44,12 +44,12 @@ class Emulate(RunFileCommand):
     algorithm: Annotated[str | None, flag("NAME")] = None
     """Algorithm: downpour, sandblaster, synchronous, stale_synchronous, local_sgd, easgd, hogwild,
     delayed, independent, or kvstore and variable_update, the modes of MXNet and tf_cnn_benchmarks.
-    By default that of the file's [emulation]."""
+    By default as in the file's [emulation]."""
     workers: Annotated[int | None, flag("N")] = None
-    """Number of workers. By default that of the file, or 1."""
+    """Number of workers. By default as in the file, or 1."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
     """Cluster whose times are predicted: a name in the catalogue (see scalejax hardware), or a TOML
-    file. By default that of the file's [emulation], or the times in its timing."""
+    file. By default as in the file's [emulation], or the times in its timing."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Folder of the run record. By default runs/ and the names of the file and the algorithm."""
     events: FlagCreatePairsOff[bool] = False
@@ -63,7 +63,7 @@ class Emulate(RunFileCommand):
     """Write it here as CSV, in SI units."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Emulate, print the results and the folder of the record."""
+        """Emulate, and print the results and the folder of the record."""
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
         algorithm = config.emulation.algorithm.name if config.emulation else ""
@@ -97,7 +97,7 @@ class Emulate(RunFileCommand):
         """The overrides of fields of the file, and those of conditions of the site."""
         fields: Overrides = {}
         if self.algorithm not in (None, _algorithm_in(self.run_file)):
-            fields["emulation.algorithm"] = {"name": self.algorithm}  # drops fields of the other
+            fields["emulation.algorithm"] = {"name": self.algorithm}  # drops the other's fields
         for name in ("workers", "cluster"):
             if getattr(self, name) is not None:
                 fields[f"emulation.{name}"] = getattr(self, name)

@@ -1,6 +1,6 @@
 """The command `launch`: starts the processes of one run here, through SLURM, or as a JobSet.
 
-Imported without JAX, which only the processes import.
+Imported without JAX; only the processes import it.
 """
 
 import json
@@ -52,7 +52,7 @@ _ELASTIC = ("elastic", "copy_seconds", "rejoin_seconds")
 _RESULTS = ("json", "csv")
 _COPY_SECONDS = 10
 _SECONDS_TO_BE_SEEN = 120
-"""After which other machines see what was written to a file of a network's file system."""
+"""Time after which other machines see what was written to a file on a network file system."""
 _FLAGS_OF = {
     "a run on this machine": (*_ALL, *_RESUMING, *_ELASTIC, "all_logs", *_RESULTS),
     "a run through SLURM": (
@@ -71,54 +71,54 @@ _FLAGS_OF = {
 class LaunchRun(RunFileCommand):
     """Train a run.toml in several processes, here or on a cluster.
 
-    Here, when one process is lost the others are stopped, and with --max-restarts all resume from
-    the latest checkpoint; through SLURM, the job requeues itself for that. With --elastic they go
-    on in those that are left. A process counts as lost
-    within 10 s of its death, 20 s after it was stopped, and, under any launcher, 10 s after the
-    limit of --stuck-seconds since the last progress of any process. SIGINT and SIGTERM end the run
-    after the current update and a checkpoint; without a checkpoint 20 s later, if the update does
-    not finish; within 5 s before training. A file that cannot be written ends it within 30 s, a
-    checkpoint at the next one at the latest. Exit codes: 0 done; 2 refused, or a file cannot be
-    written; 3 diverged; 4 what is stored is damaged; 5 a process was lost; 75 the network or a
-    store did not answer; 130, 143 stopped by a signal.
+    Here, when a process is lost the others are stopped, and with --max-restarts all resume from the
+    latest checkpoint; through SLURM, the job requeues itself to do so. With --elastic the remaining
+    processes continue. A process counts as lost within 10 s of its death, 20 s after it was
+    stopped, and, under any launcher, 10 s after the limit of --stuck-seconds since the last
+    progress of any process. SIGINT and SIGTERM end the run after the current update and a
+    checkpoint; without a checkpoint 20 s later, if the update does not finish; within 5 s before
+    training. A file that cannot be written ends it within 30 s, a checkpoint at the next one at the
+    latest. Exit codes: 0 done; 2 refused, or a file cannot be written; 3 diverged; 4 stored data
+    are damaged; 5 a process was lost; 75 the network or a store did not answer; 130, 143 stopped by
+    a signal.
     """
 
     np: Annotated[int, flag("N")]
-    """Number of processes: -4 for four on this machine, 4 for four through SLURM, one for each GPU.
-    With --target jobset the number of GPUs, or of pods if it requests no GPUs."""
+    """Number of processes: -4 for four on this machine, 4 for four through SLURM, one per GPU. With
+    --target jobset the number of GPUs, or of pods if it requests no GPUs."""
     target: Literal["processes", "jobset"] = "processes"
     """Start processes, or write a JobSet for Kubernetes."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Folder of the run record, and of logs in processes/ or slurm/. By default runs/ and the name
     of the file. Its last part names the job."""
     resume: FlagCreatePairsOff[bool] = False
-    """Resume from the newest checkpoint in the folder that verifies. A JobSet does so by itself."""
+    """Resume from the newest checkpoint in the folder that verifies. A JobSet always does."""
     start_over: FlagCreatePairsOff[bool] = False
-    """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
+    """With --resume: if steps are recorded but no checkpoint verifies, begin at the first step
     instead of refusing; a restart does not do so again."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int | None, flag("N")] = None
     """Number of restarts when a process is lost, or the time limit of the job is reached. By
-    default 0; with --elastic 3, of those in a row that brought no new step; through SLURM its job
-    then requeues itself as often as this says, by default never."""
+    default 0; with --elastic 3, counting those in a row that made no new step. Through SLURM the
+    job requeues itself up to this many times, by default never."""
     elastic: Annotated[str | None, flag("MIN:MAX")] = None
-    """When processes are lost, continue in those that are left, at least MIN, from a copy of the
-    state in memory, and when places are free again in at most MAX. The global batch and the
-    schedule stay: as many train as divide the batch, the others are spare. Through SLURM MAX is
-    --np: the job asks for the nodes of MIN to MAX, and keeps those that are left (--no-kill); on
-    several nodes it resumes from its newest checkpoint. If its first node is lost, the job is
-    requeued, up to --max-restarts times (here 3 by default), and then cancelled."""
+    """When processes are lost, continue in the remaining ones, at least MIN, from a copy of the
+    state in memory; when places are free again, in at most MAX. The global batch and the schedule
+    stay: as many train as divide the batch, the others are spare. Through SLURM MAX is --np: the
+    job requests the nodes of MIN to MAX, and keeps the remaining ones (--no-kill); on several nodes
+    it resumes from its newest checkpoint. If its first node is lost, the job is requeued, up to
+    --max-restarts times (here 3 by default), and then cancelled."""
     copy_seconds: Annotated[int, flag("N")] = _COPY_SECONDS
-    """With --elastic: least time between two copies of the state in /dev/shm, which takes three
-    times its size there; 50 times what the last one held training up, if that is more. By default
-    10; 0 for none, so that the run resumes from its checkpoints, as on several nodes."""
+    """With --elastic: least time between two copies of the state in /dev/shm, which need three
+    times its size there; 50 times as long as the last one delayed training, if that is more. By
+    default 10; 0 for none, so that the run resumes from its checkpoints, as on several nodes."""
     rejoin_seconds: Annotated[int, flag("N")] = 60
-    """With --elastic: how long a place is out of use after its process was lost; twice as long each
-    further time, up to 32 times. Then the processes stop, after a copy or a checkpoint, and go on
-    with it. By default 60."""
+    """With --elastic: how long a place is not used after its process was lost; twice as long each
+    further time, up to 32 times. Then the processes stop, after a copy or a checkpoint, and
+    continue with it. By default 60."""
     stuck_seconds: Annotated[int, flag("N")] = 60
-    """Least time without progress after which the processes hang: they then write their stacks,
+    """Time without progress after which the processes count as hung: they then write their stacks,
     name the one that the others wait for, and exit with 5. Ten times the slowest so far of an
     update, batch, evaluation or checkpoint if that is more; five times N for a checkpoint, and
     thirty while they start, compile, or do the first two of a kind. By default 60; 0 for no
@@ -126,14 +126,14 @@ class LaunchRun(RunFileCommand):
     all_logs: FlagCreatePairsOff[bool] = False
     """Here: show the output of every process, each line prefixed by its number."""
     nodes: Annotated[int | None, flag("N")] = None
-    """SLURM: number of nodes. By default as few as have the GPUs, or one."""
+    """SLURM: number of nodes. By default the fewest that have the GPUs, or one."""
     gpus_per_node: Annotated[int | None, flag("N")] = None
     """SLURM and JobSet: GPUs per node. By default none are requested."""
     partition: Annotated[str | None, flag("NAME")] = None
-    """SLURM: the partition. By default that of the cluster."""
+    """SLURM: the partition. By default the cluster's."""
     time: Annotated[str | None, flag("TIME")] = None
-    """SLURM: the time limit, in minutes or as in 2-12:00:00. The run saves and stops 120 s
-    before it. By default that of the partition."""
+    """SLURM: the time limit, in minutes or as in 2-12:00:00. The run saves and stops 120 s before
+    it. By default the partition's."""
     slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
     """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
     dry_run: FlagCreatePairsOff[bool] = False
@@ -146,21 +146,21 @@ class LaunchRun(RunFileCommand):
     """JobSet: volume of the run record and checkpoints: the name of a PersistentVolumeClaim, or a
     path such as /mnt/shared that every node sees."""
     namespace: Annotated[str | None, flag("NAME")] = None
-    """JobSet: the namespace. By default that of kubectl."""
+    """JobSet: the namespace. By default kubectl's."""
     output: Annotated[Path | None, flag("FILE.yaml")] = None
     """JobSet: write the manifest here. By default it is printed."""
     json: JsonFile = None
-    """Write how the run went here as JSON, as train --json does."""
+    """Write a summary of the run here as JSON, as train --json does."""
     csv: CsvFile = None
     """Write the same here as CSV."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Start the processes and exit with their code; or write the JobSet."""
+        """Start the processes and exit with their code, or write the JobSet."""
         if not self.np:
             accepted = "it must be -4 for 4 processes here, or 4 for 4 on a cluster"
             raise ConfigError(refusal("np", self.np, accepted))
         config = load_config(self.run_file, overrides)
-        facts = fitting_facts(config)  # refused once, and before anything is started
+        facts = fitting_facts(config)  # refuses once, before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
         require_stuck_seconds(self.stuck_seconds)
         require_result_files(self.json, self.csv, self._run_folder, FileIn.names(RunFolder))
@@ -208,7 +208,8 @@ class LaunchRun(RunFileCommand):
 
     @property
     def _go_on(self) -> str:
-        """The command that resumes the run; that which a batch script was written with."""
+        """The command that resumes the run; in a batch job, the one that the script was written
+        with."""
         words = [
             *(word for word in sys.argv[1:] if word not in (*self._once, "--dry-run")),
             *(() if self.resume else ("--resume",)),
@@ -217,11 +218,11 @@ class LaunchRun(RunFileCommand):
 
     @property
     def _once(self) -> tuple[str, ...]:
-        """Flags of the first start: a restart goes on from what that trained, or is refused."""
+        """Flags of the first start: a restart continues from what that trained, or is refused."""
         return ("--start-over",) if self.start_over else ()
 
     def _can_train(self, config: RunConfig, facts: DatasetFacts, processes: int) -> bool:
-        """Whether so many processes can train the run with its global batch."""
+        """Whether `processes` processes can train the run with its global batch."""
         places = int((self.elastic or "").rpartition(":")[2] or -self.np)
         is_here = self.np < 0 and TASKS_PER_NODE not in os.environ
         gpus = len(visible_gpus(os.environ)) if is_here else 0  # through SLURM each has one
@@ -278,7 +279,7 @@ class LaunchRun(RunFileCommand):
         self._require_own_folder()
         run = RunFolder(path=folder)
         nodes = Nodes.of_this_job() if bounds else None
-        if bounds and nodes:  # SLURM may have given fewer than the most
+        if bounds and nodes:  # SLURM may have given fewer than the maximum
             bounds = replace(bounds, most=min(bounds.most, nodes.place_count), copy_seconds=0)
 
         def again() -> tuple[str, ...]:
@@ -297,7 +298,7 @@ class LaunchRun(RunFileCommand):
             environment={GO_ON: self._go_on}
             | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
             most_restarts=self._most_restarts(3 if bounds else 0),
-            # The processes watch each other, and first write where they are.
+            # The processes watch each other too, and write their stacks first.
             stuck_seconds=(2 * self.stuck_seconds or math.inf)
             + (_SECONDS_TO_BE_SEEN if nodes else 0),
             shows_all=self.all_logs,
@@ -311,10 +312,10 @@ class LaunchRun(RunFileCommand):
         raise SystemExit(code)
 
     def _write_result(self, run: RunFolder) -> None:
-        """Write how the run went to --json and --csv, where they are given.
+        """Write a summary of the run to --json and --csv, if given.
 
-        A record that cannot be read, or a file that cannot be written, is said, and leaves the
-        exit code that of the run.
+        A record that cannot be read, or a file that cannot be written, is reported, and does not
+        change the exit code of the run.
         """
         if (self.json is None and self.csv is None) or not run.measurements.is_file():
             return

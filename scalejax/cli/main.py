@@ -1,6 +1,6 @@
 """The command line: finds the command, parses its flags, prints every error in one sentence.
 
-Knows nothing of what the commands do. Imported without JAX.
+Knows nothing about what the commands do. Imported without JAX.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, TextIO
 
 _INTERRUPTED, _PIPE_CLOSED = 130, 141
-"""Exit codes, by the shell's custom: 128 + the number of the signal."""
+"""Exit codes, by shell convention: 128 + the number of the signal."""
 
 try:
     import tyro
@@ -36,7 +36,7 @@ try:
     )
     from scalejax.core.serialization import parse_value
     from scalejax.hardware import HARDWARE_TABLES
-except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
+except KeyboardInterrupt:  # imports take a second, during which `main` cannot catch it
     print("interrupted", file=sys.stderr)
     sys.exit(_INTERRUPTED)
 
@@ -44,22 +44,22 @@ _FIELDS_WITHOUT_DOT = (
     *(field.name for field in dataclasses.fields(RunConfig)),
     *(name for name in RENAMED_FIELDS if "." not in name),
 )
-"""The seed, and whole tables: --optimizer='{name = "lamb"}' replaces all fields of the table."""
+"""The seed and whole tables: --optimizer='{name = "lamb"}' replaces all fields of the table."""
 
 _SEVERAL = re.compile("^--clusters(?==|$)")
-"""--clusters is --cluster, whichever a command has: some take several."""
+"""--clusters is accepted for --cluster by every command, as some take several clusters."""
 
 _ALIKE = 0.75
-"""Similarity from which a flag is taken for another mistyped: --lr is not --folder."""
+"""Similarity from which a flag counts as another one mistyped: --lr is not --folder."""
 _MOST_MEANT = 3
-"""Most flags that are suggested: the name of a table is in too many of them."""
+"""Maximum number of suggested flags: the name of a table is part of too many."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, or that of the error.
 
     Args:
-        arguments: what was typed after `scalejax`; if None, that of this process.
+        arguments: what was typed after `scalejax`; if None, the arguments of this process.
     """
     avoid_absent_accelerator()
     set_required_flags()
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`) has exited. Python flushes once more at exit: to /dev/null.
+        # The reader (`head`) has exited. Python flushes once more at exit, so to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return 0
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _notes_of_renamed_fields() -> Iterator[None]:
-    """Prints each warning of a renamed field once, as a note on standard error."""
+    """Print each warning about a renamed field once, as a note on standard error."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -106,9 +106,9 @@ def parse(arguments: list[str]) -> tuple[Command, Overrides]:
     """The command that was typed, and the fields that its flags replace.
 
     Raises:
-        ConfigError: if there is no such command or flag, naming the nearest, or a value has
-            the wrong type.
-        SystemExit: with code 0, when help was asked for and printed.
+        ConfigError: if there is no such command or flag, naming the nearest, or if a value has the
+            wrong type.
+        SystemExit: with code 0, when help was requested and printed.
     """
     name = _command_name(arguments)
     kind = COMMANDS[name]
@@ -122,10 +122,10 @@ def parse(arguments: list[str]) -> tuple[Command, Overrides]:
 
 
 def _require_no_mistyped_hardware(overrides: Overrides) -> None:
-    """Refuse fields of a table that is like one of the hardware, and none of a run.toml.
+    """Refuse fields of a table whose name resembles a hardware table and is not in a run.toml.
 
     Raises:
-        ConfigError: naming the table that is meant.
+        ConfigError: naming the table that is probably meant.
     """
     of_cluster = {*HARDWARE_TABLES, "conditions"}
     known = {*_FIELDS_WITHOUT_DOT, *(name.partition(".")[0] for name in RENAMED_FIELDS)}
@@ -139,12 +139,12 @@ def _require_no_mistyped_hardware(overrides: Overrides) -> None:
 def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[list[str], Overrides]:
     """Take the flags that name a field of the run.toml out of `arguments`.
 
-    `--train.epochs 3` and `--train.epochs=3` mean the same. The value is read as TOML where it
-    is TOML, else as text.
+    `--train.epochs 3` and `--train.epochs=3` mean the same. The value is read as TOML if it is
+    valid TOML, else as text.
 
     Args:
         arguments: what was typed after the name of the command.
-        own: flags of the command, which name no field of a file even if there is one.
+        own: flags of the command itself, which are kept even if a field has the same name.
 
     Raises:
         ConfigError: if such a flag has no value.
@@ -180,7 +180,7 @@ def split_overrides(arguments: list[str], own: Collection[str] = ()) -> tuple[li
 
 
 def _command_name(arguments: list[str]) -> str:
-    """The command at the front of `arguments`, of one word or two; prints help if there is none."""
+    """The command of one or two words at the start of `arguments`; prints help if there is none."""
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
@@ -220,7 +220,7 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
 
     Raises:
         ConfigError: on the first flag that `kind` does not have, or has with another type.
-        SystemExit: with code 0, when help was asked for and printed.
+        SystemExit: with code 0, when help was requested and printed.
     """
     flags = [f"--{field.name.rstrip('_').replace('_', '-')}" for field in dataclasses.fields(kind)]
     if "--cluster" in flags:
@@ -245,8 +245,8 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
 
 
 def _meant(flag: str, kind: type[Command], flags: Iterable[str]) -> list[str]:
-    """The flags of a command that `flag` may be meant for: those of `flags`, and of a command
-    that takes fields of a run.toml, the fields of which it is the last part; none if too far."""
+    """Flags that `flag` may be a mistyping of: those in `flags` and, if the command takes fields of
+    a run.toml, fields whose last part it resembles; empty if none is similar enough."""
     known = {each[2:].replace("-", "_"): [each] for each in flags}
     if issubclass(kind, OverridingCommand):
         from scalejax.config.reference import run_reference  # reads sources, in 0.3 s
@@ -260,7 +260,7 @@ def _meant(flag: str, kind: type[Command], flags: Iterable[str]) -> list[str]:
 
 
 class _Captured(io.TextIOWrapper):
-    """Captures the text written to a stream, with the encoding and `isatty` that tyro looks at."""
+    """Captures the text written to a stream, with the encoding and `isatty` that tyro inspects."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding=stream.encoding)
@@ -278,17 +278,17 @@ class _Captured(io.TextIOWrapper):
 def _first_paragraph(panel: str) -> str:
     """The text of a framed message of tyro between its title and its first rule, on one line."""
     lines = [line.strip("│").rstrip() for line in panel.splitlines()[1:]]
-    if lines and _ends_paragraph(lines[0]):  # where there is no UTF-8, a rule follows the title
+    if lines and _ends_paragraph(lines[0]):  # without UTF-8, a rule follows the title
         lines = lines[1:]
     lines = list(takewhile(lambda line: not _ends_paragraph(line), lines))
     if lines and lines[0].strip().startswith("Missing from"):
-        # What is missing is indented once, its description twice.
+        # A missing argument is indented once, its description twice.
         indent = len(lines[1]) - len(lines[1].lstrip())
         names = [line.strip() for line in lines[1:] if line[indent : indent + 1].strip()]
         return f"missing: {', '.join(names)}"
     message = " ".join(" ".join(lines).split())
     if no_number := re.fullmatch(r"Error parsing (\S+):(.*) \[?'(.*)'\]?\.?", message):
-        flag, why, value = no_number.groups()  # of our flags, only numbers can fail so
+        flag, why, value = no_number.groups()  # among our flags, only numbers fail like this
         kind = "number" if "float" in why.lower() else "whole number"
         return refusal(flag, value, f"it must be a {kind}")
     return message

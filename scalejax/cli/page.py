@@ -1,6 +1,6 @@
-"""The command `page`: one HTML file with which a decoder's time, cost and memory can be played.
+"""The command `page`: one interactive HTML file of a decoder's time, cost and memory.
 
-Imported without JAX: processes of their own compile.
+Imported without JAX: separate processes compile.
 """
 
 import math
@@ -37,7 +37,7 @@ from scalejax.simulator.frameworks import framework_named
 
 _MOST_BYTES = 3_000_000
 _MOST_TOKENS = 1e18
-"""That the field of the page takes (explorer.js)."""
+"""Limit of the field of the page (explorer.js)."""
 _TOKENS_FOR_A_PARAMETER = 20
 """Hoffmann et al. 2022, arXiv 2203.15556, table 3."""
 
@@ -46,13 +46,13 @@ _TOKENS_FOR_A_PARAMETER = 20
 class Explore(OverridingCommand):
     """Write an interactive page: days, dollars and memory.
 
-    Of RUN.toml, or of a published decoder by name (llama3-8b): sliders and menus for devices,
-    batch, tokens, layout, precision, network and framework, on one HTML file that needs no network
-    and holds its setting in its address. Every step on it is what predict prints, or marked as a
-    closed form: XLA's is compiled for each cluster, number of devices, batch and precision, 36
-    times or more for two clusters and one precision, 10 to 30 s of a core each; what was compiled
-    before is found again. A flag with a dot replaces a field of the file, a condition of the
-    clusters or a part of their hardware.
+    For RUN.toml, or a published decoder by name (llama3-8b): sliders and menus for devices, batch,
+    tokens, layout, precision, network and framework, in one HTML file that works offline and keeps
+    its setting in its address. Every step on it is what predict prints, or marked as a closed form.
+    XLA's is compiled for each cluster, number of devices, batch and precision: 36 times or more for
+    two clusters and one precision, 10 to 30 s of a core each; compiled programs are cached. A flag
+    with a dot replaces a field of the file, a condition of the clusters or a part of their
+    hardware.
     """
 
     run: Annotated[Positional[str], flag("MODEL or RUN.toml")]
@@ -64,28 +64,28 @@ class Explore(OverridingCommand):
     devices: Annotated[str, flag("N..M")] = "64..2048"
     """Numbers of devices: 64..2048 for every doubling, or 64,256,1000."""
     batches: Annotated[str | None, flag("B,B,...")] = None
-    """Samples per update. By default that of the run or of the publication (a note says where
-    it is assumed), half of it and twice."""
+    """Samples per update. By default that of the run or as published (a note says if it is
+    assumed), half of it and twice."""
     tokens: Annotated[str | None, flag("TOKENS")] = None
-    """Tokens to begin with, such as 300B or 15T. By default the epochs of the run, or those of the
-    publication, or 20 for each parameter."""
+    """Tokens to begin with, such as 300B or 15T. By default the epochs of the run, or as published,
+    or 20 for each parameter."""
     precisions: Annotated[str | None, flag("TYPE,...")] = None
-    """Types of products. By default that of the run, and float8 where a chip has it."""
+    """Types of products. By default that of the run, and float8 if a chip has it."""
     networks: Annotated[str, flag("X,X,...")] = "0.5,1,2"
     """Rates of the network between nodes, over the cluster's own."""
     frameworks: Annotated[str | None, flag("NAME,...")] = None
     """Frameworks that train it (see scalejax hardware). By default xla, and Megatron-Core on GPUs
     or MaxText elsewhere."""
     layouts: Annotated[int, flag("K")] = 8
-    """Most layouts of a setting."""
+    """Maximum number of layouts of a setting."""
     confirm: Annotated[int, flag("K")] = 1
-    """Layouts of a setting that are compiled, where the framework has no kernels of its own, and
-    more until one fits; others are marked as closed forms. With 0 none, and a page takes a minute
-    or two."""
+    """Layouts of a setting that are compiled, if the framework has no kernels of its own, and more
+    until one fits; others are marked as closed forms. With 0 none are, and a page takes a minute or
+    two."""
     price: Annotated[str | None, flag("P,P,...")] = None
-    """Own prices of a device-hour, one for each cluster. By default the list prices."""
+    """Your prices of a device-hour, one for each cluster. By default the list prices."""
     grid_intensity: Annotated[float | None, flag("GRAMS_PER_KWH")] = None
-    """Grams of CO2 for a kWh of electricity."""
+    """Grams of CO2 per kWh of electricity."""
     json: JsonFile = None
     """Write the layouts of every setting here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -152,7 +152,7 @@ class Explore(OverridingCommand):
         write_result(page_contents(grid, str(self.output), size, tokens), self.json, self.csv)
 
     def _config(self, overrides: Overrides) -> tuple[RunConfig, str]:
-        """The run, with what the page varies replaced, and the name of its network."""
+        """The run, with the fields that the page varies replaced, and the name of its network."""
         from scalejax.planning.run_cost import published_decoder
         from scalejax.planning.search.run import SEARCHED_FIELDS, require_not_searched
 
@@ -202,7 +202,7 @@ class Explore(OverridingCommand):
         return tuple(dict.fromkeys(framework_named(each.strip()).name for each in names))
 
     def _tokens(self, config: RunConfig, name: str) -> tuple[float, str]:
-        """Tokens that the page begins with, and where their number comes from."""
+        """Tokens that the page starts with, and the source of that number."""
         if self.tokens is not None:
             tokens = parse_count("tokens", self.tokens)
             require_at_least("tokens", tokens, 1)

@@ -1,6 +1,6 @@
 """The command `plan`: the cluster, number of devices and batch with the least time to target.
 
-To a test metric from measured convergence points, or to a final loss of a language model.
+The target is a test metric, with measured convergence points, or a final loss of a language model.
 
 Imported without JAX, which is imported when it runs.
 """
@@ -52,7 +52,7 @@ class PlanRun(CostCommand):
     run_file: Annotated[Positional[Path | None], flag("RUN.toml")] = None  # type: ignore[assignment]  or --model
     """The config of the run, unless --model names a decoder."""
     model: Annotated[str | None, flag("NAME")] = None
-    """In place of RUN.toml, for a loss: llama-like:N=1b, or a published decoder (llama3-8b)."""
+    """Instead of RUN.toml, for a loss: llama-like:N=1b, or a published decoder (llama3-8b)."""
     cluster: Annotated[str, flag("A,B,...")]
     """Clusters to choose from: names in the catalogue, or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
@@ -65,32 +65,32 @@ class PlanRun(CostCommand):
     noise scale, the folder of a run or sweep with its noise scale, or the name of published points.
     By default those of the network, or else the epochs of the run."""
     recipe: Annotated[str | None, flag("NAME")] = None
-    """Published recipe of those points, and of their noise scales; by default for each batch that
+    """Published recipe of those points, and of their noise scales; by default, for each batch, that
     of the nearest point."""
     global_batch: Annotated[str | None, flag("B,B,...")] = None
     """Global batches to choose from, such as 1024..8192; by default the batch per device is
     constant."""
     layouts: Literal["search", "file"] = "search"
-    """Whether each row has the fastest of the common layouts, of decoders whose closed form is
+    """Whether each row has the fastest of the common layouts, for decoders whose closed form is
     known, or that of the file."""
     deadline: Annotated[str | None, flag("TIME")] = None
     """Time within which the target must be reached, such as 30min, 2h or 3d."""
     budget: Annotated[float | None, flag("COST")] = None
     """Largest cost: a number in the currency of --price, such as 500; without --price in dollars of
-    list prices, or in device-hours where a cluster has no price."""
+    list prices, or in device-hours if a cluster has no price."""
     price: Annotated[str | None, flag("PRICE")] = None
     """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each. By
-    default the list prices in the clusters' files, in dollars, where all have one."""
+    default the list prices in the clusters' files, in dollars, if all have one."""
     watts: Annotated[str | None, flag("W")] = None
     """Power of a device with its share of host, network and cooling, for the energy to a loss; one
     for all clusters, or W,W,... for each."""
     anchor: Annotated[str | None, flag("RUN")] = None
-    """Run of another corpus that losses are moved to: loss=3.1,tokens=2e10,parameters=1e9
+    """Run on another corpus to which losses are scaled: loss=3.1,tokens=2e10,parameters=1e9
     (batch_tokens, learning_rate, sparsity if not the best; more runs after semicolons), or its
     folder."""
     from_sweep: Annotated[Path | None, flag("DIR")] = None
     """Folder of a sweep of small decoders, three sizes or more, whose losses say what the large one
-    needs, in place of published runs."""
+    needs, instead of published runs."""
     json: JsonFile = None
     """Write the plan here, for scalejax report."""
     csv: CsvFile = None
@@ -208,7 +208,7 @@ class PlanRun(CostCommand):
             )
 
     def _decoder(self, overrides: Overrides) -> tuple[RunConfig, str]:
-        """The run whose loss is planned for, and what its network is called."""
+        """The run whose loss is planned for, and the name of its network."""
         from scalejax.planning.search.run import SEARCHED_FIELDS, require_not_searched
         from scalejax.planning.time_to_target.language import LIKE_LLAMA, like_llama
 
@@ -248,7 +248,7 @@ class PlanRun(CostCommand):
 
 
 def for_each(field: str, text: str | None, count: int) -> list[float | None]:
-    """A number for each of so many clusters, of one for all, of one each, or of none."""
+    """A number for each of `count` clusters, from one for all, from one each, or from none."""
     if text is None:
         return [None] * count
     found = _numbers(field, text)

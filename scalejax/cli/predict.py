@@ -81,16 +81,17 @@ class Predict(CostCommand):
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
-    """What is constant as devices are added: the batch per device (weak), or the global batch
+    """What stays fixed as devices are added: the batch per device (weak), or the global batch
     (strong)."""
     json: JsonFile = None
-    """Write the predictions here, for scalejax report; of several clusters, OUT-CLUSTER.json
-    each."""
+    """Write the predictions here, for scalejax report; with several clusters, an OUT-CLUSTER.json
+    for each."""
     csv: CsvFile = None
-    """Write the rows of the table here as CSV, in SI units; of several clusters OUT-CLUSTER.csv."""
+    """Write the rows of the table here as CSV, in SI units; with several clusters, an
+    OUT-CLUSTER.csv for each."""
     trace: Annotated[Path | None, flag("TRACE.json")] = None
     """Write a trace of the step on the most devices here, for ui.perfetto.dev; if the batch grows,
-    of the last one."""
+    of the last step."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the predictions."""
@@ -106,13 +107,13 @@ class Predict(CostCommand):
             print()
             tables.show(scaling_tables.beside([prediction for prediction, _ in found]))
         prediction, last = found[0]
-        if isinstance(prediction, ScalingPrediction):  # of a batch that grows, explain knows one
+        if isinstance(prediction, ScalingPrediction):  # explain knows only one batch of a ramp
             suggest("To see where the time goes", *self._explained(names[0], overrides, *last))
 
     def _explained(
         self, cluster_name: str, overrides: Overrides, config: RunConfig, run: ResolvedRun
     ) -> list[str]:
-        """The words that explain `run`: `config` on the most devices, with its batch scaled."""
+        """Words of the command that explains `run`: `config` on the most devices, batch scaled."""
         scaled: dict[str, tuple[JsonValue, JsonValue]] = {
             "batch.global_batch": (config.batch.global_batch, run.split.global_batch),
             "batch.per_device_batch": (config.batch.per_device_batch, run.split.per_device_batch),
@@ -134,8 +135,8 @@ class Predict(CostCommand):
     def _predict(
         self, cluster_name: str, names: Sequence[str], overrides: Overrides
     ) -> tuple[ScalingPrediction | RampPrediction, tuple[RunConfig, ResolvedRun]]:
-        """Predict for one of the clusters, print its tables, write its files; the run, and what it
-        is on the most devices, come with what was predicted."""
+        """Predict for one of the clusters, print its tables, write its files; returns the
+        prediction, and the run with its resolution on the most devices."""
         from scalejax.planning.scaling_study import ramp_study, resolve_all, study
         from scalejax.simulator.perfetto import write_trace
 
@@ -205,7 +206,7 @@ class Explain(CostCommand):
     trace_output: Annotated[Path | None, flag("TRACE.json")] = None
     """Write a trace of the predicted step here, for ui.perfetto.dev."""
     memory_choices: bool = False
-    """Compile the step with each other recompute and offload too, and show what they save."""
+    """Also compile the step with every other recompute and offload, and show what they save."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile the step, print the explanation, write the output files."""
@@ -316,11 +317,11 @@ class Hardware(PlainCommand):
 class Models(PlainCommand):
     """List published networks by name.
 
-    The names are for scalejax cost and search --model, and for model.name of a run.toml.
+    Use the names with scalejax cost and search --model, and as model.name in a run.toml.
     """
 
     grep: Annotated[str | None, flag("TEXT")] = None
-    """Only those with this in their name, network or source, such as llama or moe."""
+    """Only networks with this in their name, network or source, such as llama or moe."""
     json: JsonFile = None
     """Write the result here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -348,11 +349,11 @@ class Models(PlainCommand):
 class Frameworks(PlainCommand):
     """List the frameworks that steps are predicted for.
 
-    The names are for --framework; scalejax hardware NAME says what sets one apart.
+    Use the names with --framework; scalejax hardware NAME says what distinguishes one.
     """
 
     grep: Annotated[str | None, flag("TEXT")] = None
-    """Only those with this in their name, title or year, such as megatron or 2025."""
+    """Only frameworks with this in their name, title or year, such as megatron or 2025."""
     json: JsonFile = None
     """Write the result here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -380,7 +381,7 @@ def _has(text: str | None, *values: str) -> bool:
 def _require_found(
     field: str, text: str | None, found: Mapping[str, object], known: Mapping[str, object]
 ) -> None:
-    """Refuse a text that nothing has, naming the nearest name.
+    """Refuse a text that matches nothing, naming the nearest name.
 
     Raises:
         ConfigError: if nothing was found.
@@ -510,11 +511,12 @@ class Calibrate(PlainCommand):
 class Validate(PlainCommand):
     """Compare predictions with published measurements.
 
-    Of steps, peak memory, collectives, products, attention, dispatch of experts, convergence.
+    These are of steps, peak memory, collectives, products, attention, dispatch of experts and
+    convergence.
     """
 
     ledgers: Annotated[Positional[tuple[Path, ...]], flag("[LEDGER ...]")] = ()
-    """Ledgers: CSV files, also packed (.gz, .xz), whose columns tell what they measure, or names of
+    """Ledgers: CSV files, also packed (.gz, .xz), whose columns say what they measure, or names of
     those that come with scalejax, such as step_times. By default all that come with scalejax."""
     family: Annotated[str | None, flag("F,F,...")] = None
     """Only these families, such as dlperf,llm_foundry."""
@@ -533,12 +535,12 @@ class Validate(PlainCommand):
     compare: Annotated[Path | None, flag("OLD.json")] = None
     """Compare with the errors of an earlier release, a file that --accuracy wrote."""
     compile: bool = False
-    """Compile steps that are neither kept nor known in closed form, 10 s to minutes each; by
+    """Compile steps that are neither stored nor known in closed form, 10 s to minutes each; by
     default they are skipped."""
     closed_form: bool = False
-    """Take the closed form of the step also where a compiled program is kept."""
+    """Use the closed form of the step even if a compiled program is stored."""
     dry_run: bool = False
-    """Only say which steps can be expressed as runs: seconds for any ledger."""
+    """Only say which steps can be expressed as runs; takes seconds for any ledger."""
 
     def execute(self) -> None:
         """Predict every row, print the tables, write the results.
@@ -594,7 +596,7 @@ def find_cluster(name: str) -> tuple[Cluster, Site]:
     """The cluster of that name in the catalogue, or in a TOML file, and its site.
 
     Raises:
-        UnknownHardware: if there is neither; for the name of a chip, lists clusters with it.
+        UnknownHardware: if there is neither; for the name of a chip, lists clusters that have it.
         ConfigError: if the file does not describe a cluster, or there are several names.
     """
     if "," in name:
@@ -610,8 +612,8 @@ def find_cluster(name: str) -> tuple[Cluster, Site]:
 
 
 def take_conditions(name: str, overrides: Overrides) -> tuple[Cluster, Site, Overrides]:
-    """The cluster of that name and its site with the hardware and the conditions among `overrides`
-    set, and the other overrides.
+    """The cluster of that name and its site, with the hardware and conditions in `overrides` set,
+    and the other overrides.
 
     Raises:
         UnknownHardware: if there is no such cluster.
@@ -632,11 +634,11 @@ def take_conditions(name: str, overrides: Overrides) -> tuple[Cluster, Site, Ove
 def take_clusters(
     names: Sequence[str], overrides: Overrides
 ) -> tuple[dict[str, tuple[Cluster, Site]], Overrides, list[str]]:
-    """The clusters of a comparison and their sites, by the names as typed; the other overrides; and
-    notes on clusters that are left out, as they lack what is to be multiplied.
+    """The clusters of a comparison and their sites, by name as typed; the other overrides; and
+    notes on clusters that are left out because they lack a part that is to be multiplied.
 
     Raises:
-        UnknownHardware, ConfigError: as `take_conditions` does, also where all would be left out.
+        UnknownHardware, ConfigError: as in `take_conditions`, also if all would be left out.
     """
     of_cluster, rest = split_hardware(overrides)
     lacking = {name: parts_without(find_cluster(name)[0], of_cluster) for name in names}
@@ -653,7 +655,7 @@ def take_clusters(
 
 
 def split_hardware(overrides: Overrides) -> tuple[Overrides, Overrides]:
-    """The overrides of a cluster and its site, and those of a run."""
+    """The overrides for a cluster and its site, and those for a run."""
     names = {"conditions", *HARDWARE_TABLES}
     of_cluster = {
         field: value for field, value in overrides.items() if field.partition(".")[0] in names
@@ -677,7 +679,7 @@ def cluster_list(text: str) -> list[str]:
 
 
 def path_for(path: Path | None, name: str, names: Sequence[str]) -> Path | None:
-    """Where what is of one of several clusters is written: OUT-NAME.json for OUT.json."""
+    """Path of a file for one of several clusters: OUT-NAME.json for OUT.json."""
     if path is None or len(names) == 1:
         return path
     return path.with_name(f"{path.stem}-{Path(name).stem}{path.suffix}")
@@ -697,7 +699,7 @@ def with_input(site: Site, path: Path | None, config: RunConfig) -> Site:
 
 
 _MOST = 10_000_000
-"""Devices, or samples of a batch, of which there are more nowhere: a hundred times today's most."""
+"""Upper limit on devices, or samples of a batch: a hundred times the largest current number."""
 
 
 def parse_counts(text: str, field: str = "devices") -> list[int]:
@@ -708,7 +710,7 @@ def parse_counts(text: str, field: str = "devices") -> list[int]:
         field: the flag, for refusals.
 
     Raises:
-        ConfigError: if there is anything else in it, or a range that falls.
+        ConfigError: if `text` holds anything else, or a range that falls.
     """
     accepted = (
         f"it must be numbers of {field} from 1 to {_MOST:,} with commas between, such as 8,64,256, "

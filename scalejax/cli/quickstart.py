@@ -1,6 +1,6 @@
 """The quickstart: predicts ResNet-50 on two clusters, trains with and without warmup, reports.
 
-Lists its runs and predictions; each step is that of one command.
+Lists its runs and predictions; each step does what one command does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Arm:
     """One of the runs that are compared."""
 
     name: str
-    """Name of its folder, and in the report."""
+    """Name of its folder, and its name in the report."""
     file: str
     """Its run.toml among the examples."""
     description: str
@@ -54,8 +54,8 @@ class Forecast:
     cluster: str
     """Name of the cluster in the catalogue."""
     device_counts: tuple[int, ...]
-    """Numbers of devices; few, because the compiler takes 10 to 20 s for each whose program does
-    not come with scalejax (`xla/kept.py`)."""
+    """Numbers of devices; only a few, because each one whose program does not come with scalejax
+    (`xla/kept.py`) takes 10 to 20 s to compile."""
     framework: Framework = XLA
     """The framework that trains it."""
 
@@ -83,7 +83,7 @@ GOYAL = Forecast(
     file="resnet50_goyal2017.toml",
     cluster="big-basin-goyal2017",
     device_counts=(8, 64, 256),
-    framework=framework_named("tensorflow-2017"),  # what that year's software made of a P100
+    framework=framework_named("tensorflow-2017"),  # what that year's software got out of a P100
 )
 MODERN = Forecast(
     name="resnet50-h100",
@@ -99,14 +99,14 @@ FILES = frozenset(
         *(name for each in (GOYAL, MODERN) for name in (each.file, f"{each.name}.json")),
     ]
 )
-"""Names of the files in its folder, beside the runs in folders of their own."""
+"""Names of the files in its folder; the runs have folders of their own."""
 
 
 def quickstart(folder: Path, *, seeds: int = 1) -> list[Path]:
     """Predict two clusters, train three runs, write a report, and print the results.
 
-    The predictions come first, and at once: their compiled programs come with scalejax, for the
-    JAX that they were compiled with.
+    The predictions come first, and immediately: their compiled programs come with scalejax, for the
+    version of JAX that compiled them.
 
     Writes into `folder`: the run files, a folder for each run, the predictions, and `report.html`.
 
@@ -131,7 +131,7 @@ def quickstart(folder: Path, *, seeds: int = 1) -> list[Path]:
     records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}
     print()
     tables.show(comparison(records))
-    from scalejax.report.html.report import write_report  # a second, after the first answer
+    from scalejax.report.html.report import write_report  # a second, so after an answer
 
     _heading("3 of 3", "Write the report")
     runs = [record.folder.path for group in records.values() for record in group]
@@ -168,8 +168,8 @@ def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
 
 
 def _accuracy(group: Sequence[RunRecord]) -> str:
-    """Mean accuracy on the test data at the end, and its range where there are several seeds; how
-    many diverged, which are in no mean."""
+    """Mean accuracy on the test data at the end, its range if there are several seeds, and the
+    number of diverged runs, which the mean does not include."""
     tested = [record.tested for record in group if record.status != "diverged"]
     reached = [each.accuracy for each in tested if each is not None]
     lost = len(group) - len(reached)

@@ -1,4 +1,4 @@
-"""The command `schema`: the fields of every file that scalejax writes or reads, as JSON schema.
+"""The command `schema`: the fields of every file that scalejax writes or reads, as JSON Schema.
 
 Imported without JAX.
 """
@@ -48,7 +48,7 @@ _WRITTEN_BY = (
     "validation.accuracy",
     "validation.evaluation",
 )
-"""Modules of `scalejax` with the classes of the documents."""
+"""Modules of `scalejax` that define the classes of documents."""
 
 
 @cache
@@ -67,7 +67,7 @@ def schemas() -> dict[str, dict[str, JsonValue]]:
 
 
 def _of_run_file() -> dict[str, Any]:
-    """The schema of a run.toml, whose model may be a published network by name too."""
+    """The schema of a run.toml, whose model may also be a published network by name."""
     from scalejax.config.presets import PRESETS
     from scalejax.config.run import RunConfig
     from scalejax.core.schema import partial, schema_of_input
@@ -89,8 +89,8 @@ def _of_run_file() -> dict[str, Any]:
 
 
 def _of_cluster_file() -> dict[str, Any]:
-    """The schema of a cluster's file: the cluster, its site, and what it is based on, with parts by
-    name."""
+    """The schema of a cluster's file: the cluster, its site, and what it is based on; parts may be
+    given by name."""
     from scalejax.core.schema import partial, schema_of_input
     from scalejax.hardware import Cluster, Site
     from scalejax.hardware.catalogue import LAUNCH_MODES, NAMED_PARTS, names_in
@@ -127,8 +127,8 @@ def _of_cluster_file() -> dict[str, Any]:
 class Schema(PlainCommand):
     """Print the JSON schema of a file that scalejax writes.
 
-    Of what --json writes and of the files in folders of runs, sweeps and benches, each of which
-    says its kind in its first line; and of run.toml and cluster.toml, for editors and other
+    Covers what --json writes and the files in folders of runs, sweeps and benches, each of which
+    states its kind in its first line; and run.toml and cluster.toml, for editors and other
     programs.
     """
 

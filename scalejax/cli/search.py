@@ -43,36 +43,36 @@ if TYPE_CHECKING:
 class Search(CostCommand):
     """Rank the parallelisation strategies of a transformer.
 
-    Of RUN.toml, or of the published decoder that --model names, as it was pretrained; if its layout
-    is known, its place in the ranking, and why the first is faster.
+    The network is that of RUN.toml, or the published decoder that --model names, as pretrained; if
+    its published layout is known, its rank is shown, and why the first is faster.
 
-    Every layout over data, fsdp, expert, tensor, context and pipeline, with pipeline chunks,
-    microbatches, remat and ZeRO stages, that fits the memory; the best are compiled to confirm
-    them. Layout, microbatches and remat of the file are replaced. A flag with a dot replaces a
-    field of the file, of --conditions, or of the hardware (--network.bytes_per_second 2x).
+    Ranks every layout over data, fsdp, expert, tensor, context and pipeline, with pipeline chunks,
+    microbatches, remat and ZeRO stages, that fits in memory; the best are compiled to confirm them.
+    Layout, microbatches and remat of the file are replaced. A flag with a dot replaces a field of
+    the file, of --conditions, or of the hardware (--network.bytes_per_second 2x).
     """
 
     run_file: Annotated[Positional[Path | None], flag("RUN.toml")] = None  # type: ignore[assignment]  or --model
     """The config of the run, unless --model names a published network."""
     model: Annotated[str | None, flag("NAME")] = None
-    """Published decoder, such as deepseek-v3, in place of RUN.toml."""
+    """Published decoder, such as deepseek-v3, instead of RUN.toml."""
     cluster: Annotated[str, flag("A,B,...")]
     """Names in the catalogue (see scalejax hardware), or TOML files of your own; each is searched
-    by itself."""
+    separately."""
     devices: Annotated[str, flag("N..M")]
     """Number of devices, or several to choose from: 64, 64,128,256, or 64..256 for doublings."""
     global_batch: Annotated[int | None, flag("B")] = None
-    """Samples per update; by default that of the file, or as published (a note says where it is
+    """Samples per update; by default as in the file, or as published (a note says if it is
     assumed)."""
     objective: Literal["time", "cost", "memory"] = "time"
     """What is minimised: step time, device-hours per sample, or memory."""
     price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
     """Price of one device-hour, in any currency: adds the price of a million samples."""
     top: Annotated[int, flag("K")] = 10
-    """Number of strategies in the table; of several numbers of devices as many of each."""
+    """Number of strategies in the table; with several numbers of devices, equally many of each."""
     confirm: Annotated[int, flag("K")] = 3
-    """Number of the best strategies that are compiled to confirm them: of several numbers of
-    devices the first of each, then the second of each."""
+    """Number of the best strategies that are compiled to confirm them; with several numbers of
+    devices, the first of each, then the second of each."""
     json: JsonFile = None
     """Write the strategies here as JSON."""
     csv: CsvFile = None
@@ -124,7 +124,7 @@ class Search(CostCommand):
             accepted = f"search {tried}; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(parse_counts(self.devices))
-        # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
+        # A gradient_sync table keeps its layout, and `shape_of` refuses what it cannot cost.
         if (self.run_file is None) == (self.model is None):
             raise ConfigError("search needs either RUN.toml or --model NAME, and not both.")
         if self.model is not None:
@@ -218,7 +218,7 @@ class Search(CostCommand):
         output: Path | None,
     ) -> None:
         """Write the run file of the first strategy if there is a folder for it, and say how to
-        train and predict it; or how to get one, where the network has none."""
+        train and predict it, or how to get a run file if the network has none."""
         from scalejax.planning.search.run import run_of
 
         if output is not None:

@@ -1,7 +1,7 @@
-"""The commands `study`: from a run.toml to what a paper's section on warmup shows, and how
-activations of a decoder grow with its size.
+"""The commands `study`: from a run.toml to the results of a paper's section on warmup, and to how
+the activations of a decoder grow with its size.
 
-Imported without JAX, which only worker processes of the first import, and the second when it runs.
+Imported without JAX: only worker processes of the first import it, and the second when it runs.
 """
 
 import shutil
@@ -55,36 +55,36 @@ from scalejax.xla.worker_pool import worker_count
 class StudyWarmup(TrainMany):
     """Train warmups over batches, rules and optimizers, to a figure.
 
-    The learning rate of each optimizer is found at the reference batch by validation data, and
+    The learning rate of each optimizer is found at the reference batch on validation data, and
     scaled from there; then every combination is trained with every seed. The folder gets data,
-    figure, tables, PROTOCOL.md and commands.sh. Test data are evaluated at the end of runs, and
-    choose nothing. A flag with a dot replaces a field of the file.
+    figure, tables, PROTOCOL.md and commands.sh. Test data are evaluated at the end of runs; nothing
+    is chosen on them. A flag with a dot replaces a field of the file.
     """
 
     batches: Annotated[str | None, flag("B,B,...")] = None
     """Global batches. By default 1, 4, 16 and 64 times schedule.reference_batch."""
     warmup: Annotated[str, flag("W,W,...")] = WARMUPS
-    """Warmups: none, gradual:LENGTH (linear, from zero; :base after it from the rate of the
+    """Warmups: none, gradual:LENGTH (linear, from zero; with :base appended, from the rate of the
     reference batch) or constant:LENGTH; 5% is of the run, 2 is epochs. By default
     none,gradual:5%,gradual:20%."""
     scaling: Annotated[str, flag("RULE,...")] = SCALINGS
     """Scaling rules: none, linear, sqrt, sde, legw. By default linear,sqrt."""
     optimizers: Annotated[str | None, flag("NAME[:RATE],...")] = None
     """Optimizers, such as sgd,lars,lamb,muon: that of the file with its fields, others with their
-    defaults. RATE is that of the reference batch; without it it is found. By default that of the
-    file with its rate."""
+    defaults. RATE is the rate at the reference batch; if missing, it is found. By default that of
+    the file with its rate."""
     seeds: Annotated[int, flag("N")] = 3
     """Seeds, from 0. By default 3."""
     rates: Annotated[str | None, flag("R,R,...")] = None
     """Learning rates tried for optimizers without one. By default 0.0001,0.0003,...,30."""
     measure: Literal["accuracy", "loss"] = "accuracy"
-    """What is shown, and chosen by."""
+    """Metric that is shown, and by which rates and warmups are chosen."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Folder for all of it. By default studies/ and the name of the file."""
     width: Literal["column", "page"] = "page"
-    """How wide the figure is: 3.25 inches, a column, or 6.75, the text of a page."""
+    """Width of the figure: 3.25 inches, a column, or 6.75, the text of a page."""
     limit: Annotated[str, flag("TIME")] = "12h"
-    """Longest predicted time that is begun, such as 15min. By default 12h."""
+    """Longest predicted time with which training starts, such as 15min. By default 12h."""
     cores: Annotated[int, flag("N")] = 1
     """Cores of each process; results depend on it in their last bits. By default 1."""
     csv: CsvFile = None
@@ -93,7 +93,7 @@ class StudyWarmup(TrainMany):
     """Write rates and cells here as JSON too."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Plan, predict the time, train what is not finished, and write the folder."""
+        """Plan, predict the time, train the unfinished runs, and write the folder."""
         self.require_training_flags()
         require_at_least("cores", self.cores, 1)
         limit = parse_seconds("limit", self.limit)
@@ -176,7 +176,7 @@ class StudyWarmup(TrainMany):
 
     @property
     def _cores(self) -> int | None:
-        """Cores of each process; all for one that makes batches for an accelerator."""
+        """Cores of each process; all of them if it prepares batches for an accelerator."""
         return None if has_accelerator() else self.cores
 
     def _processes(self, programs: int) -> int:
@@ -225,32 +225,32 @@ class StudyWarmup(TrainMany):
 class StudyCoordinates(RunFileCommand):
     """Check how a decoder's activations grow with width.
 
-    Trains a few steps at each width, as the file's model.parametrization says and without it, and
-    fits how activations, and what the steps change of them, grow by layer (a coordinate check of
-    muP). The rate is constant, the peak of the schedule.
+    Trains a few steps at each width, with and without the file's model.parametrization, and fits
+    how activations, and their changes over the steps, grow by layer (a coordinate check of muP).
+    The rate is constant, the peak of the schedule.
     """
 
     widths: Annotated[str | None, flag("N,N,...")] = None
-    """Widths (model.hidden), such as 64..512; all others grow by as much. By default 64,128,256,512
-    without --depths."""
+    """Widths (model.hidden), such as 64..512; other widths scale with them. By default
+    64,128,256,512 without --depths."""
     depths: Annotated[str | None, flag("N,N,...")] = None
-    """Depths (model.layers) in place of widths, such as 2..16 (CompleteP)."""
+    """Depths (model.layers) instead of widths, such as 2..16 (CompleteP)."""
     steps: Annotated[int, flag("N")] = 10
-    """Steps at each. By default 10."""
+    """Steps at each size. By default 10."""
     keep: Annotated[Literal["head_size", "heads"], flag("{head_size,heads}")] = "head_size"
-    """What stays as networks grow wider: the size of heads, or their number. By default their
+    """What stays fixed as networks grow wider: the size of heads, or their number. By default their
     size."""
     json: JsonFile = None
     """Write every number here."""
     csv: CsvFile = None
-    """Write what was measured here as CSV."""
+    """Write the measurements here as CSV."""
     figure: Annotated[Path | None, flag("FILE")] = None
     """Draw the changes for print: FILE.pdf with its fonts, FILE.svg or FILE.png."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Train, print exponents and verdict, write what is asked for."""
+        """Train, print exponents and verdict, write the requested files."""
         from scalejax.report.figures import coordinates, for_print
         from scalejax.report.html.charts import require_picture, save_print
 

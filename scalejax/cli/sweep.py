@@ -1,6 +1,6 @@
 """The command `sweep`: trains many runs of one file.
 
-Imported without JAX, which only its worker processes import.
+Imported without JAX; only its worker processes import it.
 """
 
 import sys
@@ -55,22 +55,22 @@ class TrainMany(RunFileCommand):
     plan: FlagCreatePairsOff[bool] = False
     """Print the plan, and train nothing."""
     processes: Annotated[int | None, flag("N")] = None
-    """Processes in parallel. By default as many as there are cores and memory for."""
+    """Processes in parallel. By default as many as cores and memory allow."""
     through: Literal["processes", "slurm"] = "processes"
     """Train in processes on this machine, or each program as a SLURM job of one node, with
     --processes at a time (by default all)."""
     gpus_per_node: Annotated[int | None, flag("N")] = None
     """SLURM: GPUs of each job. By default none are requested."""
     partition: Annotated[str | None, flag("NAME")] = None
-    """SLURM: the partition. By default that of the cluster."""
+    """SLURM: the partition. By default the cluster's."""
     time: Annotated[str | None, flag("TIME")] = None
     """SLURM: the time limit of each job, in minutes or as in 2-12:00:00; it saves and stops 120 s
-    before it, and --resume continues. By default that of the partition."""
+    before it, and --resume continues. By default the partition's."""
     slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
     """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
 
     def require_training_flags(self) -> None:
-        """Refuse numbers of processes and flags of SLURM that say nothing.
+        """Refuse numbers of processes and SLURM flags that have no effect.
 
         Raises:
             ConfigError: naming the flag.
@@ -88,8 +88,8 @@ class TrainMany(RunFileCommand):
         processes: int | None = None,
         cores: int | None = None,
     ) -> list[str]:
-        """Train the runs that are not finished, by default in --processes, and write the tables;
-        returns the problems."""
+        """Train the unfinished runs, by default in --processes, and write the tables; returns the
+        problems."""
         slurm = SlurmResources(
             gpus_per_node=self.gpus_per_node,
             partition=self.partition,
@@ -129,7 +129,7 @@ class Sweep(TrainMany):
 
     variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
     """Values to combine, such as 'seed=[0,1,2]'. May be repeated. A whole table as a value, such
-    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces all fields of that of the file;
+    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces all fields of the file's table;
     -P and -E replace only the fields that they name."""
     parameter: UseAppendAction[Annotated[tuple[str, ...], repeated("P", "FIELD=VALUE")]] = ()
     """A value for every run. May be repeated."""
@@ -145,11 +145,11 @@ class Sweep(TrainMany):
     results."""
     figure: Annotated[Path | None, flag("FILE")] = None
     """Draw the results for print too: FILE.pdf with its fonts, FILE.svg or FILE.png. With --resume
-    of a finished sweep nothing else is done."""
+    of a finished sweep, only the figure is drawn."""
     figure_of: Literal["final", "curves"] = "final"
     """What it shows: accuracies at the end over the field with the most numbers, or over epochs."""
     figure_width: Literal["column", "page"] = "column"
-    """How wide it is: 3.25 inches, a column, or 6.75, the text of a page."""
+    """Width of the figure: 3.25 inches, a column, or 6.75, the text of a page."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each run."""
     json: JsonFile = None
@@ -157,13 +157,13 @@ class Sweep(TrainMany):
     csv: CsvFile = None
     """Write a row for each finished run here as CSV."""
     one_by_one: FlagCreatePairsOff[bool] = False
-    """Train each run in a program of its own, even where runs could share one."""
+    """Train each run in its own program, even if runs could share one."""
     optuna: Annotated[int | None, flag("N")] = None
     """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
     each is trained for all values of seed. Needs the extra scalejax[optuna]."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Plan, train the runs that are not finished, write and print the results."""
+        """Plan, train the unfinished runs, write and print the results."""
         self.require_training_flags()
         folder = self.folder or Path("sweeps") / self.run_file.stem
         require_result_files(self.json, self.csv, folder, FileIn.names(SweepFolder))
@@ -189,7 +189,7 @@ class Sweep(TrainMany):
         self._report(sweep, files, self.train(sweep, files))
 
     def _require_figure(self, path: Path) -> None:
-        """Refuse a figure that cannot be drawn before anything is trained."""
+        """Refuse a figure that cannot be drawn, before anything is trained."""
         from scalejax.report.html.charts import require_picture
 
         require_picture("figure", path)

@@ -45,7 +45,7 @@ class Train(RunFileCommand):
 
     Exit codes: 0 when the run is completed, 2 when its input is refused, 3 when it diverged (no
     weights are kept), 4 when what is stored is damaged, 5 when a process is lost, 75 when the
-    network or a store fails, 128 + n after signal n. After 4, 5 and 75, start it again.
+    network or a store fails, 128 + n after signal n. After 4, 5 and 75, start the run again.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None
@@ -53,7 +53,7 @@ class Train(RunFileCommand):
     resume: FlagCreatePairsOff[bool] = False
     """Resume from the newest checkpoint in the folder that verifies."""
     start_over: FlagCreatePairsOff[bool] = False
-    """With --resume: where steps are recorded and no checkpoint verifies, begin at the first step
+    """With --resume: if steps are recorded but no checkpoint verifies, begin at the first step
     instead of refusing."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices, and train on those."""
@@ -68,7 +68,8 @@ class Train(RunFileCommand):
     checkpoint, and thirty while it starts, compiles, or does the first two of a kind. By default
     60; 0 for no watch."""
     json: JsonFile = None
-    """Write how the run went here as JSON (scalejax schema); its folder has every measurement."""
+    """Write a summary of the run here as JSON (scalejax schema); its folder has every
+    measurement."""
     csv: CsvFile = None
     """Write the same here as CSV, without the life of a batch."""
 
@@ -108,7 +109,7 @@ class Train(RunFileCommand):
 
 
 def write_run(record: RunRecord, json: Path | None, csv: Path | None) -> None:
-    """Write how a run went to --json and --csv, where they are given.
+    """Write a summary of a run to --json and --csv, if given.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -147,9 +148,9 @@ class Report(PlainCommand):
     output: Annotated[Path, flag("FILE")] = Path("report.html")
     """The HTML file. By default report.html."""
     json: JsonFile = None
-    """Write what it shows here as JSON (scalejax schema): how each run went, and predictions."""
+    """Write what it shows here as JSON (scalejax schema): summaries of runs, and predictions."""
     csv: CsvFile = None
-    """Write a row for each run here as CSV; without runs one for each prediction, or else for each
+    """Write a row for each run here as CSV; without runs, for each prediction, or else for each
     point of a plan."""
 
     def execute(self) -> None:
@@ -171,11 +172,11 @@ class Report(PlainCommand):
 class ConfigShow(RunFileCommand):
     """Print the resolved run: batches, steps, learning rates.
 
-    RUN.toml may also be the folder of a run, whose data need not be there any more.
+    RUN.toml may also be the folder of a run, whose data need not exist any more.
     """
 
     devices: Annotated[int | None, flag("N")] = None
-    """Number of devices. By default those of the layout, or else of this machine."""
+    """Number of devices. By default that of the layout, or else of this machine."""
     json: JsonFile = None
     """Write the result here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -202,7 +203,7 @@ class ConfigFields(PlainCommand):
     name: Annotated[Positional[str | None], flag("NAME")] = None
     """A table or field by its dotted name, such as layout or batch.microbatches. By default all."""
     grep: Annotated[str | None, flag("TEXT")] = None
-    """Only fields in whose name, values or meaning TEXT is, whatever its case."""
+    """Only fields with TEXT in their name, values or meaning, in any case."""
     json: JsonFile = None
     """Write the result here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -226,7 +227,7 @@ class ConfigFields(PlainCommand):
 class ConfigMigrate(PlainCommand):
     """Rewrite a run.toml of an earlier version with current names.
 
-    Comments and order stay. Files with the old names are read all the same, with a note.
+    Comments and order stay. Files with the old names can still be read, with a note.
     """
 
     run_file: Annotated[Positional[Path], flag("RUN.toml")]
@@ -236,7 +237,7 @@ class ConfigMigrate(PlainCommand):
         """Rewrite the file, and print what was renamed."""
         from scalejax.config.migrate import migrated_text
 
-        serialization.load_toml(self.run_file)  # refuses what is not TOML, with line and column
+        serialization.load_toml(self.run_file)  # refuses invalid TOML, with line and column
         try:
             text, renamed = migrated_text(self.run_file.read_text(encoding="utf-8"))
         except ConfigError as error:
@@ -257,7 +258,7 @@ class SchedulePlot(RunFileCommand):
     output: Annotated[Path, flag("FILE")] = Path("schedule.png")
     """The plot: png, svg or pdf. By default schedule.png."""
     devices: Annotated[int | None, flag("N")] = None
-    """Number of devices. By default those of the layout, or else of this machine."""
+    """Number of devices. By default that of the layout, or else of this machine."""
     json: JsonFile = None
     """Write the result here as JSON (scalejax schema)."""
     csv: CsvFile = None
@@ -290,7 +291,7 @@ class Quickstart(PlainCommand):
     seeds: Annotated[int, flag("N")] = 1
     """Number of seeds with which each run is trained. By default 1."""
     json: JsonFile = None
-    """Write how each run went, and the predictions, here as JSON (scalejax schema)."""
+    """Write a summary of each run, and the predictions, here as JSON (scalejax schema)."""
     csv: CsvFile = None
     """Write a row for each run here as CSV."""
 
@@ -309,8 +310,8 @@ class Quickstart(PlainCommand):
 
 
 def _resolve_here(run_file: Path, overrides: Overrides, device_count: int | None) -> ResolvedRun:
-    """The run of a file, or of a run folder, resolved on `device_count` devices; by default those
-    of its layout or of this machine."""
+    """The run of a file, or of a run folder, resolved on `device_count` devices; by default on
+    those of its layout or of this machine."""
     if run_file.is_dir():
         run_file = RunFolder(path=run_file).config
     config = load_config(run_file, overrides)
@@ -324,15 +325,16 @@ def _resolve_here(run_file: Path, overrides: Overrides, device_count: int | None
 
 
 def _learning_count(run: ResolvedRun) -> tuple[int, int]:
-    """Numbers of trainable parameters and of all; refuses path prefixes that match none."""
+    """Numbers of trainable parameters and of all parameters; refuses path prefixes that match
+    none."""
     from scalejax.training.state import learning_count
 
     return learning_count(run)
 
 
 def _missing(run: ResolvedRun) -> tuple[str, ...]:
-    """A warning if what `train` needs and `predict` does not is missing: pretrained weights, the
-    packages of trackers."""
+    """A warning if something is missing that `train` needs and `predict` does not: pretrained
+    weights, or the packages of trackers."""
     from scalejax.models.pretrained import require_weights
     from scalejax.training.trackers import require_trackers
 

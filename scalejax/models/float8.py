@@ -19,7 +19,7 @@ formats all are in e4m3.
   Formats (MX) Specification", version 1.0; Rouhani et al. 2023, arXiv 2310.10537).
 
 Knows arrays; nothing of layers and meshes. Where the compiler shards an operand, its largest value
-is that of all shards. Where the data axis is manual (`layout.mode` other than "jit", and ZeRO 2,
+is over all shards. Where the data axis is manual (`layout.mode` other than "jit", and ZeRO 2,
 several microbatches or the noise scale over data), each device along it scales its own rows, except
 in "float8_delayed", whose scales are those of all devices. Gradients there, and over context in a
 pipeline with a timetable, are those of the loss of a device's own rows or tokens, larger by a

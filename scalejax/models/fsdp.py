@@ -141,7 +141,7 @@ _looked_up_by_part.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def _places(rows: int, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which of `indices` are in a device's `rows` of the table, and their local row, else 0."""
+    """Which of `indices` are in a device's `rows` of the table, and their local rows, or 0."""
     place = jnp.minimum(indices, rows * jax.lax.axis_size(TENSOR) - 1)
     place -= rows * jax.lax.axis_index(TENSOR)
     is_here = (place >= 0) & (place < rows)

@@ -49,7 +49,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Its whole shape."""
     read: Callable[[Index], np.ndarray]
-    """A part of it, in the type of the file."""
+    """Reads a part of it, in the type of the file."""
 
 
 def whole(array: np.ndarray) -> Part:
@@ -331,7 +331,7 @@ def _require_same(
     described: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Refuse a field that is not what `config.json` says, where it says anything."""
+    """Refuse a field that differs from `config.json`, if that has an entry for it."""
     for entry, (name, value) in fields.items():
         said = described.get(entry, defaults.get(entry))
         is_absent = said is None and entry not in ("sliding_window",)

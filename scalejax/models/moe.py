@@ -156,8 +156,8 @@ def with_counted_loads(model: ModelConfig, model_state: Any) -> tuple[Any, dict[
     batch: bias += bias_update_rate x sign(mean load - load), or, with `bias_update` "error",
     bias_update_rate x (mean load - load) / mean load.
 
-    With a window of loads its metric is that of the last complete window, the largest of all
-    layers; 0 before the first.
+    With a window of loads, its metric is the largest of all layers in the last complete window; 0
+    before the first.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664,
     algorithm 1 and section 4.3.

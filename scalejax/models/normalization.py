@@ -43,7 +43,7 @@ class BatchNorm(nnx.Module):
     In training both are computed in float32 over the samples of a group that count, and the running
     statistics move toward the groups' average, or toward each group in turn; a group without a
     sample that counts does not move them. In evaluation the running statistics are used.
-    The running variance is that of the population (divided by n, as in TensorFlow and Flax).
+    The running variance is the population variance (divided by n, as in TensorFlow and Flax).
 
     Inside `shard_map` with `scope.axis_name=None` every device ends with running statistics of
     its own. This module leaves them so: the step averages them over the data axis, once per

@@ -129,7 +129,7 @@ def through_stages(
 
 
 def _at_every_stage(of_stage: Callable[..., tuple[jax.Array, Any]]) -> Callable[..., Any]:
-    """`of_stage` for arrays whose first dimension is that of the stages."""
+    """`of_stage` for arrays whose first dimension counts stages."""
 
     def own(*arguments: Any) -> tuple[jax.Array, Any]:
         made = of_stage(*jax.tree.map(lambda leaf: leaf[0], arguments))

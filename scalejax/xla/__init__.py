@@ -1,7 +1,7 @@
 """Programs of steps compiled ahead of time for absent devices: compiled in a worker, read, cached.
 
-Three entry points: a run of scalejax, any jitted function of the user's, and a step that JAX has
-already compiled. Importing this, and reading a cached program, needs no JAX.
+Three entry points: a run of scalejax, any jitted function of the user, and a step that JAX has
+already compiled. Importing this package, and reading a cached program, needs no JAX.
 """
 
 import sys

@@ -197,9 +197,9 @@ def elementwise_kinds(text: str) -> dict[str, ElementwiseKind]:
     """The kind of each instruction in the text of a compiled program, by its name; those that are
     simple are left out.
 
-    One that does several things to at least half of the elements of its largest array is of the
-    slowest kind: a transposition of the last dimension, a reduction over it, a transcendental
-    function.
+    An instruction that does several things to at least half of the elements of its largest array
+    is of the slowest kind: a transposition of the last dimension, a reduction over it, a
+    transcendental function.
 
     Raises:
         ProfileError: if a line is not HLO.

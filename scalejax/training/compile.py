@@ -48,7 +48,7 @@ class RunPrograms:
     sharpness: Sharpness | None = None
     """The measurement of sharpness, compiled; None if the run does not ask for it."""
     together: str = ""
-    """With which other runs, in words for the record; empty for a run alone."""
+    """Which other runs are trained with it, in words for the record; empty for a run alone."""
 
     def training_batches(
         self,
@@ -66,7 +66,7 @@ class RunPrograms:
         Args:
             run: the run that trains.
             sources: the training examples, of each seed.
-            skipped: count unreadable rows, one for each seed.
+            skipped: counters of unreadable rows, one for each seed.
             step: the step of the phase.
             phase: the batch-size phase.
             start_step: the first step.
@@ -91,7 +91,7 @@ class RunPrograms:
         return evaluation_batches(sources[0], self.evaluation.batch, run.config.input, skipped[0])
 
     def of_run(self, index: int, values: Any) -> Any:
-        """The part of a state or of metrics that is of the run `index`."""
+        """The part of a state or of metrics that belongs to the run `index`."""
         return values
 
 
@@ -130,8 +130,8 @@ def _compiled(step: Step, mesh: Mesh) -> Any:
 def _require_memory(what: str, compiled: Any, mesh: Mesh) -> None:
     """Refuse a program that needs more memory than this machine has at all.
 
-    A GPU or TPU refuses by itself; the memory of a host is promised whatever is asked for, and the
-    system kills who uses it.
+    A GPU or TPU refuses by itself; a host promises whatever memory is requested, and the system
+    kills the process that uses it.
     """
     needed = program_bytes(compiled)
     if mesh.local_devices[0].platform != "cpu" or needed is None:
@@ -150,24 +150,24 @@ _LESS = "a smaller batch, batch.microbatches, a smaller network or shorter sampl
 
 @contextmanager
 def refusing_without_memory() -> Iterator[None]:
-    """Turn what a device says when its memory is used up into a refusal.
+    """Turn the error of a device whose memory is used up into a refusal.
 
     Raises:
-        DoesNotFit: in place of it.
+        DoesNotFit: in place of that error.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         is_of_memory = re.search("out of memory|allocat", str(error), re.IGNORECASE)
         if not (str(error).startswith(OUT_OF_MEMORY) and is_of_memory):
-            raise  # other things are used up by the same status: a message may be too long
+            raise  # the status has other causes too, such as a message that is too long
         said = str(error).splitlines()[0].removeprefix(f"{OUT_OF_MEMORY}: ").rstrip(".")
         raise DoesNotFit(f"the memory of a device is used up ({said}): {_LESS}.") from error
 
 
 def program_bytes(compiled: Any) -> int | None:
-    """Memory of a device that a compiled program needs, its arguments included; None if the
-    compiler does not say."""
+    """Device memory that a compiled program needs, including its arguments; None if the compiler
+    does not say."""
     statistics = compiled.memory_analysis()
     return None if statistics is None else MemoryUse.of_statistics(statistics).peak_bytes
 

@@ -1,8 +1,8 @@
-"""Copies of the training state in memory, which an elastic run goes on from in other processes.
+"""Copies of the training state in memory, from which an elastic run resumes in other processes.
 
 A copy is a checkpoint in the folder that the launcher has in memory, with the same manifest, so
-that one which was not finished never counts. The first process decides when one is made. Knows
-where copies are and what they cost; neither the loop nor how processes are started.
+that an unfinished one never counts. The first process decides when one is made. Knows where copies
+are and what they cost; neither the loop nor how processes are started.
 """
 
 import enum
@@ -25,15 +25,15 @@ from scalejax.training.state import TrainState
 
 _KEPT = 2
 _OVERHEAD_BYTES = 2**20
-"""What a copy takes besides the state, at most."""
+"""The most that a copy takes besides the state."""
 _TRIED_BYTES = 2**14
 _LEAST_SHARE = 50
-"""A copy is made after so many times the time for which the last one held training up."""
+"""A copy is made after this many times the time for which the last one held up training."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Wish(enum.IntEnum):
-    """What the first process wishes that all do after an update."""
+    """What the first process wants all processes to do after an update."""
 
     NOTHING = 0
     COPY = 1
@@ -58,8 +58,8 @@ class Copies:
 
         Args:
             shared: the folder of the launcher.
-            seconds: least time between two copies; 0 for none.
-            say: is told why none are made.
+            seconds: minimum time between two copies; 0 for no copies.
+            say: called with the reason why none are made.
             clock: monotonic clock in seconds.
         """
         self.shared = shared
@@ -72,14 +72,13 @@ class Copies:
         self._has_told = False
         self._state_bytes = 0
         self.store: Checkpoints | None = None
-        """The copies, as checkpoints; None from when they could not be written."""
+        """The copies, as checkpoints; None once they could not be written."""
         with self._optional():
             self.store = Checkpoints(shared.copies, keep=_KEPT, keeps_damaged=False)
 
     @contextmanager
     def _optional(self) -> Iterator[None]:
-        """Make no copies any more where they cannot be written in the block: the run has its
-        checkpoints."""
+        """Make no more copies if the block cannot write them: the run has its checkpoints."""
         try:
             yield
         except ConfigError as error:
@@ -89,14 +88,14 @@ class Copies:
                 self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        """Give back the memory of what never counts."""
+        """Free the memory of copies that never count."""
         with suppress(OSError):
             for path in self.shared.copies.iterdir():
                 if not (path / MANIFEST).exists():
                     shutil.rmtree(path, ignore_errors=True)
 
     def _tell(self, reason: str, newest_step: int | None) -> None:
-        """Say once why no copies are made, or no more than those that there are."""
+        """Say once why no copies are made, or no more of them."""
         if not self._has_told:
             self._has_told = True
             reason = reason.removesuffix(".")
@@ -104,7 +103,7 @@ class Copies:
             self._say(f"Note: no copies in memory{after}, but checkpoints alone: {reason}.")
 
     def go_on_from(self, step: int) -> None:
-        """As `Checkpoints.go_on_from`; every process must call it."""
+        """Like `Checkpoints.go_on_from`; every process must call it."""
         with self._optional():
             if self.store is not None:
                 self.store.go_on_from(step)
@@ -115,14 +114,14 @@ class Copies:
         self._last = self._clock()
 
     def wish(self) -> Wish:
-        """What the first process wishes now; what others do does not count."""
+        """What the first process wants now; the wishes of others do not count."""
         now = self._clock()
         if not is_first() or now < self._looked + _SECONDS_BETWEEN_LOOKS:
             return Wish.NOTHING
         self._looked = now
         if self.store is not None:
-            # Here no other process waits for this one: with one that failed in the next copy, all
-            # would wait for it.
+            # Here no other process waits for this one; if it failed in the next copy, all would
+            # wait for it.
             if self.store.is_saving:
                 return Wish.NOTHING
             with self._optional():
@@ -134,8 +133,8 @@ class Copies:
         return Wish.COPY if is_due and self._has_room() else Wish.NOTHING
 
     def _has_room(self) -> bool:
-        """Whether a copy may be made: it is of memory, which has room for those that are kept and
-        for the next, before which none is removed."""
+        """Whether a copy may be made: copies are in memory, and there is room for those that are
+        kept and for the next, before which none is removed."""
         if self.store is None or not self._seconds or MEMORY not in self.shared.path.parents:
             return False
         missing = max(1, _KEPT + 1 - len(self.store.steps))
@@ -150,10 +149,10 @@ class Copies:
         return free >= needed
 
     def save(self, step: int, state: TrainState, runs: Sequence[RunAtStep]) -> None:
-        """Copy `state`; returns when the devices have given it away. Every process must call it.
+        """Copy `state`; returns once it has left the devices. Every process must call it.
 
         Raises:
-            Unavailable: if one of several processes failed in it, and others wait for that.
+            Unavailable: if one of several processes failed in it, and others wait for that one.
         """
         with self._optional():
             if self.store is not None:
@@ -166,7 +165,7 @@ class Copies:
             self.store.save(step, state, runs=runs)
         is_first_copy, self._is_first_copy = self._is_first_copy, False
         self._last = self._looked = self._clock()
-        # The first has its checksums compiled.
+        # The first includes the compilation of its checksums.
         self._blocked_seconds = 0.0 if is_first_copy else self._last - begin
 
     def _require_writable(self) -> None:
@@ -186,7 +185,7 @@ class Copies:
         with self._optional():
             if self.store is not None:
                 self.store.close()
-        # The first process ends a copy, when the others have written theirs.
+        # The first process finishes a copy once the others have written their parts.
         return bool(decided_by_first(lambda: self.store is not None))
 
 
@@ -201,7 +200,7 @@ def copies_here(say: Callable[[str], None]) -> Copies | None:
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Have the run be started again, from the copy or the checkpoint before."""
+    """Have the run restarted from the previous copy or checkpoint."""
     try:
         yield
     except ConfigError as error:

@@ -65,8 +65,8 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
         rows, of_all = device_rows(batch), None
         if not is_local and not counts_alike:
-            # Weighted in the loss: where devices share statistics, a gradient crosses from one to
-            # another, and has to carry the weight of the device whose loss it is of.
+            # Weighted in the loss: if devices share statistics, a gradient crosses from one to
+            # another, and has to carry the weight of the device that its loss is from.
             of_all, rows = rows, replace(rows, own=None)
         gradient, model_state, metrics = gradients(
             setup, bn, params, model_state, batch, scale, rows=of_all
@@ -107,8 +107,8 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
 
 
 def require_stages_in_shards(run: ResolvedRun) -> None:
-    """Refuse stages of a pipeline, each in a `shard_map`, within shards of the batch where the
-    compiler would end this process at them.
+    """Refuse pipeline stages, each in a `shard_map`, within shards of the batch if the compiler
+    would abort this process on them.
 
     Raises:
         ConfigError: if it would.
@@ -129,8 +129,8 @@ def require_stages_in_shards(run: ResolvedRun) -> None:
 
 
 def _is_per_shard(run: ResolvedRun) -> bool:
-    """Whether each shard of the batch computes its gradient before they are reduced, but for
-    BatchNorm."""
+    """Whether each shard of the batch computes its own gradient before these are reduced, BatchNorm
+    aside."""
     is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
     return run.layout.data > 1 and not (is_single and run.config.layout.zero_stage < 2)
 
@@ -165,7 +165,7 @@ def _reduced_once_per_step(
     def per_shard(
         params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
     ) -> PyTree:
-        # Weighted in the loss: losses of routers are of all tokens, whatever rows count.
+        # Weighted in the loss: losses of routers are over all tokens, whatever rows count.
         rows = device_rows(batch)
         reduce = scattered if zero_stage == 2 else None
         gradient, model_state, metrics = gradients(

@@ -61,16 +61,16 @@ class Evaluation:
     """Function from a state to the (params, model_state) that are evaluated: the weight average,
     if the run keeps one."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of packed
-    documents over their targets that have a loss, in total or
-    per device that divides the batch as `train.metric_average` says, and the lowest and highest
-    logit of each class among them; of a mixture also sums over the samples of each source."""
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1 (for packed
+    documents, over their targets that have a loss), in total or per device that divides the batch,
+    as `train.metric_average` says; the lowest and highest logit of each class among them; and for a
+    mixture, sums over the samples of each source."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
     statistics: Any = None
-    """The jitted (params, model_state, training batch) -> statistics of BatchNorm of that batch, of
-    which the evaluated ones are the mean over an epoch; those of a frozen one are of `model_state`.
-    None where all are."""
+    """The jitted (params, model_state, training batch) -> BatchNorm statistics of that batch, whose
+    mean over an epoch is evaluated; those of a frozen BatchNorm are from `model_state`. None if all
+    are."""
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -211,7 +211,7 @@ def _evaluate(
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
     masked_losses, by_source = jnp.where(mask > 0, losses * mask, 0), {}
     if source is not None:
-        assert isinstance(run.config.data, MixtureConfig)  # noqa: S101  by `build_evaluation`
+        assert isinstance(run.config.data, MixtureConfig)  # noqa: S101  checked by `build_evaluation`
         is_of = jax.nn.one_hot(source, len(run.config.data.sources), dtype=bool)
         by_source = {
             name: jnp.where(is_of, values.reshape(len(source), -1).sum(1, keepdims=True), 0).sum(0)

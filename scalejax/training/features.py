@@ -34,7 +34,7 @@ from scalejax.training.state import abstract_state
 from scalejax.training.step import initial_weights, input_dtype
 
 KEPT_TOGETHER = 4096
-"""Examples whose features are one file: the most that a killed process loses."""
+"""Examples whose features are in one file: the most that a killed process loses."""
 BATCH = 32
 """Examples per device in one batch of feature computation."""
 CACHE_BYTES = 100 * 10**9

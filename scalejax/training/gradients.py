@@ -51,16 +51,16 @@ from scalejax.training.setup import TrainSetup, network_with, reads_features, wi
 
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; for masked
-language modelling, the "places" of masked tokens; of packed documents, "segment_ids" and
-"positions"; where some rows do not count, training "weights",
-1 for a row that counts and 0 for one that does not; for mixup "mix", each sample's own share, its
-partner being its neighbour (rows 2i and 2i + 1 are a pair); for CutMix "cut", where a rectangle of
-that is (`Changes.beside`); in evaluation "mask", 1 for a sample
-and 0 for padding."""
+language modelling, the "places" of masked tokens; for packed documents, "segment_ids" and
+"positions"; if some rows do not count, training "weights", 1 for a row that counts and 0 for one
+that does not; for mixup "mix", each sample's own share, its partner being its neighbour (rows 2i
+and 2i + 1 are a pair); for CutMix "cut", the position of the partner's rectangle
+(`Changes.beside`); in evaluation "mask", 1 for a sample and 0 for padding."""
 
 
 ROW_NUMBERS = "row_numbers"
-"""Of which masks of dropout are drawn, uint32 [rows]: of the batch inside of a step."""
+"""Random numbers from which dropout masks are drawn, uint32 [rows], in the batch inside of a
+step."""
 
 
 def with_row_numbers(setup: TrainSetup, batch: Batch, step: jax.Array) -> Batch:
@@ -73,12 +73,12 @@ def with_row_numbers(setup: TrainSetup, batch: Batch, step: jax.Array) -> Batch:
 
 
 LABEL_NUMBERS = "label_numbers"
-"""Of which labels are sampled in place of the targets, uint32 [rows]: of the batch of an estimate
-of curvature, inside of a step."""
+"""Random numbers from which labels are sampled in place of the targets, uint32 [rows], in the batch
+of an estimate of curvature inside of a step."""
 
 
 def with_sampled_labels(setup: TrainSetup, batch: Batch, step: jax.Array) -> tuple[Batch, Any]:
-    """`batch` for the gradient of the plain cross-entropy of labels that are sampled of the
+    """`batch` for the gradient of the plain cross-entropy of labels that are sampled from the
     network's logits, by seed, update and row, however rows are split; and how many labels count."""
     key = jax.random.fold_in(jax.random.key(setup.run.config.seed), step)
     rows = setup.run.split.global_batch
@@ -91,7 +91,8 @@ def with_sampled_labels(setup: TrainSetup, batch: Batch, step: jax.Array) -> tup
 
 
 def sampled_labels(logits: jax.Array, numbers_B: jax.Array) -> jax.Array:
-    """A class for each place of each row, int32, by softmax of `logits` [rows, ..., classes]."""
+    """A class for each place of each row, int32, sampled by the softmax of `logits` [rows, ...,
+    classes]."""
     keys_B = jax.vmap(jax.random.key)(numbers_B)
     return jax.vmap(jax.random.categorical)(keys_B, logits.astype(jnp.float32)).astype(jnp.int32)
 
@@ -110,8 +111,8 @@ def sample_metrics(
 
     With "mix", the network sees mix x sample + (1 - mix) x partner, and loss and accuracy are
     weighted over both targets in these shares (Zhang et al. 2017, arXiv 1710.09412, section 2);
-    with "cut" a rectangle is the partner's, and the shares are those of areas.
-    A partner may have weight 0 in the mean: its row holds an image and a target nevertheless.
+    with "cut" a rectangle is the partner's, and the shares are the areas. A partner may have weight
+    0 in the mean: its row holds an image and a target nevertheless.
     """
     if reads_features(setup.run.config):
         logits = with_features(network).classified(batch["inputs"])
@@ -133,8 +134,8 @@ def sample_metrics(
 def _metrics_of_two(
     setup: TrainSetup, both: tuple[jax.Array, jax.Array], batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Loss and accuracy of each sample, and its mean loss of the token after the next, float32 of
-    shape (samples,), in training; of the logits of both.
+    """Loss and accuracy of each sample in training, and its mean loss of the token after the next,
+    float32 of shape (samples,), from the logits of both.
 
     The last token of a sample has no token after the next: it counts 0, and the mean is over the
     others (DeepSeek-V3, arXiv 2412.19437, equation 24).
@@ -150,9 +151,9 @@ def _metrics_of_two(
 
 
 def with_target_weights(batch: Batch) -> Batch:
-    """`batch` of packed documents with the targets of each row that have a loss as its weight, so
-    that the mean loss is that over such targets (as in MaxText, and in Megatron-LM without
-    averages by sample); others unchanged."""
+    """`batch` of packed documents with the number of a row's targets that have a loss as its
+    weight, so that the mean loss is over such targets (as in MaxText, and in Megatron-LM without
+    averages by sample); other batches unchanged."""
     if SEGMENT_IDS not in batch:
         return batch
     return {**batch, "weights": batch.get("weights", 1) * _target_counts(batch["targets"])}
@@ -165,8 +166,8 @@ def _target_counts(targets_BS: jax.Array) -> jax.Array:
 def loss_and_accuracy(
     setup: TrainSetup, logits: jax.Array, batch: Batch, *, is_training: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy of each sample of these logits, float32 of shape (samples,); of packed
-    documents over its targets that have a loss."""
+    """Loss and accuracy of each sample from these logits, float32 of shape (samples,); for packed
+    documents, over its targets that have a loss."""
     is_sampled = LABEL_NUMBERS in batch
     how = setup.run.config.loss if is_training and not is_sampled else LossConfig()
 
@@ -189,7 +190,7 @@ def loss_and_accuracy(
     if SEGMENT_IDS in batch:
         is_counted = targets != IGNORED_TARGET
         losses, hits = (jnp.where(is_counted, each, 0).sum(axis=1) for each in (losses, hits))
-        # Of which a device with some of the tokens has its share: their mean is that of the sample.
+        # A device with some of the tokens has its share of these: their mean is that of the sample.
         shards = sample_tokens(targets.shape[1]) // targets.shape[1]
         counts = jnp.maximum(summed_over_tokens(_target_counts(targets)), 1) / shards
         return losses / counts, hits / counts
@@ -208,7 +209,7 @@ def is_paired(batch: Batch) -> bool:
 
 
 def _rectangles(cut: jax.Array, sides: tuple[int, ...]) -> jax.Array:
-    """Whether each pixel is of the partner, bool [rows, height, width].
+    """Whether each pixel is the partner's, bool [rows, height, width].
 
     Source: `rand_bbox` of the paper's code (github.com/clovaai/CutMix-PyTorch, train.py): whole
     pixels, half a rectangle to either side of its centre, cut off at the edges of the image.
@@ -245,12 +246,12 @@ def mean_loss(
     """Mean loss of the batch, times `scale` if given; and metrics and the running statistics after
     it.
 
-    The loss that is differentiated has the losses of routers and of multi-token prediction besides,
-    the one among the metrics has not: it is comparable to that of evaluation. Those of routers are
-    of all tokens, whatever the weights.
+    The loss that is differentiated includes the losses of routers and of multi-token prediction;
+    the one among the metrics does not, and is comparable to that of evaluation. Losses of routers
+    are over all tokens, whatever the weights.
 
     Weights multiply each sample's loss and accuracy: with those of `of_mean_1` this is the mean
-    over the samples that count, as are the statistics of BatchNorm.
+    over the samples that count, like the statistics of BatchNorm.
     """
     network = network_with(setup, bn, params, model_state)
     if "weights" in batch:
@@ -297,10 +298,10 @@ def gradients(
     `gradient_sync.device_rows` then gives. Without a row that counts, gradient and metrics are 0.
     The gradient of a frozen parameter is None. Gradient and loss are multiplied by `scale`, if
     given. `reduce`, if given, is applied to the gradient of each microbatch before accumulation.
-    With `rows`, those of one device, it is the gradient and the metrics whose mean over the devices
-    is that over all rows that count. For the noise scale, the metrics hold the squared norm of the
-    gradients before accumulation. The largest values of operands in "float8_delayed", which come as
-    the gradients of their scales, are those of all microbatches and devices.
+    With `rows`, those of one device, the mean of gradient and metrics over the devices is that over
+    all rows that count. For the noise scale, the metrics hold the squared norm of the gradients
+    before accumulation. The largest values of operands in "float8_delayed", which come as the
+    gradients of their scales, are those over all microbatches and devices.
     """
     is_pipelined = setup.run.layout.pipeline > 1  # its stages split the microbatches themselves
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
@@ -360,8 +361,8 @@ def by_timetable(
     batch: Batch,
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes, and
-    after them the largest values of a step in place of scales, as `scales_of` gives those."""
+    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes;
+    second come the largest values of the step in place of scales, as `scales_of` gives those."""
     run, model = setup.run, setup.run.config.model
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
     microbatches, period = run.split.microbatches, getattr(model, "period", 1)
@@ -371,7 +372,7 @@ def by_timetable(
     statistics = model_state.get(_BLOCKS, {})
 
     def network_of(ends: PyTree, blocks: PyTree) -> CausalNetwork:
-        """Of pairs of parameters and statistics."""
+        """The network with these pairs of parameters and statistics."""
         params, state = (
             {**of_ends, _BLOCKS: own} for of_ends, own in zip(ends, blocks, strict=True)
         )
@@ -414,7 +415,7 @@ def by_timetable(
             if moe is not None:
                 report: Any = network.routers.get_value()  # type: ignore[attr-defined]  likewise
                 loss += weighed_losses(report, moe) * weight(rows)
-                # In the place of its microbatch; the sum over all of them keeps each.
+                # At the index of its microbatch, so that the sum over all of them keeps each.
                 is_own = jnp.arange(microbatches) == rows["index"]
                 metrics[_OF_MTP] = jax.tree.map(partial(jnp.multiply.outer, is_own), report)
         return loss, metrics
@@ -461,7 +462,7 @@ def by_timetable(
         name: in_token_order(leaf) if leaf.ndim > 1 else leaf for name, leaf in batch.items()
     }
     rows = jax.tree.map(partial(split_microbatches, microbatches, 1), ordered)
-    if scale is not None:  # an argument: stages cannot close over what is of the mesh outside
+    if scale is not None:  # an argument: stages cannot close over arrays of the outer mesh
         rows["scale"] = jnp.broadcast_to(scale, microbatches)
     if mtp is not None:
         rows["index"] = jnp.arange(microbatches)
@@ -519,7 +520,8 @@ def of_mean_1(batch: Batch, rows: DeviceRows | None) -> Batch:
     """`batch` with the weights of its rows, if it has any, scaled to mean 1 over them, or with
     `rows` over those of all devices; 0 if no row counts.
 
-    Before rows are split into microbatches, which may hold different numbers of those that count.
+    Done before rows are split into microbatches, which may hold different numbers of rows that
+    count.
     """
     if "weights" not in batch:
         return batch

@@ -1,4 +1,4 @@
-"""The loss of each target: softmax cross-entropy, or a function of the user's own.
+"""The loss of each target: softmax cross-entropy, or the user's own function.
 
 Knows logits and targets; nothing of samples, weights and means.
 """
@@ -28,11 +28,11 @@ def losses_of(logits: jax.Array, targets: jax.Array, how: LossConfig) -> jax.Arr
 
 
 def require_loss(how: LossConfig, dataset: DatasetFacts) -> None:
-    """Refuse a loss of the user's own that is none, by trying it on shapes alone.
+    """Refuse a user's own loss that is not valid, by trying it on shapes alone.
 
     Raises:
         ConfigError: if there is no such function, its code fails, it does not take the options, or
-            gives anything but a number for each target.
+            returns anything but a number for each target.
     """
     if not how.is_own:
         return
@@ -44,7 +44,7 @@ def require_loss(how: LossConfig, dataset: DatasetFacts) -> None:
         accepted = f"{called}: {error}"
         raise ConfigError(refusal("loss.options", how.options, accepted)) from error
     except ValueError:
-        pass  # a built-in one has no signature: the call will say
+        pass  # a built-in one has no signature: the call will tell
     shape = (2, *dataset.target_shape)
     logits = jax.ShapeDtypeStruct((*shape, dataset.classes), jnp.float32)
     targets = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -74,9 +74,9 @@ def _own(how: LossConfig) -> Callable[..., jax.Array]:
 def _cross_entropy(logits: jax.Array, targets: jax.Array, how: LossConfig) -> jax.Array:
     """Softmax cross-entropy with label smoothing and z-loss, float32 of the shape of `targets`.
 
-    Where the data axis is manual (`shard_map`), the logit of the target is picked by a sum over
-    all: a gather along sharded classes makes XLA's partitioner abort
-    (spmd_partitioner_util.cc:497, jax 0.10.2).
+    If the data axis is manual (`shard_map`), the logit of the target is picked by a sum over all: a
+    gather along sharded classes makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
+    0.10.2).
     """
     if not is_partly_manual():
         of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

@@ -24,7 +24,7 @@ def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
     Args:
         layout: devices along each axis.
-        devices: in order of the cluster; if None, those of this run, all processes.
+        devices: in the order of the cluster; if None, those of all processes of this run.
 
     Raises:
         DoesNotFit: if there are fewer devices than the layout takes.

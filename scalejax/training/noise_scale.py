@@ -36,7 +36,7 @@ class NoiseAverages(NamedTuple):
 
     @property
     def noise_scale(self) -> Any:
-        """Noise scale in samples; not above 0 where the estimates are too few."""
+        """Noise scale in samples; not above 0 if there are too few estimates."""
         return self.variance / self.squared_norm
 
 
@@ -74,7 +74,7 @@ def averaged(noise_scales: Iterable[float | None], global_batch: float) -> float
 
     Args:
         noise_scales: measured at evenly spaced updates until the target was reached; None where
-            the gradients were too few for an estimate.
+            there were too few gradients for an estimate.
         global_batch: samples per update.
 
     Source: McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 to 2.4 and appendix D.

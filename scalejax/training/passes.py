@@ -1,8 +1,8 @@
-"""The passes of a function as functions of their own: forward, backward, and backward in two.
+"""The passes of a function as separate functions: forward, backward, and backward in two parts.
 
 What a forward pass saves for the backward pass, and what the gradient of the input saves for those
-of the parameters, are arrays that a schedule may keep between them for as long as it likes. Knows
-jaxprs; nothing of networks, and of schedules only that passes lie apart.
+of the parameters, are arrays that a schedule may keep for as long as it likes. Knows jaxprs;
+nothing of networks, and of schedules only that passes run at separate times.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from scalejax.training.gradient_sync.device_rows import PyTree
 
 
 class Parameters(NamedTuple):
-    """Parameters, of which some learn: two trees of one structure, each with None in place of what
-    is in the other."""
+    """Parameters, some of which learn: two trees of the same structure, each with None in place of
+    what is in the other."""
 
     learning: PyTree
-    """Those by which the loss is differentiated."""
+    """Those with respect to which the loss is differentiated."""
     frozen: PyTree
     """The others."""
     documents: Documents | None = None
-    """Not parameters, but what blocks are given beside them: the documents of a microbatch."""
+    """Not parameters: the documents of a microbatch, which blocks are given along with them."""
 
     @property
     def whole(self) -> PyTree:
@@ -53,17 +53,17 @@ def _given(
 
 @dataclass(frozen=True)
 class Split:
-    """The forward and the backward pass of a function as two functions, with what the first saves
-    for the second between them. Parameters are not saved, nor what follows from them alone."""
+    """The forward and the backward pass of a function as two functions, the first of which saves
+    arrays for the second. Neither parameters nor what follows from them alone is saved."""
 
     traced: ClosedJaxpr
     """(parameters, x) to (result and what is reported, what the backward pass needs)."""
     made: Any
-    """Shapes of the result, x and an addition to the loss or None, and of what is reported."""
+    """Shapes of the result (x, and an addition to the loss or None) and of what is reported."""
     back: Any
     """Structure of the backward function."""
     is_saved: tuple[bool, ...]
-    """Of what the backward pass needs, what depends on x."""
+    """For each array that the backward pass needs, whether it depends on x."""
 
     @classmethod
     def of(
@@ -134,9 +134,9 @@ class Split:
         saved: list[jax.Array],
         gradients: tuple[jax.Array, jax.Array | None],
     ) -> tuple[PyTree, jax.Array]:
-        """Gradients of the parameters that learn and of x, of those of the result."""
+        """Gradients of the parameters that learn and of x, from those of the result."""
         x = self.traced.in_avals[-1]
-        # Nothing that depends on x is used of this: the compiler leaves it out.
+        # Nothing of this that depends on x is used: the compiler removes it.
         _, needed = self._all(params, jnp.zeros(x.shape, x.dtype))
         own = iter(saved)
         needed = [
@@ -152,10 +152,10 @@ class BackwardParts:
     W of Qi et al. 2023, arXiv 2401.10241, section 2.1)."""
 
     structure: Any
-    """Of the gradients of the parameters."""
+    """Structure of the gradients of the parameters."""
     parts: "_Parts"
-    """(parameters, saved, weight, gradient) to (gradients of the parameters, gradient of x), of
-    which the last comes first."""
+    """(parameters, saved, weight, gradient) to (gradients of the parameters, gradient of x), the
+    last of which is computed first."""
 
     @classmethod
     def of(cls, split: Split, params: Parameters, x: Any) -> "BackwardParts":
@@ -197,7 +197,7 @@ class BackwardParts:
         saved: list[jax.Array],
         gradients: tuple[jax.Array, jax.Array | None],
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The gradient of x, of those of the result, and what is saved."""
+        """The gradient of x, from those of the result, and what is saved."""
         gradient, weight = gradients
         values = [*jax.tree.leaves((params, saved, weight)), gradient]
         (of_x,), between = self.parts.made_first(values)
@@ -217,17 +217,17 @@ class BackwardParts:
 
 _PARAMETERS, _SAVED, _GRADIENT = range(3)
 """What a value of a backward pass is computed from: parameters alone; also what was saved, but not
-the gradient; the gradient. That of an equation is the largest of its operands."""
+the gradient; the gradient. The source of an equation is the largest of its operands' sources."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """A function without calls as two, with what the first saves for the second between them."""
+    """A function without calls as two functions, the first of which saves arrays for the second."""
 
     traced: ClosedJaxpr
     """The function."""
     is_first: tuple[bool, ...]
-    """Of its results, those that the first part makes; the second makes the others."""
+    """For each of its results, whether the first part makes it; the second makes the others."""
     first: tuple[JaxprEqn, ...]
     """What the first part computes."""
     then: tuple[JaxprEqn, ...]
@@ -248,9 +248,9 @@ class _Parts:
 
         Args:
             traced: a function without calls.
-            is_first: of its results.
-            sources: of its arguments.
-            is_given: whether the second part has an argument too, which else is saved.
+            is_first: for each of its results, as in the field.
+            sources: those of its arguments.
+            is_given: for each argument, whether the second part is given it too; else it is saved.
         """
         jaxpr = traced.jaxpr
         source = _sources(jaxpr, sources)
@@ -262,8 +262,8 @@ class _Parts:
         first = _needed(wanted, made_by, arguments)
         for result in later:
             more = _needed([result], made_by, arguments) - first
-            # Gradients without a product, of norms and biases: they are small, and what they are
-            # sums of is not.
+            # Gradients without a product, of norms and biases: they are small, unlike what they
+            # sum.
             if all(_is_cheap(by_id[each], source) for each in more):
                 first |= more
         own = {*itertools.compress(jaxpr.invars, is_given), *jaxpr.constvars}
@@ -291,21 +291,21 @@ class _Parts:
 
     @property
     def is_read_then(self) -> list[bool]:
-        """Of the arguments, whether the second part reads them."""
+        """For each argument, whether the second part reads it."""
         read = {var for each in self.then for var in _variables(each.invars)}
         read.update(_variables(self.traced.jaxpr.outvars))
         return [var in read and var not in self.between for var in self.traced.jaxpr.invars]
 
     def made_first(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The results of the first part, of all arguments, and what is saved."""
+        """The results of the first part, from all arguments, and what is saved."""
         known = self._known(values)
         _evaluate(self.first, known)
         wanted = itertools.compress(self.traced.jaxpr.outvars, self.is_first)
         return [_read(known, var) for var in wanted], [known[var] for var in self.between]
 
     def made_then(self, values: Sequence[Any], between: Sequence[Any]) -> list[Any]:
-        """The results of the second part, of arguments, None for those that it does not read, and
-        of what was saved."""
+        """The results of the second part, from the arguments (None for those that it does not read)
+        and what was saved."""
         known = self._known(values) | dict(zip(self.between, between, strict=True))
         _evaluate(self.then, known)
         results = zip(self.traced.jaxpr.outvars, self.is_first, strict=True)
@@ -319,7 +319,7 @@ class _Parts:
 
 
 def _flat(closed: ClosedJaxpr, is_first: Sequence[bool], sources: Sequence[int]) -> ClosedJaxpr:
-    """`closed` without calls, in which no loop or `shard_map` makes results of both parts."""
+    """`closed` without calls, in which no loop or `shard_map` makes results for both parts."""
     inlined = jax.make_jaxpr(partial(_inlined, closed))(*closed.in_avals)
     return jax.make_jaxpr(partial(_divided, inlined, is_first, sources))(*inlined.in_avals)
 
@@ -327,8 +327,8 @@ def _flat(closed: ClosedJaxpr, is_first: Sequence[bool], sources: Sequence[int])
 def _divided(
     closed: ClosedJaxpr, is_first: Sequence[bool], sources: Sequence[int], *values: Any
 ) -> list[Any]:
-    """The results of `closed`, whose loops and `shard_map`s are each as many as there are parts
-    that they make results for."""
+    """The results of `closed`, with each loop and `shard_map` replaced by one for each part that it
+    makes results for."""
     jaxpr = closed.jaxpr
     source = _sources(jaxpr, sources)
     made_by = {var: each for each in jaxpr.eqns for var in each.outvars}
@@ -364,7 +364,7 @@ def _divided(
 def _loops(
     equation: JaxprEqn, parts: Iterable[list[int]], given: Sequence[Any]
 ) -> dict[int, jax.Array]:
-    """The results of a loop at the places of `parts`, by a loop for each of them, which carries no
+    """The results of a loop at the places of `parts`, from a loop for each of them that carries no
     more than it has to."""
     test, body = (_closed(equation.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     tested, computed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -419,8 +419,8 @@ def _shard_maps(
     sources: Sequence[int],
     given: Sequence[Any],
 ) -> dict[int, Any]:
-    """The results of a `shard_map` at the places of both `parts`, by one for each of them; and by
-    one more those that follow from parameters alone, which both parts may compute."""
+    """The results of a `shard_map` at the places of both `parts`, from one `shard_map` for each;
+    and from one more, those that follow from parameters alone, which both parts may compute."""
     inner = _closed(equation.params["jaxpr"])
     in_specs, out_specs = equation.params["in_specs"], equation.params["out_specs"]
     axes: frozenset[str] = equation.params["newly_manual_axes"]
@@ -434,7 +434,7 @@ def _shard_maps(
         return tuple(out_specs[at] for at in places)
 
     def by_itself(places: list[int]) -> dict[int, Any]:
-        """With the arguments that these results need, and no others."""
+        """The results at `places`, with no other arguments than they need."""
         made_by = {var: each for each in inner.jaxpr.eqns for var in each.outvars}
         results = [inner.jaxpr.outvars[at] for at in places]
         needed = _needed(results, made_by, frozenset(inner.jaxpr.invars))
@@ -468,7 +468,7 @@ def _shard_maps(
         made, between = held[-1].made_first(values)
         return made, [each[None] for each in between]
 
-    # What a device saves is its own: one after another along a new dimension.
+    # Each device saves its own arrays, which are stacked along a new dimension.
     of_devices = P(tuple(sorted(axes)))
     of_first = (list(specs_of(early)), of_devices)
     made, between = mapped(first, in_specs=in_specs, out_specs=of_first)(*given)
@@ -495,9 +495,9 @@ _PRODUCTS = {
     "sort",
     "top_k",
 }
-"""Primitives that are too much to compute twice; so are calls of kernels."""
+"""Primitives that are too expensive to compute twice; so are calls of kernels."""
 _COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
-"""Primitives that are, but of parameters, which else would be kept whole."""
+"""Primitives that are too, except on parameters, which would otherwise be kept whole."""
 
 
 def _is_cheap(equation: JaxprEqn, source: Mapping[Var, int]) -> bool:
@@ -529,7 +529,7 @@ def _source_of(atom: Any, source: Mapping[Var, int]) -> int:
 
 @contextmanager
 def _context(equation: JaxprEqn) -> Iterator[None]:
-    """That in which an equation was traced, with its name scopes, by which a loop is known."""
+    """The context in which an equation was traced, with its name scopes, which identify a loop."""
     scopes = f"{equation.source_info.name_stack}"
     with equation.ctx.manager, jax.named_scope(scopes) if scopes else nullcontext():
         yield
@@ -572,7 +572,8 @@ def _evaluate(equations: Iterable[JaxprEqn], known: dict[Var, Any]) -> None:
 
 
 def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
-    """The results of `closed`, with its calls, and its loops of one round, computed in place."""
+    """The results of `closed`, with its calls, and its loops of one iteration, computed in
+    place."""
     jaxpr = closed.jaxpr
     known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
@@ -583,7 +584,8 @@ def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
             made = _inlined(_closed(each.params["jaxpr"]), *given)
         elif name == "scan" and each.params["length"] == 1:
             inner = _closed(each.params["jaxpr"])
-            # What is scanned over, and what is stacked, has one dimension more than in the round.
+            # What is scanned over, and what is stacked, has one dimension more than in the
+            # iteration.
             entering = zip(given, inner.in_avals, strict=True)
             made = _inlined(
                 inner, *(x[0] if jnp.ndim(x) > _rank(aval) else x for x, aval in entering)
@@ -598,7 +600,8 @@ def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """What loops and calls have among their parameters, which is either, as JAX is old or new."""
+    """The jaxpr among the parameters of a loop or call, whose type depends on the version of
+    JAX."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 

@@ -1,9 +1,9 @@
 """The sharpness of a run: the largest eigenvalue of the Hessian of its training loss, and with
-AdamW that of the Hessian as it is preconditioned.
+AdamW that of the preconditioned Hessian.
 
 The Hessian is never built: Lanczos takes products of it with vectors, each the gradient of the
-product of the gradient with it. Vectors are trees like the parameters, sharded as they
-are. Knows the network and the samples; no loop and no record.
+product of the gradient with the vector. Vectors are trees like the parameters, sharded as they are.
+Knows the network and the samples; no loop and no record.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ from scalejax.training.state import (
 )
 
 _INVARIANT = 1e-5
-"""Of the largest entry of the tridiagonal matrix, what is left of a product beside the vectors
-before it, at most, where these span all that the Hessian reaches: the rest is rounding of float32.
+"""The most that is left of a product outside of the vectors before it, relative to the largest
+entry of the tridiagonal matrix, if these span all that the Hessian reaches: rounding of float32.
 """
 
 
@@ -60,17 +60,18 @@ class Sharpness:
     """Shapes, types and shardings of the samples."""
     function: Any
     """The compiled (params, model_state, adam, batch) -> "sharpness" and its "error", float32, and
-    of the preconditioned Hessian these two as "preconditioned_sharpness" and
+    the same two of the preconditioned Hessian as "preconditioned_sharpness" and
     "preconditioned_error", if `adam` is not None."""
     adam: Callable[[TrainState], "_Adam | None"]
-    """What AdamW has of a state by which the Hessian is preconditioned; None of others."""
+    """Maps a state to the part by which AdamW preconditions the Hessian; to None for other
+    optimizers."""
     optimizer: OptimizerConfig
-    """As it steps: its hyper-parameters at the run's batch."""
+    """The optimizer as it steps, with its hyper-parameters at the run's batch."""
     schedule: Any
     """Learning rate by updates made."""
 
     def samples(self, source: Source) -> Batch:
-        """The samples of every measurement, out of the training examples `source`."""
+        """The samples of every measurement, from the training examples `source`."""
         order = np.random.default_rng(self.wanted.seed).permutation(len(source))
         chosen = part_of(source, np.sort(order[: self.wanted.samples]))
         with closing(evaluation_batches(chosen, self.batch, self.how)) as batches:
@@ -78,8 +79,8 @@ class Sharpness:
 
     def measured(self, state: TrainState, batch: Batch) -> dict[str, float]:
         """The "sharpness" at the parameters that the next gradient is taken at, and its "error":
-        the distance to the nearest eigenvalue is no larger. The same two of the preconditioned
-        Hessian with AdamW, once it has a second moment."""
+        the distance to the nearest eigenvalue is no larger. With AdamW also these two of the
+        preconditioned Hessian, once it has a second moment."""
         adam = self.adam(state)
         values = jax.device_get(self.function(state.params, state.model_state, adam, batch))
         found = {name: float(value) for name, value in values.items()}
@@ -88,17 +89,17 @@ class Sharpness:
         return {name: found[name] for name in ("sharpness", "error")}
 
     def learning_rate(self, step: int) -> float:
-        """That of the update after `step` updates."""
+        """The rate of the update after `step` updates."""
         return float(self.schedule(step))
 
 
 def build_sharpness(
     run: ResolvedRun, mesh: Mesh, state: TrainState, evaluation: Evaluation
 ) -> Sharpness:
-    """The measurement of the sharpness of `run` over `mesh`, compiled: of the weights that are
-    trained, shaped as those of `state`, and of samples as those of `evaluation`."""
+    """The measurement of the sharpness of `run` over `mesh`, compiled: for the trained weights,
+    shaped like those of `state`, and for samples like those of `evaluation`."""
     wanted = run.config.train.sharpness
-    assert wanted is not None  # noqa: S101  by its caller
+    assert wanted is not None  # noqa: S101  checked by the caller
     batch = {
         name: like.update(shape=(wanted.samples, *like.shape[1:]))
         for name, like in evaluation.batch.items()
@@ -126,11 +127,11 @@ def build_sharpness(
 
 def stability_threshold(optimizer: OptimizerConfig, learning_rate: float) -> float | None:
     """The curvature of a quadratic above which SGD of this rate grows away from its minimum; None
-    of other optimizers, whose limit is that of a preconditioned Hessian
+    for other optimizers, whose limit is that of a preconditioned Hessian
     (`preconditioned_threshold`), and at rate 0.
 
     Source: Cohen et al. 2021, arXiv 2103.00065, section 2 and appendix B: 2 / rate, times 1 + m
-    with momentum m, and over 1 + 2 m besides if it is Nesterov's.
+    with momentum m, and divided by 1 + 2 m if it is Nesterov's.
     """
     if not isinstance(optimizer, SgdConfig) or learning_rate <= 0:
         return None
@@ -141,8 +142,8 @@ def stability_threshold(optimizer: OptimizerConfig, learning_rate: float) -> flo
 
 def preconditioned_threshold(optimizer: OptimizerConfig, learning_rate: float) -> float | None:
     """The largest eigenvalue of the preconditioned Hessian of a quadratic above which AdamW of this
-    rate, its preconditioner as it is and without weight decay, grows away from the minimum; None of
-    other optimizers, and at rate 0.
+    rate, its preconditioner as it is and without weight decay, grows away from the minimum; None
+    for other optimizers, and at rate 0.
 
     Source: Cohen et al. 2022, arXiv 2207.14484, section 3: 2 (1 + beta1) / ((1 - beta1) rate).
     """
@@ -166,9 +167,9 @@ class _Adam(NamedTuple):
     """What the preconditioner is made of."""
 
     second_moment: PyTree
-    """Without correction of its bias."""
+    """Without bias correction."""
     updates: jax.Array
-    """Updates in it, int32: without those that a loss scale skipped, which a step counts."""
+    """Updates in it, int32, without those that a loss scale skipped, which a step counts."""
 
 
 def _adam(state: TrainState) -> _Adam:
@@ -227,7 +228,8 @@ def _measure(
         return mean_loss(setup, BatchNormScope(), whole, model_state, batch)[0]
 
     def product(vector: PyTree) -> PyTree:
-        # Backward over backward: layers that have a backward pass of their own have no forward one.
+        # Backward over backward: layers with a custom backward pass have no forward-mode
+        # derivative.
         def along(learning: PyTree) -> jax.Array:
             return jnp.asarray(optax.tree.vdot(jax.grad(loss)(learning), vector))
 
@@ -301,14 +303,14 @@ def largest_eigenvalue(
         basis = [rows.at[index].set(leaf) for rows, leaf in zip(basis, vector, strict=True)]
         found = as_placed(jax.tree.leaves(product(jax.tree.unflatten(structure, vector))))
         along = sum(jnp.vdot(leaf, own) for leaf, own in zip(found, vector, strict=True))
-        # Where all is spanned the rest of the matrix is another block; its entries are those of
-        # the first vector, which are no larger than the largest eigenvalue.
+        # Once all is spanned, the rest of the matrix is another block; its entries are those of the
+        # first vector, which are no larger than the largest eigenvalue.
         along = jnp.where(is_alive, along, diagonal[0])
         diagonal = diagonal.at[index].set(along)
         rest = without(basis, without(basis, found))
         length = norm(rest)
         scale = jnp.maximum(jnp.abs(diagonal).max(), beside.max())
-        is_alive = is_alive & ~(length <= _INVARIANT * scale)  # True of NaN, which is to be seen
+        is_alive = is_alive & ~(length <= _INVARIANT * scale)  # stays True for NaN, which must show
         beside = beside.at[index].set(jnp.where(is_alive, length, 0))
         vector = as_placed([jnp.where(is_alive, leaf / length, 0) for leaf in rest])
         return basis, vector, is_alive, diagonal, beside

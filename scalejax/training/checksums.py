@@ -27,7 +27,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    # Where optimizer state is offloaded, its arithmetic is on the device too.
+    # If optimizer state is offloaded, its checksums are computed on the device too.
     return [checksum(jax.device_put(array, jax.memory.Space.Device)) for array in arrays]
 
 

@@ -21,13 +21,13 @@ class UsedFile:
     """One file of a data set, or the folder of a class of images."""
 
     file: DataFile
-    """Path, size and version of the file; of a folder, the total bytes of its images and the
+    """Path, size and version of the file; for a folder, the total bytes of its images and the
     SHA-256 of their versions."""
     rows: int
     """Rows, images, records or tokens it holds, before filters."""
     listing: str | None = None
-    """For a folder, the SHA-256 of the names and lengths of its images; of a Parquet file, that of
-    its footer; None for others, and for Parquet in runs of before."""
+    """For a folder, the SHA-256 of the names and lengths of its images; for a Parquet file, that of
+    its footer; None for others, and for Parquet in runs of earlier versions."""
 
 
 @document("data_files")
@@ -40,7 +40,7 @@ class UsedFiles:
     test: tuple[UsedFile, ...]
     """Test files."""
     validation: tuple[UsedFile, ...] = ()
-    """Validation files; none where validation examples are held out of the training files."""
+    """Validation files; empty if validation examples are held out of the training files."""
 
 
 def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
@@ -68,7 +68,7 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
 
 def fingerprints_to_keep(folder: RunFolder, data: DataConfig) -> UsedFiles | None:
     """Fingerprints of the files of `data`, for the folder of its run; None if it has no files.
-    What an earlier version of scalejax left out of those in the folder stays out, for the manifests
+    What an earlier version of scalejax left out of those in the folder stays out, as the manifests
     of its checkpoints have their hash.
 
     Raises:

@@ -10,7 +10,7 @@ from scalejax.core.units import format_fraction
 from scalejax.training.record import TrainMeasurement
 
 WORTH_SAYING = 0.03
-"""Fraction of the time from which on input stalls are reported."""
+"""Smallest fraction of the time at which input stalls are reported."""
 
 
 def wait_share(updates: Sequence[TrainMeasurement]) -> float | None:
@@ -36,7 +36,8 @@ def wait_in_words(updates: Sequence[TrainMeasurement]) -> str:
 def wait_with_advice(
     updates: Sequence[TrainMeasurement], how: InputConfig, cores: int, *, is_tuned: bool = False
 ) -> str:
-    """Wait for input with advice how to reduce it, as text to append; empty below `WORTH_SAYING`.
+    """Wait for input with advice on how to reduce it, as text to append; empty below
+    `WORTH_SAYING`.
 
     Args:
         updates: measurements of updates.
@@ -49,7 +50,7 @@ def wait_with_advice(
 
 
 def _advice(workers: int | str, cores: int, *, is_tuned: bool) -> str:
-    """Advice where devices wait for input."""
+    """Advice for devices that wait for input."""
     if not is_tuned and workers == 0 and cores > 1:
         return f'input.workers = "auto" has processes make batches on the {cores} cores'
     if not is_tuned and isinstance(workers, int) and workers < cores:

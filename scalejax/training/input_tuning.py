@@ -1,4 +1,4 @@
-"""Input workers of a run on this host: their number, measured where the config says "auto".
+"""Input workers of a run on this host: their number, measured if the config says "auto".
 
 Knows runs, their programs and their folders; `data` loads the batches.
 """
@@ -48,7 +48,7 @@ def tuned_input(
 
 
 def share_memory_with_workers(source: Source, how: InputConfig) -> Source:
-    """`source` limited to this process's share of the memory, the input workers having theirs.
+    """`source` limited to this process's share of the memory, as the input workers have theirs.
 
     Raises:
         ConfigError: if the memory is too small for so many workers.

@@ -156,14 +156,14 @@ def evaluation_measurement(
 
     Args:
         run: the run that trains.
-        parts: results of the evaluation of every batch; where they are sums per device, the result
-            is the mean over devices that saw an example of each device's mean.
+        parts: results of the evaluation of every batch; if they are sums per device, the result is
+            the mean of each device's mean, over the devices that saw an example.
         split: part of the data that was evaluated.
         step: updates made.
         seconds: duration of the evaluation.
         elapsed_seconds: time since training began.
         chosen: updates behind the weights that were tested at the end, and what they were chosen
-            by; None for an evaluation in the course of the run.
+            by; None for an evaluation during the run.
 
     Raises:
         ConfigError: if no example could be read.
@@ -213,8 +213,8 @@ def evaluation_measurement(
 
 
 def _loss_by_source(parts: Sequence[Mapping[str, Any]]) -> tuple[float | None, ...]:
-    """The mean loss of the examples of each source that could be read; None where there are none,
-    or it is not finite."""
+    """The mean loss of the examples of each source that could be read; None if there are none, or
+    it is not finite."""
     losses, counts = (
         np.sum([np.asarray(part[name], np.float64) for part in parts], axis=0)
         for name in ("source_losses", "source_counts")
@@ -296,9 +296,9 @@ class MetricsLogger:
             heartbeat: of this process.
             clock: of this session.
             after_step: lines of later steps are removed.
-            proved: where the record was when its checkpoint was saved: what is before is kept as it
-                is; None if there is no checkpoint.
-            runs_together: its time is a share of that of so many runs in one program.
+            proved: the position of the record when its checkpoint was saved: what is before it is
+                kept as it is; None if there is no checkpoint.
+            runs_together: number of runs that share one program, and its time.
             config: the run, for its trackers; if None, it has none.
 
         Raises:
@@ -336,11 +336,12 @@ class MetricsLogger:
 
     @property
     def position(self) -> RecordPosition | None:
-        """The end of the record; None but in the first process."""
+        """The end of the record; None except in the first process."""
         return None if self._log is None else self._log.position
 
     def write(self, measurement: Measurement) -> None:
-        """Append one line to the record, and report it; that of an end is on the disk first."""
+        """Append one line to the record, and report it; the line of an end is flushed to disk
+        first."""
         if self._log is not None:
             self._log.append(measurement)
             is_change = isinstance(measurement, StatusChange)

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: what proves that its files, and the record up to its step, are as
 they were written.
 
-It is written last, when all that it speaks of is on the disk, so that a checkpoint with a manifest
-is whole. Knows files and their sums; neither arrays nor how a run is trained.
+It is written last, when all that it describes is on disk, so that a checkpoint with a manifest is
+complete. Knows files and their sums; neither arrays nor how a run is trained.
 """
 
 import errno
@@ -55,7 +55,7 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingState:
-    """Where early stopping is, which a resumed run works out from its record."""
+    """The state of early stopping, which a resumed run works out from its record."""
 
     best_step: int | None
     """Updates after which it saw the best evaluation; None if it saw none."""
@@ -82,7 +82,7 @@ class RunAtStep:
     record: RecordPosition
     """Its record so far."""
     stopping: StoppingState | None
-    """Where early stopping is; None if the run has ended."""
+    """State of early stopping; None if the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Manifest:
     """Validation accuracy of the state; None if it was not evaluated before it was saved, or there
     are no validation data."""
     test_accuracy: float | None = None
-    """Of versions before there were validation data; nothing is chosen by it any more."""
+    """From versions before there were validation data; no longer used to choose anything."""
     runs: tuple[RunAtStep, ...] = ()
     """The run, or those that one program trains together."""
 
@@ -107,14 +107,14 @@ class Manifest:
 @document("newest_checkpoint")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newest:
-    """The newest checkpoint that a folder has had, by which one that is gone is missed."""
+    """The newest checkpoint that a folder has had, so that its loss is noticed."""
 
     step: int
-    """Updates made; 0 where none was finished yet."""
+    """Updates made; 0 if none was finished yet."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of the checkpoint in `folder`, with a checksum of its own.
+    """Write the manifest of the checkpoint in `folder`, with its own checksum.
 
     Raises:
         ConfigError: if it cannot be written.
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         Damaged: if there is none, it is not as it was written, or it is of another step than the
-            name of the folder says; the text says which, without the folder.
+            name of the folder says; the message says which, without the folder.
         Unavailable: if it cannot be read at present.
     """
     path = folder / MANIFEST
@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def synced_files(folder: Path) -> dict[str, FileSum]:
-    """Bring the files in `folder`, and their names, to the disk; what they hold, by path."""
+    """Flush the files in `folder`, and their names, to the disk; returns their sums, by path."""
     paths = list(_files_below(folder))
     with ThreadPoolExecutor(_READERS) as pool:
         sums = list(pool.map(_synced, paths))
@@ -165,7 +165,7 @@ def synced_files(folder: Path) -> dict[str, FileSum]:
 
 
 def first_difference(folder: Path, files: Mapping[str, FileSum]) -> str | None:
-    """In what the files in `folder` differ from what was written; None if in nothing.
+    """How the files in `folder` differ from what was written; None if they do not.
 
     Raises:
         Unavailable: if one cannot be read at present.
@@ -179,8 +179,8 @@ def first_difference(folder: Path, files: Mapping[str, FileSum]) -> str | None:
 
 
 def record_damage(files: RunFolder) -> str | None:
-    """In what the record of a run is not what it was at its newest checkpoint; None if in nothing,
-    or where no manifest tells."""
+    """How the record of a run differs from what it was at its newest checkpoint; None if it does
+    not, or no manifest tells."""
     steps = (int(path.name) for path in files.checkpoints.glob("*") if path.name.isdecimal())
     for step in sorted(steps, reverse=True):
         try:
@@ -203,7 +203,7 @@ def digest(value: object) -> str:
 
 
 def newest_file(folder: Path) -> Path:
-    """The file beside a folder of checkpoints that says which was the newest."""
+    """The file next to a folder of checkpoints that says which was the newest."""
     return folder.with_name(f"{folder.name}.json")
 
 
@@ -221,8 +221,8 @@ def set_newest(folder: Path, step: int) -> None:
 
 
 def save_newest_copy(copies: Path, files: RunFolder) -> int | None:
-    """Have the newest sound copy of the state be a checkpoint of the run, by its manifest last: its
-    step; None if there is none, or a checkpoint is as new.
+    """Make the newest sound copy of the state a checkpoint of the run, its manifest last; returns
+    its step, or None if there is none or a checkpoint is as new.
 
     Args:
         copies: copies by step, which nobody writes any more.
@@ -310,7 +310,7 @@ def _size_bytes(path: Path) -> int | None:
     """Size of a file; None if there is none.
 
     Raises:
-        Unavailable: if that cannot be told at present, which is no damage.
+        Unavailable: if that is unknown at present, which is not damage.
     """
     try:
         found = path.stat()

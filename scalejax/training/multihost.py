@@ -1,5 +1,5 @@
-"""Consistency of a run: config, data and state must be equal in all processes, at its start and,
-if asked for, all along.
+"""Consistency of a run: config, data and state must be equal in all processes, at its start and, if
+requested, throughout.
 
 Each process reads its own files and initialises its own copy of the state, so they could differ; a
 difference is refused in all processes, naming the field and the process. Knows runs and states;
@@ -66,7 +66,7 @@ def decided_by_first(decide: Callable[[], JsonValue]) -> JsonValue:
     """What `decide` returns in process 0, in all processes; every process must call it.
 
     Raises:
-        ScalejaxError: what `decide` raises in process 0, in all.
+        ScalejaxError: what `decide` raises in process 0, in all processes.
     """
     said: dict[str, JsonValue] = {}
     if is_first():
@@ -121,7 +121,7 @@ def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
 
 
 def require_same_checkpoint(step: int, digest: str = "") -> None:
-    """Refuse to resume where processes see different checkpoints; all must call it.
+    """Refuse to resume if processes see different checkpoints; all must call it.
 
     Args:
         step: step of the checkpoint that this process is to read; 0 if none.
@@ -137,12 +137,12 @@ def require_same_checkpoint(step: int, digest: str = "") -> None:
 
 
 def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step: int) -> None:
-    """Refuse a state of which two processes hold different replicas; every process must call it.
+    """Refuse a state whose replicas differ between processes; every process must call it.
 
     Horovod broadcasts the first process's variables to all others
     (BroadcastGlobalVariablesCallback), which a network that is initialised differently in every
-    process needs. Here such states are refused: of an array sharded over processes the first has
-    no full copy to broadcast, and a run whose values do not follow from its seed is another run
+    process needs. Here such states are refused: the first process has no full copy of an array that
+    is sharded over processes, and a run whose values do not follow from its seed is a different run
     each time. Every shard with replicas on two devices is compared; a shard that is on one device
     only has nothing to differ from.
 
@@ -183,20 +183,21 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
 
 
 def require_equal_replicas(state: TrainState, *, step: int, way_back: Callable[[], str]) -> None:
-    """Refuse to go on with a state of which two devices hold different replicas; every process must
+    """Refuse to continue with a state whose replicas differ between devices; every process must
     call it.
 
     Replicas begin equal and are updated by the same numbers, so a difference is silent corruption:
-    a bit that flipped, or a device that computes wrongly. What lies on one device only, as
-    parameters over fsdp, has nothing to differ from, and neither has what lies on the host.
+    a bit that flipped, or a device that computes wrongly. What lies on one device only, like
+    parameters sharded over fsdp, has nothing to differ from, and neither does what lies on the
+    host.
 
     Args:
         state: its arrays.
         step: updates made.
-        way_back: says what may be gone on from; called in all processes if replicas differ.
+        way_back: says what the run may resume from; called in all processes if replicas differ.
 
     Raises:
-        Damaged: naming the array, the device that is alone with its numbers, and its process.
+        Damaged: naming the array, the device whose numbers differ, and its process.
     """
     on_devices = jax.tree.map(
         lambda leaf: leaf if leaf.sharding.memory_kind in (None, "device") else None, state
@@ -229,7 +230,7 @@ def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Difference:
-    """An array of which a device holds another replica than most."""
+    """An array whose replica on one device differs from that on most."""
 
     name: str
     """Path of the array."""
@@ -242,12 +243,12 @@ class _Difference:
     other_device: int
     """Its id."""
     is_even: bool
-    """Whether as many hold one as the other, so that neither is most."""
+    """Whether equally many devices hold either, so that there is no majority."""
 
 
 def _different_copies(mesh: Mesh, state: PyTree) -> list[_Difference]:
-    """Each array whose replicas differ, with the first device that differs from most (from the
-    first process where there is no most); equal in all processes."""
+    """Each array whose replicas differ, with the first device that differs from the majority (from
+    the first process if there is none); the same in all processes."""
     paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     fingerprints = _fingerprints(mesh, [leaf for _, leaf in paths_and_leaves])
     devices = list(mesh.devices.flat)
@@ -261,7 +262,7 @@ def _different_copies(mesh: Mesh, state: PyTree) -> list[_Difference]:
         for row in order:
             rows_of.setdefault(str(parts[devices[row]]), []).append(row)
         for rows in rows_of.values():
-            counts = Counter(column[row] for row in rows).most_common()  # ties: as they came
+            counts = Counter(column[row] for row in rows).most_common()  # ties: in order of rows
             if len(counts) == 1:
                 continue
             most = next(row for row in rows if column[row] == counts[0][0])
@@ -287,7 +288,7 @@ def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _checksums_of_shards(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[..., jax.Array]:
-    """The checksums of arrays that are sharded so; kept, as it is called all along a run."""
+    """The checksums of arrays with these shardings; cached, as it is called throughout a run."""
 
     def of_device(*parts: jax.Array) -> jax.Array:
         return jnp.stack([checksum(part) for part in parts])[None]

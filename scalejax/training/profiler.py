@@ -43,7 +43,7 @@ def parse_schedule(text: str) -> TraceSchedule:
     """The schedule in "wait,warmup,active,repeat", such as "10,2,5,1".
 
     Raises:
-        ConfigError: if there are not four whole numbers, or they make no schedule.
+        ConfigError: if there are not four whole numbers, or they are not a valid schedule.
     """
     try:
         wait, warmup, active, repeat = (int(part) for part in text.split(","))
@@ -127,5 +127,5 @@ def require_room(schedule: TraceSchedule, steps: int) -> None:
 
 def _start(folder: Path) -> None:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # the calls of Python would be most of the file
+    options.python_tracer_level = 0  # calls of Python functions would be most of the file
     jax.profiler.start_trace(str(folder), profiler_options=options)

@@ -37,10 +37,10 @@ from scalejax.training.record import (
 
 _SECONDS_BETWEEN_LINES = 5.0
 _WIDTH = 80
-"""Columns of lines where there is no terminal, as in files and mails of schedulers."""
+"""Columns of lines if there is no terminal, as in files and mails of schedulers."""
 
 _AS_USUAL = ("started", "completed")
-"""Statuses of a run to which nothing happened."""
+"""Statuses of a run to which nothing unusual happened."""
 _OF_FIGURES = (
     TrainMeasurement,
     EvaluationMeasurement,
@@ -140,7 +140,7 @@ class PlainLines(Reporter):
             line = f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left"
         else:
             line = _sentence(measurement, self._total_steps)
-        # Others have paths, reasons and commands in them that are looked for: these stay whole.
+        # Other lines hold paths, reasons and commands that people search for: these stay whole.
         is_as_usual = isinstance(measurement, StatusChange) and measurement.status in _AS_USUAL
         put = self.say if is_as_usual or isinstance(measurement, _OF_FIGURES) else self._write
         put(line)
@@ -204,7 +204,8 @@ class ProgressBar(Reporter):
 
 
 class Cell(Reporter):
-    """One line below a notebook's cell, with the figures of now; it goes when the run ends."""
+    """One line below a notebook's cell, with the current figures; it is removed when the run
+    ends."""
 
     def __init__(self) -> None:
         self._line = CellLine()
@@ -212,7 +213,7 @@ class Cell(Reporter):
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Say so."""
+        """Show that programs are being compiled."""
         self._line.show("compiling")
         try:
             yield
@@ -292,7 +293,7 @@ def _sentence(measurement: Told, total_steps: int) -> str:
 def _figures(measurement: TrainMeasurement, *, is_short: bool = False) -> str:
     rate = format_count(measurement.samples_per_second)
     wait = wait_in_words([measurement])
-    if wait and is_short:  # beside a bar, on a terminal of 80 columns
+    if wait and is_short:  # next to a bar, on a terminal of 80 columns
         wait = f", {format_fraction(wait_share([measurement]))} waiting"
     statistics = statistics_in_words(measurement)
     return f"loss {_loss(measurement.loss)}, {rate} samples/s{wait}{statistics}"

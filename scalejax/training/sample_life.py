@@ -1,4 +1,4 @@
-"""The life of a batch, stage by stage: measured beside predicted, what hides it, what a setting
+"""The life of a batch, stage by stage: as measured and predicted, what hides it, what a setting
 would change.
 
 Arithmetic on a measurement and a prediction; measures nothing.
@@ -14,13 +14,13 @@ from scalejax.training.input_stalls import WORTH_SAYING
 from scalejax.training.record import InputMeasurement
 
 Hidden = Literal["yes", "in part", "no", "takes the step's cores"]
-"""Whether a stage runs beside the step; where it does so on the cores of the step, it makes that
-longer."""
+"""Whether a stage runs concurrently with the step; if it does so on the cores of the step, it makes
+the step longer."""
 
 
 EXCHANGE = "exchange"
-"""Name of the stage that no clock sees: the program runs it with compute, a part of whose time it
-is."""
+"""Name of the stage that no clock sees: the program runs it along with compute, as part of its
+time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class LifeStage:
     measured_seconds: float | None
     """Mean time of a batch in it; None if it was not measured."""
     predicted_seconds: float | None
-    """The same as predicted; None if it was not."""
+    """The predicted time; None if it was not predicted."""
     place: str
     """Where it runs: workers, training process, devices."""
     hidden: Hidden | None
@@ -95,7 +95,7 @@ def life_of(
 
 
 def _hidden(measured: InputMeasurement) -> Hidden | None:
-    """Whether the input runs beside the step."""
+    """Whether the input runs concurrently with the step."""
     if measured.step_seconds is None:
         return None
     if measured.shares_cores:
@@ -118,16 +118,16 @@ def period_seconds(
 ) -> float:
     """Time from one update to the next with other settings, from the measured stages.
 
-    n workers make a batch each n-th of the time that one takes for it, or as fast as the cores
-    allow, and updates come at the pace of the slower of input and step:
+    n workers make a batch in 1 / n of the time that one takes, or as fast as the cores allow, and
+    updates come at the pace of the slower of input and step:
 
     max((storage + own) / n, processor / cores, step + processor * wait / (step + wait) / cores)
 
-    with own = decode + augment + hand over, or the processor time where threads decoded and a
-    worker, which has one, is to. The last term is of devices that are the host's CPU: work of the
-    input that was done while they waited is then done beside the step, on its cores.
+    with own = decode + augment + hand over, or the processor time if threads decoded and a worker,
+    which has one thread, is to. The last term is for devices that are the host's CPU: input work
+    that was done while they waited is then done during the step, on its cores.
 
-    Left out: that workers share storage, and decode row groups more often than one.
+    Left out: that workers share storage, and decode row groups more often than one does.
 
     Args:
         measured: stages of a batch, with a step.
@@ -150,14 +150,14 @@ def period_seconds(
 
 
 def other_settings(measured: InputMeasurement) -> tuple[tuple[str, float, float], ...]:
-    """(setting, seconds from one update to the next with it, seconds now): of more workers, of
-    longer prefetching and of a cache."""
+    """(setting, seconds from one update to the next with it, seconds now): for more workers, longer
+    prefetching and a cache."""
     now = period_seconds(measured)
     more = 2 * measured.workers or measured.cores
     cached = min(now, period_seconds(measured, is_cached=True))
     return (
         (f"input.workers = {more}", period_seconds(measured, workers=more), now),
-        # In the mean a queue is as fast as what fills it, however long it is.
+        # On average a queue is as fast as what fills it, however long it is.
         ("a longer input.read_ahead_batches", now, now),
         ("data in memory (cache)", cached, now),
     )

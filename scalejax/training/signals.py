@@ -27,7 +27,8 @@ without saving. A scheduler gives 30 s."""
 SETUP_SECONDS = 5.0
 """Time limit after a signal for a run that has not begun to train."""
 _SYNC_SECONDS = 1.0
-"""Interval at which processes synchronise signals: each time waits for all queued work."""
+"""Interval at which processes synchronise signals: each synchronisation waits for all queued
+work."""
 _MOST_CALLS = 50
 """Most calls between two synchronisations, however fast they are: updates that slow down to 0.4 s
 are still polled within `HONOUR_SECONDS`. With updates of 1 ms, processes synchronise every
@@ -66,7 +67,7 @@ class StopSignals:
         Args:
             heartbeat: current phase of the run, for the message.
             honour_seconds: as `HONOUR_SECONDS`.
-            leave: ends the process with a code at once; if None, `os._exit` where a launcher has
+            leave: ends the process with a code at once; if None, `os._exit` if a launcher has
                 started the process, else nothing, as the process may serve others too.
         """
         self._heartbeat = heartbeat or Heartbeat(None)
@@ -78,7 +79,7 @@ class StopSignals:
         self._previous: dict[int, object] = {}
         self._pace: _Pace | None = None
         self.wish: Callable[[], int] = int
-        """What this process wishes to be done, as a small number; 0 for nothing."""
+        """What this process wants to be done, as a small number; 0 for nothing."""
         self.agreed_wish = 0
         """The highest wish of all processes, if they have agreed in the last call; else 0."""
         self._pipe: tuple[int, int] | None = None

@@ -44,27 +44,28 @@ def is_skipped(value: float | None, loss_scale: float | None) -> bool:
 
 
 _FAR_ABOVE_A_GUESS = 2.0
-"""Over the loss of a guess, ln(classes), at which a network begins: far beyond what noise and small
-rates make of it, and far below the losses of runs that diverge without overflow (1e2 to 1e35)."""
+"""Factor over the loss of a guess, ln(classes), at which a network begins: far beyond what noise
+and small rates do to that loss, and far below the losses of runs that diverge without overflow (1e2
+to 1e35)."""
 _LAST_SHARE = 0.1
 _FEWEST_LINES = 3
-"""Fewer losses of a batch say nothing of a run; the median of so many bears one outlier."""
+"""Fewer batch losses say nothing about a run; the median of this many tolerates one outlier."""
 
 
 def divergence_at_end(
     last_losses: Mapping[str, float | None], logged: Sequence[float | None], classes: int
 ) -> tuple[DivergenceCause, str] | None:
-    """Why a run that came to its end diverged, and that in words; None if it did not.
+    """Why a run that reached its end diverged, also in words; None if it did not.
 
     It is worse than guessing if the median of its last training losses is far above the loss of a
-    guess, and not below the first that was logged, and its last evaluation, where it has one, is
-    as far above: training losses are of few batches, and have z-loss and smoothing in them.
+    guess, and not below the first that was logged, and its last evaluation, if it has one, is as
+    far above: training losses are of few batches, and include z-loss and smoothing.
 
     Args:
         last_losses: the last training loss, "train", and that of the last evaluation, "evaluation";
             None if not finite.
-        logged: training losses of the record, in order; the last tenth is looked at, of at least
-            three, and nothing where there are fewer.
+        logged: training losses of the record, in order; the last tenth is checked, at least three,
+            and nothing if there are fewer.
         classes: classes, or size of the vocabulary, of a cross-entropy.
     """
     if None in last_losses.values():
@@ -85,8 +86,8 @@ def divergence_at_end(
 
 
 def is_monitored(measurement: Measurement) -> TypeGuard[Evaluated]:
-    """Whether it is an evaluation in the course of a run, not that of test data at the end of one
-    that has validation data: what is found there changes nothing any more."""
+    """Whether it is an evaluation during a run, not that of test data at the end of one that has
+    validation data: what is found there no longer changes anything."""
     if isinstance(measurement, EvaluationMeasurement):
         return measurement.chosen_step is None
     return isinstance(measurement, ValidationMeasurement)
@@ -141,7 +142,7 @@ class Divergence:
         norm, loss_scale = measurement.gradient_norm, measurement.loss_scale
         if growth is None or is_skipped(norm, loss_scale):
             return
-        self._norms.append(math.inf if norm is None else norm)  # it is measured: so it overflowed
+        self._norms.append(math.inf if norm is None else norm)  # None as it overflowed
         before, last = self._norms[:-patience], self._norms[-patience:]
         if before and min(last) > growth * median(before):
             self.cause = "exploding_gradient"
@@ -190,7 +191,7 @@ class EarlyStopping:
     def _is_better(self, value: float, reference: float | None) -> bool:
         """Whether `value` beats `reference` by more than `min_delta`; anything beats None.
 
-        Compared in float32, as Keras compares: 0.9 against 1.0 is no change of more than 0.1.
+        Compared in float32, as in Keras: 0.9 against 1.0 is no change of more than 0.1.
         """
         if reference is None:
             return True
@@ -220,7 +221,7 @@ class RunStatus:
 
     @property
     def stopping(self) -> StoppingState:
-        """Where early stopping is."""
+        """The state of early stopping."""
         wanted = self._wanted
         return StoppingState(
             best_step=self.best_step,
@@ -236,7 +237,7 @@ class RunStatus:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run, ended here, is one that diverged: by a rule, or by its last losses."""
+        """Whether the run, if it ends here, has diverged: by a rule, or by its last losses."""
         return self.has_diverged or self._lost_at_end is not None
 
     @property

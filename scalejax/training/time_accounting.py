@@ -85,7 +85,7 @@ class Interval(Activities):
 class TimeAccount(Activities):
     """Wall time of a run by activity; each second is counted once.
 
-    What was lost is `wasted_seconds`, and in none of the other activities.
+    Lost time is in `wasted_seconds`, and in none of the other activities.
     """
 
     sessions: int

@@ -1,9 +1,9 @@
-"""Trackers: what TensorBoard, Weights & Biases and MLflow show of a run, made of its record.
+"""Trackers: what TensorBoard, Weights & Biases and MLflow show of a run, made from its record.
 
-The record is the truth: when a run is resumed, a tracker is given again what is in the record, so
-that no step is missing in it and none is there twice. Names of metrics are the same in all. Knows
-measurements and the packages of the trackers; no loop and no devices. Nothing is sent anywhere,
-unless the environment asks for it.
+The record is the source of truth: when a run is resumed, a tracker is given the content of the
+record again, so that no step is missing or written twice. Names of metrics are the same in all
+trackers. Knows measurements and the packages of the trackers; no loop and no devices. Nothing is
+sent anywhere, unless the environment asks for it.
 """
 
 import importlib
@@ -49,16 +49,16 @@ _PARTS = {
 _SECONDS_BETWEEN_BATCHES = 2.0
 """Time between two transactions of MLflow's database, each of which takes some 10 ms."""
 _LONGEST_PARAM = 6000
-"""Characters of a parameter that MLflow takes (`MAX_PARAM_VAL_LENGTH` of mlflow 3.17)."""
+"""Most characters of a parameter that MLflow accepts (`MAX_PARAM_VAL_LENGTH` of mlflow 3.17)."""
 _MOST_PARAMS = 100
-"""Parameters of one call that MLflow takes (`MAX_PARAMS_TAGS_PER_BATCH`)."""
+"""Most parameters in one call that MLflow accepts (`MAX_PARAMS_TAGS_PER_BATCH`)."""
 
 
 def require_trackers(tracking: TrackingConfig | None) -> None:
     """Refuse trackers whose packages are not installed.
 
     Raises:
-        ConfigError: naming the package, and the command that brings it.
+        ConfigError: naming the package, and the command that installs it.
     """
     for name in () if tracking is None else tracking.trackers:
         for module in _MODULES[name]:
@@ -96,20 +96,20 @@ class Tracker(ABC):
 
     @classmethod
     def errors(cls) -> tuple[type[Exception], ...]:
-        """Errors by which it fails, that are no reason to end a run."""
+        """Errors of the tracker that are no reason to end a run."""
         return (OSError,)
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_seconds: float) -> None:
-        """Write the values of a line of the record, of that time; lines come in order of steps."""
+        """Write the values of a line of the record, with its time; lines come in order of steps."""
 
     @abstractmethod
     def close(self, status: Status | None) -> None:
-        """Write what is left, and the last status of this session."""
+        """Write the rest, and the last status of this session."""
 
 
 class _TensorBoard(Tracker):
-    """Event files, written anew by each session."""
+    """Event files, rewritten by each session."""
 
     name = "tensorboard"
 
@@ -119,7 +119,7 @@ class _TensorBoard(Tracker):
             str(folder), flush_secs=10
         )
         rows = [f"    {name} = {value!r}" for name, value in fields_of(config).items()]
-        self._writer.add_text("config", "\n".join(rows))  # indented: Markdown for "as it is"
+        self._writer.add_text("config", "\n".join(rows))  # indented: verbatim in Markdown
 
     def write(self, step: int, values: Mapping[str, float], unix_seconds: float) -> None:
         for name, value in values.items():
@@ -130,7 +130,7 @@ class _TensorBoard(Tracker):
 
 
 class _WeightsAndBiases(Tracker):
-    """A run of Weights & Biases under one id; offline its file is written anew by each session, and
+    """A run of Weights & Biases under one id; offline, its file is rewritten by each session, and
     `wandb sync` sends it."""
 
     name = "wandb"
@@ -177,8 +177,8 @@ class _WeightsAndBiases(Tracker):
 
 
 class _Mlflow(Tracker):
-    """A run of MLflow in a database of its own, or where MLFLOW_TRACKING_URI says; what a session
-    finds there it does not write again."""
+    """A run of MLflow in its own database, or where MLFLOW_TRACKING_URI says; a session does not
+    write again what it finds there."""
 
     name = "mlflow"
 
@@ -189,7 +189,7 @@ class _Mlflow(Tracker):
     def __init__(self, folder: Path, config: RunConfig, run_name: str) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._mlflow = importlib.import_module("mlflow")
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # of tables that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports the tables it makes
         folder.mkdir(parents=True, exist_ok=True)
         place = os.environ.get("MLFLOW_TRACKING_URI")
         uri = place or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
@@ -259,8 +259,8 @@ _TRACKERS: dict[str, type[_TensorBoard] | type[_WeightsAndBiases] | type[_Mlflow
 
 
 def open_trackers(config: RunConfig, files: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
-    """The trackers that `config` asks for, in the folder of its run; one that cannot be opened, as
-    its server does not answer, is told and left out."""
+    """The trackers that `config` asks for, in the folder of its run; one that cannot be opened, for
+    example as its server does not answer, is reported and left out."""
     if config.tracking is None:
         return []
     run_name = config.tracking.run_name or files.path.absolute().name

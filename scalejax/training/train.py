@@ -93,8 +93,8 @@ def train(
         on_compiled: called with the compiled programs before the first step; None for nothing.
         startup_seconds: time this session has taken so far, for its time accounting.
         leave: a function that ends this process, such as `os._exit`, called if it hangs for 20 s
-            after a signal, or 5 s before training; if None, the process is never ended, as it
-            serves others too.
+            after a signal (before training, 5 s); if None, the process is never ended, as it serves
+            others too.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot

@@ -361,8 +361,9 @@ def by_timetable(
     batch: Batch,
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes;
-    second come the largest values of the step in place of scales, as `scales_of` gives those."""
+    """`gradients` of a pipeline whose stages follow a timetable of forward and backward passes; the
+    second result is the largest values of the step in place of scales, as `scales_of` gives
+    those."""
     run, model = setup.run, setup.run.config.model
     chunks, stages = run.config.layout.pipeline_chunks, run.layout.pipeline
     microbatches, period = run.split.microbatches, getattr(model, "period", 1)

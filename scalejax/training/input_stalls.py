@@ -17,7 +17,7 @@ def wait_share(updates: Sequence[TrainMeasurement]) -> float | None:
     """Fraction of the update time for which devices waited for a batch, 0..1; None if it was not
     measured.
 
-    Of several measurements the first is left out, as it includes the start of the input workers.
+    The first of several measurements is left out, as it includes the start of the input workers.
     """
     known = [(m.data_wait_seconds, m.step_seconds) for m in updates if m.step_seconds > 0]
     known = [(wait, step) for wait, step in known if wait is not None]

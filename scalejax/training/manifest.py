@@ -107,7 +107,7 @@ class Manifest:
 @document("newest_checkpoint")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newest:
-    """The newest checkpoint that a folder has had, so that its loss is noticed."""
+    """The newest checkpoint that a folder has had, so that it is noticed if that is gone."""
 
     step: int
     """Updates made; 0 if none was finished yet."""

@@ -102,7 +102,7 @@ _SHOWN = 3
 def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
     """Refuse a run whose config, data or versions differ between processes; all must call it.
 
-    Of the data, the number of examples, shapes and classes are compared.
+    Data are compared by the number of examples, shapes and classes.
 
     Args:
         run: the run as this process resolved it.

@@ -497,7 +497,7 @@ _PRODUCTS = {
 }
 """Primitives that are too expensive to compute twice; so are calls of kernels."""
 _COLLECTIVES = {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
-"""Primitives that are too, except on parameters, which would otherwise be kept whole."""
+"""Primitives that are too expensive except on parameters, which would otherwise be kept whole."""
 
 
 def _is_cheap(equation: JaxprEqn, source: Mapping[Var, int]) -> bool:

@@ -374,7 +374,7 @@ class RunFolder:
     checkpoints = FileIn("checkpoints")
     """States to resume from, by step, and the best one."""
     newest_checkpoint = FileIn("checkpoints.json")
-    """Step of the newest checkpoint, so that its loss is noticed, in JSON."""
+    """Step of the newest checkpoint, in JSON, so that a missing one is noticed."""
     weights = FileIn("weights")
     """Final parameters and running statistics, the best ones if so configured."""
     traces = FileIn("traces")
@@ -424,7 +424,7 @@ def facts_of(
     given: Path | None = None,
 ) -> DatasetFacts:
     """Counts and shapes of the data of `config`: those in the file `given`; else those that a run
-    kept beside its run.toml, unless flags name other data; else those read from the data.
+    kept next to its run.toml, unless flags name other data; else those read from the data.
 
     Raises:
         ConfigError: if they cannot be read, contradict the config, or are given together with other

@@ -37,7 +37,7 @@ from scalejax.training.record import (
 
 _SECONDS_BETWEEN_LINES = 5.0
 _WIDTH = 80
-"""Columns of lines if there is no terminal, as in files and mails of schedulers."""
+"""Columns of lines if there is no terminal, as in files and e-mails of schedulers."""
 
 _AS_USUAL = ("started", "completed")
 """Statuses of a run to which nothing unusual happened."""

@@ -106,8 +106,8 @@ class RunIdentity:
 
 
 def _as_ever(fields: JsonValue) -> JsonValue:
-    """The description of data without the fields that say that there are no validation data, which
-    manifests from before there were any lack."""
+    """The description of data without fields that are empty because there are no validation data,
+    which manifests of earlier versions do not have."""
     if not isinstance(fields, dict):
         return fields
     added = ("validation", "validation_examples")

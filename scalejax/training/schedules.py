@@ -43,7 +43,7 @@ def _horovod(config: HorovodScheduleConfig, *, steps_per_epoch: int, **_: object
     Warmup over E epochs of S steps and n workers, before step t: initial / n (e (n - 1) / E + 1)
     with e = (t + 1) / S, so that epochs end at round numbers; the last epoch ends at the initial
     rate. A callback sets the rate only within the epochs [start, end); after them the rate stays
-    unchanged. Where several callbacks set it before the same step, the last one wins.
+    unchanged. If several callbacks set it before the same step, the last one wins.
 
     Source: horovod/_keras/callbacks.py, Horovod 0.28.1; its multipliers before pull request 3135
     and since 3142.

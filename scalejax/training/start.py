@@ -44,7 +44,7 @@ class StartRecord:
     """What a run began with."""
 
     weights: str
-    """Where they were read, independent of the working directory."""
+    """Where they were read from, independent of the working directory."""
     source: str
     """What was there: the final weights of a run, its checkpoint, a safetensors file, or a hub's
     folder."""

@@ -31,7 +31,7 @@ from scalejax.training.record import (
 )
 from scalejax.training.reporter import statistics_in_words, unreadable_in_words
 
-# Divergence: rules over measurements that tell when a run will not learn any more.
+# Divergence: rules over measurements that tell when a run will no longer learn.
 
 _MIN_LOSS_SCALE = 1.0
 """DeepSpeed, fp16 options, `min_loss_scale`."""

@@ -260,7 +260,7 @@ _TRACKERS: dict[str, type[_TensorBoard] | type[_WeightsAndBiases] | type[_Mlflow
 
 def open_trackers(config: RunConfig, files: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
     """The trackers that `config` asks for, in the folder of its run; one that cannot be opened, for
-    example as its server does not answer, is reported and left out."""
+    example because its server does not answer, is reported and left out."""
     if config.tracking is None:
         return []
     run_name = config.tracking.run_name or files.path.absolute().name

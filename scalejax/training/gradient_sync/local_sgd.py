@@ -3,7 +3,7 @@
 One program does both, with the average behind a condition. For costing, `condition_shares` gives
 how often each condition holds on average over a run, by named scope.
 
-A device none of whose rows count in a step makes no update in it: its parameters, statistics and
+A device without a row that counts in a step makes no update in it: its parameters, statistics and
 optimizer state stay as they are, and the learning rate advances as for the others. An average
 weights all devices alike, as its definition says, however many rows they had. Before local SGD
 begins, all apply the mean gradient over all rows that count.

@@ -32,9 +32,9 @@ def parametrized(
     """`inner`, whose steps have entries of size 1 before rate and decay, with epsilon divided by
     width (in blocks by width x depth) and the steps of hidden matrices divided by width.
 
-    Weight decay that comes after it has the rate of the schedule: its rate is divided by width, and
-    its coefficient multiplied by it. Epsilon is scaled through the gradients: Adam's step for c g
-    with e is its step for g with e / c.
+    Weight decay that comes after it has the rate of the schedule: the rate is divided by width and
+    the decay multiplied by it, which cancel. Epsilon is scaled through the gradients: Adam's step
+    for c g with e is its step for g with e / c.
 
     Source: Dey et al. 2025, arXiv 2505.01618, table 1 with alpha = 1.
     """

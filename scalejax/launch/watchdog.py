@@ -50,7 +50,7 @@ class Loss:
     step: int | None
     """Updates that it had begun, according to its last heartbeat; None without one."""
     others: tuple[int, ...] = ()
-    """Ranks of the processes that were lost with it."""
+    """Ranks of the other processes that were lost with it."""
     exit_code: ExitCode = ExitCode.LOST
     """Exit code of the process, if that tells why it ended."""
 

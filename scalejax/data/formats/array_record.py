@@ -10,7 +10,7 @@ from scalejax.config.data import ArrayRecordConfig, Split
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, Damaged, refusal, unknown_name
 
-if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without it
     from scalejax.core.filesystem import DataFile
 
 _FILE_NAME = re.compile(r".*\.array_?record(-\d+-of-\d+)?")

@@ -15,7 +15,7 @@ import numpy as np
 
 from scalejax.core.errors import ConfigError, refusal, shortened
 
-if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without it
     from scalejax.core.filesystem import DataFile
 
 BAD_ZIP = (zipfile.BadZipFile, zlib.error, RuntimeError)

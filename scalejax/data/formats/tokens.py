@@ -11,7 +11,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.npy_headers import header_of_file
 
-if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without it
     from scalejax.core.filesystem import DataFile
 
 SUFFIXES = (".bin", ".npy", ".txt")

@@ -36,7 +36,7 @@ AS_USUAL = InputConfig()
 
 
 class InputSeconds:
-    """Time of the batches used since it was last taken, by stage of the input."""
+    """Time of the batches used since the last `taken_seconds`, by stage of the input."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -44,9 +44,9 @@ class InputSeconds:
         self.stages = np.zeros(len(STAGES) + 1)
         """Seconds in each of `STAGES`, measured where it ran, and processor seconds of reading."""
         self.copy = 0.0
-        """Seconds in which the training process copied them to its devices, or began copying."""
+        """Seconds in which the training process copied batches to its devices, or began to."""
         self.waited = 0.0
-        """Seconds that the devices waited for them."""
+        """Seconds that the devices waited for batches."""
 
 
 class Batches:

@@ -37,8 +37,8 @@ def predict_run(
     reporter: Reporter,
     begin: int = 0,
 ) -> None:
-    """Write the program of the compiled step and its prediction, and report the prediction for the
-    steps that remain after the first `begin`; do nothing if the files exist.
+    """Write the program of the compiled step and its prediction, unless there is one already, and
+    report it for the steps after the first `begin`.
 
     If the batch grows, the steps of every phase are predicted and reported, but nothing is written:
     these files are for a single step.

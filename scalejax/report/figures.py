@@ -313,7 +313,7 @@ def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
 
 
 def _within_shares(points: Sequence[Row], *, has_crosses: bool) -> alt.Scale:
-    """The scale of accuracies: it covers what is drawn, and leaves room for crosses below."""
+    """The scale of accuracies: covers what is drawn, with room for crosses below."""
     values = [float(row[name]) for row in points for name in _ENDS if row.get(name) is not None]  # type: ignore[arg-type]
     if not values:
         return _NEAR
@@ -531,8 +531,8 @@ def sharpness_panels(study: Study, results: Sequence[CellResult], width: PrintWi
 
 
 def _bounded(rows: Sequence[Row], singles: Sequence[Row]) -> list[Row]:
-    """The ends of the intervals. Those that go far beyond all single runs, as with three seeds, are
-    cut to three times the range of these, so that they do not hide it; the rows say which are."""
+    """The ends of the intervals. Those that go far beyond all single runs, as with three seeds,
+    would hide these and are cut to three times their range; the rows say which are."""
     values = [float(each["y"]) for each in singles]  # type: ignore[arg-type]
     room = max(values, default=0) - min(values, default=0) or 0.02
     least, most = min(values, default=0) - room, max(values, default=0) + room

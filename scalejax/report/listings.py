@@ -195,7 +195,7 @@ class ResolvedRunTable(Tabular):
     peak_learning_rate: float
     """Largest learning rate."""
     notes: tuple[str, ...]
-    """Remarks on what may be unexpected."""
+    """What may be unexpected."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """One row of all fields."""
@@ -342,8 +342,8 @@ class ReportContents(Tabular):
     """Its plans."""
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
-        """The runs, a row for each; if there are none, the predictions, a row for each number of
-        devices; if there are none of these, the plans, a row for each point."""
+        """A row for each run; without runs, one for each number of devices of the predictions;
+        without these, one for each point of the plans."""
 
         def rows(found: Sequence[ScalingPrediction | Plan]) -> list[dict[str, JsonValue]]:
             return [{"title": each.title, **row} for each in found for row in each.to_rows()]

@@ -212,7 +212,7 @@ def _cells(study: Study, each: CellResult, sharpness: Sequence[SharpnessName]) -
 
 
 def _sharp(found: Interval | None) -> str:
-    """A sharpness with three significant digits, and its interval with as many decimals."""
+    """A sharpness with three digits, and its interval with as many decimals."""
     if found is None:
         return UNKNOWN
     return found.in_words(1, max(0, 2 - math.floor(math.log10(max(abs(found.mean), 1e-3)))))

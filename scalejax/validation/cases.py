@@ -590,11 +590,10 @@ def _fsdp(row: LedgerRow) -> int:
 
 
 def _zero_stage(row: LedgerRow, experts: int) -> int:
-    """ZeRO's stage on top of the fsdp axis, which expresses stage 3; over an expert axis, which
-    fsdp does not reach, stage 3 becomes 1. A row without a stage has 0, or 1 with NeMo, whose
-    recipes all have the distributed optimizer (NVIDIA/NeMo, nemo/collections/llm/recipes:
-    use_distributed_optimizer = True); the state of adapters, a thousandth of the network, is
-    assumed to be whole."""
+    """ZeRO's stage besides the fsdp axis, which expresses stage 3; over an expert axis, which fsdp
+    does not reach, stage 3 becomes 1. The default is 0, or 1 with NeMo, whose recipes all have the
+    distributed optimizer (NVIDIA/NeMo, nemo/collections/llm/recipes: use_distributed_optimizer =
+    True); the state of adapters, a thousandth of the network, is assumed to be whole."""
     stage = row.spread.zero_stage
     if stage is None:
         stage = int(_is_nemo(row) and row.kind != "lora")

@@ -237,7 +237,7 @@ def samples_results(
 
     Args:
         rows: the rows.
-        ledger: name of their ledger.
+        ledger: its name.
         known: rows of other ledgers that predictions may use too.
     """
     curves: dict[tuple[object, ...], Hyperbola] = {}

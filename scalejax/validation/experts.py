@@ -181,8 +181,8 @@ def dispatch_of(row: LedgerRow) -> str | None:
 
 
 def exchange_of(row: LedgerRow) -> dict[str, JsonValue]:
-    """Fields of the layout for the placement of experts along the tensor axis, and for overlap of
-    compute with the exchange of tokens."""
+    """Fields of the layout: where experts are along the tensor axis, and whether compute overlaps
+    with the exchange of tokens."""
     words: dict[str, JsonValue] = {}
     if is_spread_over_tensor(row):
         words["expert_tensor"] = 1

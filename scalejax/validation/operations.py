@@ -438,7 +438,7 @@ class CustomAllReduceRow(AiConfiguratorRow):
         )
 
     def predicted(self) -> Estimate:
-        """The time of NCCL's all-reduce, without its deviation: these kernels have another one."""
+        """The time of NCCL's all-reduce, whose deviation does not hold for these kernels."""
         seconds, _ = _collective("all_reduce", self.message_size, self.devices, self._cluster())
         return seconds, None
 

@@ -138,7 +138,7 @@ class RowResult:
 
     @property
     def predicted(self) -> float | None:
-        """The prediction of what was measured."""
+        """The prediction for `measured`."""
         if self.quantity == "samples to target":
             return self.predicted_samples
         return self.predicted_loss if self.quantity == "loss" else self.predicted_seconds
@@ -257,8 +257,7 @@ def plain_summary(name: str, results: Sequence[RowResult]) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySummary:
-    """Errors of the peak memory of a family of rows, and whether steps that ran are predicted to
-    fit."""
+    """Errors of the peak memory of a family of rows, and whether steps that ran would fit."""
 
     name: str
     """Family of the rows."""

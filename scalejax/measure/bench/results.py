@@ -395,7 +395,7 @@ def measured_runs(
         processes: process count of the benchmarks.
 
     Raises:
-        ConfigError: if nothing was measured on one of these device counts.
+        ConfigError: if one of these counts was not measured.
     """
     planned = [each for each in summaries if each.benchmark.settings.processes == processes]
     measured = [each for each in planned if each.is_measured]

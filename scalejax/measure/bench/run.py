@@ -73,8 +73,8 @@ def run_bench(
     Args:
         plan: the benchmarks.
         folder: output folder.
-        reruns: whether to time finished ones again.
-        monitor_seconds: sampling period of the usage of a benchmark; 0 for no samples.
+        reruns: whether to repeat finished ones.
+        monitor_seconds: sampling period of the usage of a benchmark; 0 for none.
         on_progress: called as each benchmark begins.
 
     Returns:

@@ -51,7 +51,7 @@ def measure(
     Args:
         run: the run whose steps are timed.
         settings: devices and number of steps.
-        monitor_seconds: sampling period of the usage of this process; 0 for no samples.
+        monitor_seconds: sampling period of the usage of this process; 0 for none.
         heartbeat: notified of every step.
         on_program: called in the first process with the program of the compiled step, if it can
             be read.
@@ -119,8 +119,7 @@ def _next_batch(batches: Batches, settings: Settings) -> NextBatch:
 def _timed(
     update: Any, state: TrainState, next_batch: NextBatch, total: int, heartbeat: Heartbeat
 ) -> tuple[list[float], list[float]]:
-    """Times at which the first of `total` steps began and each ended; seconds waited for
-    batches."""
+    """When the first of `total` steps began and each ended; seconds waited for batches."""
     queued: jax.Array | None = None
 
     def is_busy() -> bool:

@@ -31,12 +31,12 @@ ConvolutionRow = tuple[int, int, int, int, int, float]
 STREAM_PASSES = 16
 """Passes of an element-wise operation in one program, so that no memory is allocated meanwhile."""
 TILE = 64
-"""Rows and columns of transposed blocks: heads and their size, for example."""
-_WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little compared with the first touch
+"""Rows and columns of transposed blocks, such as heads and their size."""
+_WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: much faster than the first touch
 _CHAIN = 33  # products so small that only their launch takes time
 _STEP_PRODUCT = 1024  # width of a product that takes milliseconds
 BUFFERS = 8
-"""Arrays all-reduced after that product: parameters of a small network."""
+"""Arrays all-reduced after it: parameters of a small network."""
 _REPEATS = 32  # of an operation within one program, on an accelerator
 _REPEATED_BYTES = 2**31  # limit on arguments and results of these repeats
 _LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolve
@@ -471,8 +471,8 @@ def reduction(size_bytes: int, *, is_reduced: bool) -> Probe:
 def _seconds_of_one(
     probe: Probe, mesh: Mesh, *, overheads: tuple[float, float], calls: int, dtype: Any
 ) -> float:
-    """Seconds of one operation; an accelerator, where it is short compared with a call, repeats it
-    within a program as often as its arguments and results fit.
+    """Seconds of one operation; on an accelerator, where it is short compared with a call, the
+    program repeats it as often as its arguments and results fit.
 
     Args:
         probe: the operation.

@@ -82,7 +82,7 @@ class Work:
     """Fractions of these bytes that operations of each kind move; for other sizes all kinds are
     timed, and their rates averaged."""
     seconds: float = 0.5
-    """For how long operations are timed, in addition to the time of the compiler."""
+    """How long operations are timed, without compilation."""
 
 
 SECONDS = 4.0
@@ -102,9 +102,9 @@ def local_cluster(
 
     Args:
         mesh: the devices.
-        program: the program whose operations are timed on a CPU.
-        text: the compiler's text of the program; its operations are timed as written there.
-        seconds: for how long they are timed, in addition to the time of the compiler.
+        program: program whose operations are timed on a CPU.
+        text: the compiler's text of it; its operations are timed as written there.
+        seconds: how long they are timed, without compilation.
     """
     devices = tuple(mesh.devices.flat)
     if devices[0].platform == "cpu":
@@ -125,8 +125,8 @@ def work_of(program: Program, text: str = "") -> Work:
     Shapes with few FLOP are left out: the launch of their operations takes longer.
 
     Args:
-        program: the program whose operations are timed.
-        text: the compiler's text of the program; its operations are timed as written there.
+        program: program whose operations are timed.
+        text: the compiler's text of it; its operations are timed as written there.
     """
     flop: Counter[Shape] = Counter()
     runs_of: Counter[Shape] = Counter()
@@ -246,9 +246,9 @@ _REPEATED_FLOP, _MOST_REPEATS = 2**26, 8
 def _repeats(devices: tuple[Any, ...], shape: Shape) -> int:
     """How often one call does an operation of a shape, each time on arrays of its own.
 
-    It is repeated if the devices keep all cores busy: a short operation spends a third of its call
-    on waking threads, which are awake in a step and which an empty call does not need. On idle
-    cores the runtime would run repetitions side by side.
+    More than once if the devices keep all cores busy: a third of a short call is spent on waking
+    threads, which are awake in a step and not used by an empty call. On idle cores the runtime
+    would run repetitions side by side.
     """
     if len(devices) < machine_cores():
         return 1
@@ -345,7 +345,7 @@ def _within_budget(mesh: Mesh, work: Work) -> Work:
     call_seconds = work.seconds / (_ROUNDS_TOGETHER * (len(work.shapes) + is_much))
     calls = _calls(mesh, functions)
     found = seconds_in_turn(calls, rounds=1, seconds=0.0, turn_seconds=0.0)
-    shares = [call_seconds / slowest_process(seconds) for seconds in found]  # affordable
+    shares = [call_seconds / slowest_process(seconds) for seconds in found]  # of what was timed
     smaller, halved = [], []
     for shape, (_, flop), share in zip(large, firsts, shares, strict=False):
         most = share * flop
@@ -405,14 +405,14 @@ def _smaller(shape: Shape, most_flop: float) -> Shape:
 
 
 def _is_gradient(sizes: tuple[int, ...]) -> bool:
-    """Whether it is a weight gradient, as `probes.product_of` recognises them."""
+    """Whether `probes.product_of` makes it a weight gradient."""
     _, m, n, k = sizes
     return k > max(m, n)
 
 
 def _calls(mesh: Mesh, functions: Iterable[Probe]) -> list[Callable[[], Any]]:
-    """The compiled probes; several threads compile, unless there are several processes, which must
-    do the same in the same order."""
+    """The compiled probes; threads compile them, but not with several processes, which must do the
+    same in the same order."""
     with ThreadPoolExecutor(os.cpu_count() if jax.process_count() == 1 else 1) as pool:
         # Compilation takes most of the time.
         return list(pool.map(lambda probe: _call(mesh, *probe), functions))

@@ -34,7 +34,7 @@ class Host:
     limit_bytes: int | None
     """Memory limit of its cgroup; None without a limit."""
     used_of_limit_bytes: int | None
-    """Memory in use that counts towards that limit."""
+    """Memory used of that limit."""
     shared_memory_bytes: int | None
     """Size of /dev/shm."""
     shared_memory_free_bytes: int | None

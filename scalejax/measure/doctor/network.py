@@ -95,10 +95,10 @@ def clock_offsets(
 ) -> list[ClockOffset]:
     """Bounds of the clock offsets of all processes, from repeated all-gathers (barriers).
 
-    Process j stamps round k at s_j(k) after it has left round k - 1, hence after I stamped that
-    round, and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so
-    j is ahead by an amount in [s_j(k) - e(k), s_j(k) - s_i(k - 1)], a round trip. Every round gives
-    such an interval, and the bounds are those of their intersection.
+    Process j stamps round k at s_j(k) after it has left round k - 1, so after I stamped that one,
+    and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so j is
+    ahead by an amount in [s_j(k) - e(k), s_j(k) - s_i(k - 1)], a round trip. The bounds are the
+    intersection of these intervals over all rounds.
 
     Args:
         stamps: for each round, the time just before it by the clock of each process, seconds.

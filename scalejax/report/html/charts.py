@@ -56,7 +56,7 @@ def require_picture(field: str, path: Path) -> None:
 
 
 def save_picture(spec: Spec, path: Path) -> None:
-    """Write a chart in the format given by the suffix of `path`, which `require_picture` accepts.
+    """Write a chart in the format of the suffix of `path`, which `require_picture` accepts.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -66,8 +66,8 @@ def save_picture(spec: Spec, path: Path) -> None:
 
 
 def save_print(spec: Spec, path: Path) -> None:
-    """Write a figure whose pixels are points, in the format given by the suffix of `path`: PDF with
-    its fonts, SVG with its size in points, or PNG with 300 pixels per inch.
+    """Write a figure whose pixels are points, in the format of the suffix of `path`: PDF with its
+    fonts, SVG with its size in points, or PNG with 300 pixels per inch.
 
     Raises:
         ConfigError: if the file cannot be written.

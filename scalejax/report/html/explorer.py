@@ -233,8 +233,7 @@ def _flags(values: Mapping[str, JsonValue]) -> str:
 
 
 def _given_network(cluster: Cluster, overrides: Mapping[str, JsonValue]) -> float | None:
-    """The network rate that the command was given, if any; the page cannot ask for its multiples
-    as such."""
+    """The network rate that the command was given, if any; its multiples have no flag."""
     if cluster.network is None or _NETWORK not in overrides:
         return None
     return cluster.network.bytes_per_second

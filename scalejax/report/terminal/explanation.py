@@ -154,7 +154,7 @@ def bar(begin: float, end: float, longest: float, cells: int = _BAR_CELLS) -> st
 
 
 def _located(*headings: str) -> Table:
-    """An empty table with columns for numbers, then for what they belong to and its source line."""
+    """An empty table with columns of numbers, what they belong to, and its source line."""
     table = figures(*headings)
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)

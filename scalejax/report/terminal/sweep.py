@@ -256,7 +256,7 @@ _MAKES_FLAT = {
     "hidden": '\nOver widths model.parametrization.name = "mup" is meant to be, or "completep".',
     "layers": '\nOver depths model.parametrization.name = "completep" is meant to be; muP is not.',
 }
-"""What a network may lack whose activations are not flat, by the size that grows."""
+"""What a network may lack if it is not flat, by the size that grows."""
 
 
 def coordinates(found: CoordinateCheck) -> Iterator[RenderableType]:

@@ -154,7 +154,7 @@ def _step_times(found: Validation) -> Iterator[RenderableType]:
 
 
 def _memory(found: Validation) -> Iterator[RenderableType]:
-    """Errors of the peak memory, and wrong predictions of whether runs fit."""
+    """Errors of the peak memory, and of whether runs fit."""
     table = figures(
         "peak memory", "stated", "median", "mean", "bias", "ran", "no fit", "died", "fit"
     )

@@ -439,7 +439,7 @@ class SettingRow:
     """Whether that memory fits."""
     origin: Origin
     """Where the step is from: the compiled program, the closed form of a framework with kernels of
-    its own, or a closed form that was not compiled and differs from what `predict` says."""
+    its own, or a closed form that was not compiled, which is not what `predict` says."""
     closed_form_seconds: float | None
     """Time of a compiled step according to its closed form."""
 

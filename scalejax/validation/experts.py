@@ -27,7 +27,7 @@ MIXTURES = {
 """The preset whose blocks and routers a network of a ledger has, in the sizes of its rows."""
 
 _BETWEEN = {("llama4_moe", 128): 2}
-"""One in so many layers has experts, by network and number of experts: Llama 4 Maverick's
+"""Every n-th layer has experts: n by network and number of experts. Llama 4 Maverick's
 interleave_moe_layer_step is 2 (config.json of the checkpoint)."""
 _CAPACITY = re.compile(r"capacity_factor ([\d.]+)")
 _DEEPEP = re.compile("(?:dispatcher|kernels).*?(deepep|hybridep)(_uccl)?", re.IGNORECASE)

@@ -424,7 +424,7 @@ class CustomAllReduceRow(AiConfiguratorRow):
     microseconds: float
     """Measured time."""
     implementation: str
-    """Owner of the kernel: "TRTLLM"."""
+    """Framework of the kernel: "TRTLLM"."""
 
     def measured(self) -> Measured:
         """What the row states; the kernel is not one of the catalogue's libraries."""
@@ -609,7 +609,7 @@ class ExpertLayerRow(AiConfiguratorRow):
     quantity: ClassVar[Quantity] = "grouped products"
 
     kernel: str
-    """Owner of the kernel."""
+    """Which kernel."""
     dtype: str
     """Type of the operands."""
     tokens: int

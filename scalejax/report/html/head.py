@@ -48,7 +48,7 @@ def _add(page: Page, verdict: str, cards: Sequence[Card]) -> None:
 
 
 def _of_runs(runs: Sequence[RunSource]) -> tuple[str, list[Card]]:
-    """For the run with the best test accuracy, or else the first that did not diverge."""
+    """Verdict and cards of the best run by test accuracy, else the first that did not diverge."""
     whole = [run for run in runs if not run.has_diverged]
     diverged = len(runs) - len(whole)
     best = max(whole or runs, key=lambda run: _accuracy(run) or -1.0)
@@ -115,7 +115,7 @@ def _limit(prediction: Prediction | None, run: RunSource | None = None) -> tuple
 
 
 def _of_study(study: ScalingPrediction) -> tuple[str, list[Card]]:
-    """For the most devices on which it fits, or else the most."""
+    """Verdict and cards for the most devices on which it fits, or else the most."""
     fitting = [each for each in study.predictions if each.fits]
     best = (fitting or study.predictions)[-1]
     run = best.run_seconds if best.run_seconds is not None else best.epoch_seconds

@@ -461,17 +461,11 @@ def fit_framework(settings: Sequence[Setting], known: Software | None = None) ->
     what routing costs is no property of a chip. What is `known` on a chip from an earlier fit stays
     where it is nearer to the rows.
     """
-    experts = [each for each in settings if each.case.row.kind == "expert"]
-    others = [each for each in settings if each.case.row.kind != "expert"] or experts
+    experts, others = _experts_and_others(settings)
     by_chip: dict[str, list[Setting]] = defaultdict(list)
     for each in others:
         by_chip[each.chip].append(each)
-    if others is experts:
-        pooled = fit_all_of_experts(spaced(experts))
-    else:
-        pooled = fit(spaced(others))
-        if experts:
-            pooled = fit_experts(spaced(experts), pooled)
+    pooled = fit_pooled(settings)
     on_chip = {
         chip: fit(spaced(rows, MOST_SETTINGS // 2), pooled)
         for chip, rows in sorted(by_chip.items())
@@ -489,6 +483,21 @@ def fit_framework(settings: Sequence[Setting], known: Software | None = None) ->
             if rows and misfit(rows, rates) < misfit(rows, on_chip.get(chip, pooled)):
                 on_chip[chip] = rates
     return Fitted(pooled=pooled, on_chip=on_chip)
+
+
+def fit_pooled(settings: Sequence[Setting]) -> Rates:
+    """One set of rates of a framework for all chips."""
+    experts, others = _experts_and_others(settings)
+    if others is experts:
+        return fit_all_of_experts(spaced(experts))
+    pooled = fit(spaced(others))
+    return fit_experts(spaced(experts), pooled) if experts else pooled
+
+
+def _experts_and_others(settings: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Settings of networks with experts, and the others; with experts alone, these are both."""
+    experts = [each for each in settings if each.case.row.kind == "expert"]
+    return experts, [each for each in settings if each.case.row.kind != "expert"] or experts
 
 
 def misfit(settings: Sequence[Setting], rates: Rates) -> float:

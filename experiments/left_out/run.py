@@ -24,6 +24,7 @@ from fit import (
     Z_OF_P90,
     Setting,
     fit_framework,
+    fit_pooled,
     log_errors,
     read_settings,
     seconds,
@@ -65,7 +66,15 @@ def main(arguments: Sequence[str]) -> int:
     missing = [index for index, turn in enumerate(turns) if turn[:3] not in done]
     # The largest first, so that the last of them does not end alone.
     missing.sort(key=lambda index: -len(turns[index][4]))
-    with multiprocessing.get_context("fork").Pool(asked.processes) as pool, kept.open("a") as file:
+    context = multiprocessing.get_context("fork")
+    if any(turns[index][0] == "framework" for index in missing):
+        _SETTINGS.update(by_framework(settings))
+        names = sorted(_SETTINGS, key=lambda name: -len(_SETTINGS[name]))
+        with context.Pool(asked.processes) as pool:
+            for number, (name, rates) in enumerate(pool.imap_unordered(_pooled, names), 1):
+                _POOLED[name] = rates
+                _say(f"{number} of {len(names)} frameworks fitted on all their chips: {name}")
+    with context.Pool(asked.processes) as pool, kept.open("a") as file:
         for number, (index, logs) in enumerate(pool.imap_unordered(_logs_of, missing), 1):
             kind, framework, name, held, _ = turns[index]
             turn = {
@@ -80,8 +89,7 @@ def main(arguments: Sequence[str]) -> int:
             }
             done[kind, framework, name] = turn
             print(json.dumps(turn), file=file, flush=True)
-            said = f"{number} of {len(missing)}: {kind} {framework} {name}"
-            print(f"\r{said[:78]:78}", end="", file=sys.stderr)
+            _say(f"{number} of {len(missing)}: {kind} {framework} {name}")
     print(file=sys.stderr)
     chips_of_rest = {turn[:3]: {each.chip for each in turn[4]} for turn in turns}
     found = [done[turn[:3]] for turn in turns]
@@ -90,6 +98,10 @@ def main(arguments: Sequence[str]) -> int:
     if "family" in kinds:
         show_by_chip(found, chips_of_rest)
     return 0
+
+
+def _say(progress: str) -> None:
+    print(f"\r{progress[:78]:78}", end="", file=sys.stderr)
 
 
 _TURNS: list[tuple[str, str, str, list[Setting], list[Setting]]] = []
@@ -103,10 +115,7 @@ def _logs_of(index: int) -> tuple[int, list[float]]:
 
 def turns_of(settings: Sequence[Setting], kinds: Sequence[str]):
     """(kind, framework, what is left out, its settings, what is fitted) of every turn."""
-    by_framework: dict[str, list[Setting]] = defaultdict(list)
-    for each in settings:
-        by_framework[each.framework].append(each)
-    for framework, own in sorted(by_framework.items()):
+    for framework, own in sorted(by_framework(settings).items()):
         for kind in kinds:
             if kind == "framework":
                 others = [each for each in settings if each.framework != framework]
@@ -131,25 +140,30 @@ def _part(kind: str, setting: Setting) -> str:
 def errors_without(kind: str, held: Sequence[Setting], rest: Sequence[Setting]) -> np.ndarray:
     """Log errors of `held` by what is fitted to `rest`, shape (held,)."""
     if kind == "framework":
-        return log_errors(held, without(rest))
+        others = {each.framework for each in rest}
+        return log_errors(held, typical([_POOLED[name] for name in sorted(others)]))
     found = fit_framework(rest)
     return np.array(
         [math.log(seconds(each, found.rates(each.chip)) / each.seconds) for each in held]
     )
 
 
-_POOLED: dict[tuple[str, int], Rates] = {}
+def by_framework(settings: Sequence[Setting]) -> dict[str, list[Setting]]:
+    """The settings of each framework."""
+    found: dict[str, list[Setting]] = defaultdict(list)
+    for each in settings:
+        found[each.framework].append(each)
+    return found
 
 
-def without(framework_settings: Sequence[Setting]) -> Rates:
-    """Rates of a framework that nobody measured, by those of all others."""
-    by_framework: dict[str, list[Setting]] = defaultdict(list)
-    for each in framework_settings:
-        by_framework[each.framework].append(each)
-    for name, own in by_framework.items():
-        if (name, len(own)) not in _POOLED:
-            _POOLED[name, len(own)] = fit_framework(own).pooled
-    return typical([_POOLED[name, len(own)] for name, own in by_framework.items()])
+_SETTINGS: dict[str, list[Setting]] = {}
+_POOLED: dict[str, Rates] = {}
+"""By framework: its settings and its rates on any chip, of which those of a framework that nobody
+measured are the medians; forked processes find both here."""
+
+
+def _pooled(framework: str) -> tuple[str, Rates]:
+    return framework, fit_pooled(_SETTINGS[framework])
 
 
 def show(kind: str, turns: Sequence[dict]) -> None:

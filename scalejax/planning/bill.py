@@ -1,6 +1,6 @@
 """What a run costs: device-hours, dollars, energy and CO2, from its seconds and its devices.
 
-Arithmetic on numbers, shared by plans, costs and pages; knows no prediction and no file.
+Arithmetic on numbers, shared by plans, costs and pages; knows neither predictions nor files.
 """
 
 import math

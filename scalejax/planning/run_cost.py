@@ -90,7 +90,7 @@ class CostOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """What the run costs on so many devices of a cluster; None where it is unknown."""
+    """What the run costs on a number of devices of a cluster; figures are None if unknown."""
 
     cluster: str
     """Name of the cluster."""
@@ -103,7 +103,7 @@ class CostRow:
     global_batch: int | None = None
     """Samples per update."""
     step_seconds: float | None = None
-    """Time of an update, the median."""
+    """Median time of an update."""
     is_compiled: bool = False
     """Whether that is the time of the compiled step, not of its closed form."""
     closed_form_seconds: float | None = None
@@ -153,7 +153,7 @@ class RunCost(Tabular):
     work: str
     """What is trained: tokens or epochs, batch and precision."""
     rows: tuple[CostRow, ...]
-    """One row for each cluster and number of devices, in the order asked for."""
+    """One row for each cluster and number of devices, in the order requested."""
     soonest: int | None = None
     """Position of the row with the least time; None if nothing fits."""
     cheapest: int | None = None

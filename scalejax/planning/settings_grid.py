@@ -5,8 +5,8 @@ own best layouts; nothing is interpolated. Layouts are searched in closed form a
 over some hundreds of the tens of thousands that `search` visits: first data or fsdp over all
 devices with each size of the other axes, then all layouts of the best sizes. For a framework with
 its own kernels, every entry is what `predict` says. For others the best layouts of each setting are
-compiled, as `predict` does, and each program is costed at every rate of the network. Knows no page
-and no file.
+compiled, as `predict` does, and each program is costed at every rate of the network. Knows neither
+pages nor files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

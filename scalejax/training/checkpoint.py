@@ -104,8 +104,7 @@ class Checkpoints:
             int(step): accuracy for step, (accuracy, _) in found.items()
         }
         self._needed: dict[int, list[int]] = {int(step): each for step, (_, each) in found.items()}
-        """For each step, those whose checkpoints a run resumed from it ends with if none is
-        better."""
+        """For each step, those whose checkpoint a run resumed there ends with if none is better."""
 
     def _open(self) -> JsonValue:
         """Remove what a crash left unfinished; for each step with a manifest, return its validation

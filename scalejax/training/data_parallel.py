@@ -129,7 +129,7 @@ def require_stages_in_shards(run: ResolvedRun) -> None:
 
 
 def _is_per_shard(run: ResolvedRun) -> bool:
-    """Whether each shard of the batch computes its own gradient before these are reduced, BatchNorm
+    """Whether each shard of the batch computes its gradient before the reduction, BatchNorm
     aside."""
     is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
     return run.layout.data > 1 and not (is_single and run.config.layout.zero_stage < 2)

@@ -90,8 +90,7 @@ def store_seconds(data: DataConfig) -> float:
 
 
 class TrainingLoop:
-    """One session of one or more runs, from their state until the last of them ends or a signal
-    comes."""
+    """One session of one or more runs, from their state until the last one ends, or a signal."""
 
     def __init__(
         self,
@@ -165,8 +164,7 @@ class TrainingLoop:
         self._clock = UpdateClock()
         self._batches: Batches | None = None
         self._update_seconds = 0.0
-        """Time of updates since the life of a batch was last logged, with the waits for their
-        batches."""
+        """Time of updates, with waits for their batches, since the life of a batch was logged."""
         self._checkpoint_seconds = checkpoint_seconds
         self._last_checkpoint = time.perf_counter()
 
@@ -497,8 +495,8 @@ class TrainingLoop:
         require_equal_replicas(state, step=self._step, way_back=self._way_back)
 
     def _way_back(self) -> str:
-        """Which checkpoint a run whose replicas differ may resume from; every process must call
-        this."""
+        """Which checkpoint a run with differing replicas may resume from; every process must call
+        it."""
         with suppress(ConfigError):  # from a save that failed: the checkpoint before it counts
             self._checkpoints.wait()
         if (newest := self._checkpoints.latest_step) is None:
@@ -733,8 +731,7 @@ class TrainingLoop:
         return self._checkpoints.restore(earlier, self._programs.step.state)
 
     def _restored_step(self, member: _Member) -> int | None:
-        """Step of the best epoch if the final weights are taken from it and it is not the last;
-        else None."""
+        """Step of the best epoch if it gives the final weights and is not the last; else None."""
         wanted, best_step = self._config.early_stopping, member.status.best_step
         restores = wanted is not None and wanted.restores_best_weights
         return best_step if restores and best_step != self._step else None

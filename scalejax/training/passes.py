@@ -572,8 +572,7 @@ def _evaluate(equations: Iterable[JaxprEqn], known: dict[Var, Any]) -> None:
 
 
 def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
-    """The results of `closed`, with its calls, and its loops of one iteration, computed in
-    place."""
+    """The results of `closed`, with its calls and its loops of one iteration computed in place."""
     jaxpr = closed.jaxpr
     known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
@@ -600,8 +599,7 @@ def _inlined(closed: ClosedJaxpr, *values: Any) -> list[Any]:
 
 
 def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr among the parameters of a loop or call, whose type depends on the version of
-    JAX."""
+    """The jaxpr in the parameters of a loop or call; its type depends on the version of JAX."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 

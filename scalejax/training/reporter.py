@@ -204,8 +204,7 @@ class ProgressBar(Reporter):
 
 
 class Cell(Reporter):
-    """One line below a notebook's cell, with the current figures; it is removed when the run
-    ends."""
+    """One line below a notebook's cell, with current figures; it is removed when the run ends."""
 
     def __init__(self) -> None:
         self._line = CellLine()

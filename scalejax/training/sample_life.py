@@ -19,8 +19,7 @@ the step longer."""
 
 
 EXCHANGE = "exchange"
-"""Name of the stage that no clock sees: the program runs it along with compute, as part of its
-time."""
+"""Name of the stage that no clock sees: the program runs it as part of the time of compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,8 +92,8 @@ def train_setup(
 
 def lacks_fused_blocks(run: ResolvedRun) -> bool:
     """Whether context-parallel attention goes by blocks that cannot be fused: blocks have no
-    windows, a shard of gathered keys does not split into two chunks, or this JAX has no kernel for
-    a block."""
+    windows, a shard of gathered keys does not split into two chunks, or this JAX lacks the
+    kernel."""
     layout, model = run.config.layout, run.config.model
     if layout.context == 1 or not attention.goes_by_blocks(layout.context_strategy, "fused"):
         return False

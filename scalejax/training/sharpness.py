@@ -63,8 +63,7 @@ class Sharpness:
     the same two of the preconditioned Hessian as "preconditioned_sharpness" and
     "preconditioned_error", if `adam` is not None."""
     adam: Callable[[TrainState], "_Adam | None"]
-    """Maps a state to the part by which AdamW preconditions the Hessian; to None for other
-    optimizers."""
+    """Maps a state to what AdamW preconditions the Hessian by, or to None for other optimizers."""
     optimizer: OptimizerConfig
     """The optimizer as it steps, with its hyper-parameters at the run's batch."""
     schedule: Any

@@ -27,8 +27,7 @@ without saving. A scheduler gives 30 s."""
 SETUP_SECONDS = 5.0
 """Time limit after a signal for a run that has not begun to train."""
 _SYNC_SECONDS = 1.0
-"""Interval at which processes synchronise signals: each synchronisation waits for all queued
-work."""
+"""Interval at which processes synchronise signals: each time they wait for all queued work."""
 _MOST_CALLS = 50
 """Most calls between two synchronisations, however fast they are: updates that slow down to 0.4 s
 are still polled within `HONOUR_SECONDS`. With updates of 1 ms, processes synchronise every

@@ -8,8 +8,7 @@ from scalejax.training.gradient_sync.device_rows import PyTree
 
 
 def layers_of(tree: PyTree, stacked: tuple[str, ...]) -> list[jax.Array]:
-    """Each leaf as [layers, entries]: one layer, except for leaves whose first dimension counts
-    layers.
+    """Each leaf as [layers, entries]: one layer, unless its first dimension counts layers.
 
     Args:
         tree: by the paths of parameters.

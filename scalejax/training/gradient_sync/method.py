@@ -49,8 +49,7 @@ def _mean(config: LocalSgdConfig | None, **_: object) -> GradientSync:
 
 
 def stateless(combine: Callable[[PyTree, DeviceRows], PyTree]) -> GradientSync:
-    """A method whose devices keep no state: maps a gradient and its rows to the synchronised
-    one."""
+    """A stateless method: `combine` maps a gradient and its rows to the synchronised one."""
     return GradientSync(
         init=lambda params: None,
         combine=lambda gradient, rows, _: (combine(gradient, rows), None),

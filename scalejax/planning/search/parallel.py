@@ -74,7 +74,7 @@ def candidates(
     """Yield the fitting candidates of each part, in order.
 
     Args:
-        spec: network, cluster, batch and optimizer state.
+        spec: network, cluster, site and optimizer state.
         parts: groups of similar strategies; neighbours share most operations.
         processes: maximum number of processes; fewer are used for few parts.
 

@@ -1,8 +1,8 @@
 """Specifications of chips and clusters as plain data, each number with its source.
 
 The catalogue is the files in `chips/`, `clusters/`, `libraries/`, `dispatch/`, `matmul_rates/` and
-`grouped_matmul_rates/` beside this one; a user's own chip or cluster has the format of these files.
-Knows specifications and measured rates, not how long a program takes.
+`grouped_matmul_rates/` next to this file; a user's own chip or cluster has the same format. Knows
+specifications and measured rates, not how long a program takes.
 """
 
 from scalejax.hardware.catalogue import (

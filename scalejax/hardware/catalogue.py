@@ -1,8 +1,8 @@
 """Loaders of chips, clusters and communication libraries from TOML: the catalogue's or a user's.
 
 A cluster file gives its chip, library and dispatch by name, by a path relative to the file, or as
-tables in place; see `clusters/dgx-h100.toml`. With `based_on = "dgx-h100"` it says only what is
-different.
+inline tables; see `clusters/dgx-h100.toml`. With `based_on = "dgx-h100"` it states only the
+differences.
 """
 
 import re
@@ -54,7 +54,7 @@ def load_chip(name_or_path: str) -> Chip:
     """The chip of that name in the catalogue, or in a TOML file.
 
     Raises:
-        UnknownHardware: if it is neither; names the closest that is.
+        UnknownHardware: if it is neither; names the closest one.
         ConfigError: if the file does not describe a chip.
     """
     return build(Chip, _tables("chip", name_or_path, "chips"), where="chip")
@@ -64,22 +64,22 @@ def load_library(name: str) -> CommunicationLibrary:
     """The communication library of that name in the catalogue.
 
     Raises:
-        UnknownHardware: if there is none; names the closest that is.
+        UnknownHardware: if there is none; names the closest one.
     """
     return catalogued(CommunicationLibrary, "library", "libraries", name)
 
 
 def load_dispatch(name: str) -> DispatchLibrary:
-    """The library for the dispatch of tokens to experts of that name in the catalogue.
+    """The catalogue's library of that name for the dispatch of tokens to experts.
 
     Raises:
-        UnknownHardware: if there is none; names the closest that is.
+        UnknownHardware: if there is none; names the closest one.
     """
     return catalogued(DispatchLibrary, "dispatch", "dispatch", name)
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The cluster of that name in the catalogue, or in a TOML file; its site is of `load_site`.
+    """The cluster of that name in the catalogue, or in a TOML file; `load_site` loads its site.
 
     Example:
         >>> from scalejax import load_cluster
@@ -87,7 +87,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         'NVIDIA DGX H100, 8 x 400 Gb/s InfiniBand'
 
     Raises:
-        UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
+        UnknownHardware: if it, its chip or its library is in neither; names the closest one.
         ConfigError: if the file does not describe a cluster.
     """
     return load_cluster_and_site(name_or_path)[0]
@@ -112,7 +112,7 @@ def load_cluster_and_site(name_or_path: str) -> tuple[Cluster, Site]:
     """The cluster of that name in the catalogue, or in a TOML file, and its site.
 
     Raises:
-        UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
+        UnknownHardware: if it, its chip or its library is in neither; names the closest one.
         ConfigError: if the file does not describe a cluster.
     """
     tables = _cluster_tables(name_or_path)
@@ -134,7 +134,7 @@ def save_cluster(
         cluster: the hardware.
         site: its site.
         path: the file.
-        parts: tables or names of files in place of those of some fields of the cluster.
+        parts: tables or file names that replace some fields of the cluster.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -151,7 +151,7 @@ LAUNCH_MODES: dict[str, LaunchMode] = {
     "launches_block": "blocking",
     "launches_in_graph": "graph",
 }
-"""The launch mode that each condition of this name stands for."""
+"""The launch mode that each condition stands for."""
 
 
 def with_conditions(
@@ -162,9 +162,9 @@ def with_conditions(
     Args:
         cluster: the hardware.
         site: its site.
-        values: by field of `RunConditions`, such as {"step_cv": 0.02}; and "launches_block" or
-            "launches_in_graph", by which the cluster's `launch_mode` is said, and "dispatch", the
-            name of its library for experts, or "all_to_all" for none.
+        values: by field of `RunConditions`, such as {"step_cv": 0.02}; also "launches_block" or
+            "launches_in_graph", which set the cluster's `launch_mode`, and "dispatch", the name of
+            its library for experts, or "all_to_all" for none.
 
     Raises:
         ConfigError: if there is no such field, or it cannot have that value.
@@ -208,16 +208,16 @@ _TIMES = re.compile(r"([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)x")
 
 
 def with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
-    """A copy of `cluster` with fields of its hardware replaced, which its title says.
+    """A copy of `cluster` with fields of its hardware replaced, as stated in its title.
 
     Args:
         cluster: the hardware.
-        values: by dotted name, such as {"network.bytes_per_second": 8e11}, or "2x" for twice what
-            it has; those of no table as {"cluster.devices_per_node": 16}.
+        values: by dotted name, such as {"network.bytes_per_second": 8e11}, or "2x" for twice the
+            current value; fields outside tables as {"cluster.devices_per_node": 16}.
 
     Raises:
-        ConfigError: if there is no such field, it cannot have that value, or it has no number of
-            which there could be a multiple.
+        ConfigError: if there is no such field, it cannot have that value, or it has no number to
+            multiply.
     """
     if not values:
         return cluster
@@ -226,8 +226,8 @@ def with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
 
 
 def parts_without(cluster: Cluster, values: Mapping[str, JsonValue]) -> list[str]:
-    """Those of `values`, as of `with_hardware`, that are multiples of what `cluster` lacks
-    altogether, such as of the rate of a network that it does not have."""
+    """Those of `values`, as in `with_hardware`, that are multiples of something `cluster` lacks,
+    such as the rate of a network that it does not have."""
     return [
         name
         for name, value in values.items()
@@ -248,7 +248,7 @@ def _with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster
             if not isinstance(inner, dict):
                 inner = table[part] = {}
             table = inner
-        # What is no field is refused as such below, whatever its value.
+        # Unknown fields are refused as such below, whatever their value.
         is_known = last in table or _is_field(name)
         table[last] = _multiplied(name, table.get(last), value) if is_known else value
     if "price.dollars_per_device_hour" in values and "price.date" not in values:
@@ -262,31 +262,31 @@ def _with_hardware(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster
 
 
 def replaced_in_words(cluster: Cluster) -> str:
-    """What `with_hardware` replaced of a cluster, as its title says it; "" if nothing."""
+    """What `with_hardware` replaced in a cluster, as in its title; "" if nothing."""
     given = {name: said for name, said in cluster.sources.items() if said.startswith(_GIVEN)}
     return ", ".join(f"{name} {said.removeprefix(_GIVEN)}" for name, said in given.items())
 
 
 _GIVEN = "given: "
-"""Begins the source of a field that was replaced."""
+"""Beginning of the source of a replaced field."""
 
 
 def _is_field(name: str) -> bool:
-    """Whether a dotted name is of a field of a cluster or of one of its parts."""
+    """Whether a dotted name is that of a field of a cluster or of one of its parts."""
     *path, last = name.removeprefix("cluster.").split(".")
     part = _PARTS.get(path[0]) if path else Cluster
     return len(path) < 2 and part is not None and last in {each.name for each in fields(part)}
 
 
 def _undated(price: JsonValue) -> JsonValue:
-    """A price without the day of the list that it was in."""
+    """A price without the date of its list."""
     if not isinstance(price, dict):
         return price
     return {name: value for name, value in price.items() if name != "date"}
 
 
 def _multiplied(name: str, old: JsonValue, value: JsonValue) -> JsonValue:
-    """`value`, or of "2x" twice the number `old`."""
+    """`value`, or for "2x" twice the number `old`."""
     found = _TIMES.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         if isinstance(value, str) and isinstance(old, int | float) and not isinstance(old, bool):
@@ -308,12 +308,11 @@ _OF_ITS_CHIP = ("shared", "price", "power")
 
 
 def _cluster_tables(name_or_path: str, derived: tuple[str, ...] = ()) -> dict[str, JsonValue]:
-    """The tables of a cluster, whose parts are filled in and which is merged into what it is based
-    on.
+    """The tables of a cluster, with its parts filled in and merged into the cluster it is based on.
 
     Args:
         name_or_path: the cluster.
-        derived: the files that are based on it, the first of them first.
+        derived: the files that are based on it, in order from the first.
     """
     kind = "based_on" if derived else "cluster"
     tables = _tables(kind, name_or_path, "clusters")
@@ -342,7 +341,7 @@ def _cluster_tables(name_or_path: str, derived: tuple[str, ...] = ()) -> dict[st
 def _based(
     base: dict[str, JsonValue], own: dict[str, JsonValue], stem: str
 ) -> dict[str, JsonValue]:
-    """The tables of a cluster `own` that is based on another, called as its file unless it says."""
+    """The tables of a cluster `own` based on another, named after its file unless it has a name."""
     chips = base.get("chip"), own.get("chip")
     names = [chip.get("name") if isinstance(chip, dict) else None for chip in chips]
     is_other_chip = names[1] is not None and names[0] != names[1]
@@ -375,7 +374,7 @@ def _leaves(value: JsonValue, prefix: str = "") -> Iterator[str]:
 
 
 def _merged(base: dict[str, JsonValue], own: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """`base` with the values of `own`; of tables, with their values."""
+    """`base` with the values of `own`; within tables, value by value."""
     merged = dict(base)
     for key, value in own.items():
         inner = merged.get(key)
@@ -385,7 +384,7 @@ def _merged(base: dict[str, JsonValue], own: dict[str, JsonValue]) -> dict[str, 
 
 
 def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path) -> None:
-    """Replace the name of a chip or library, or the path of its file, by its tables."""
+    """Replace the name of a chip or library, or the path of its file, with its tables."""
     named = tables.get(part)
     if not isinstance(named, str):
         return
@@ -404,7 +403,7 @@ def catalogued(type_: type[Entry], kind: str, folder: str, name: str) -> Entry:
     """The entry of that name in a folder of the catalogue.
 
     Raises:
-        UnknownHardware: if there is none of that `kind`; names the closest that is.
+        UnknownHardware: if there is none of that `kind`; names the closest one.
     """
     return build(type_, _named_tables(kind, folder, name), where=kind)
 

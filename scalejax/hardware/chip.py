@@ -1,6 +1,6 @@
 """Specification of one accelerator: peak and attainable rates, memory, compiler target.
 
-Knows no other device and no program.
+Knows no other device, and no program.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ _LARGEST_WINOGRAD_SHARE = 2.4
 
 
 SLOWEST_UNIT = 1e6
-"""FLOP per second that any unit exceeds: a smaller number is of another unit."""
+"""FLOP per second that any processor exceeds: a smaller number has another unit of measure."""
 
 
 LARGEST_RESIDUAL = 2.0
-"""Of a standard deviation of logarithms: times that are off by a factor of seven."""
+"""Largest standard deviation of logarithms: times that are off by a factor of seven."""
 
 
 def require_residual(field: str, value: float | None) -> None:
@@ -55,7 +55,7 @@ def require_residual(field: str, value: float | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaArchitecture:
-    """Target description of a chip for a compiler for NVIDIA GPUs."""
+    """Description of a chip as a target of the compiler for NVIDIA GPUs."""
 
     compute_capability: tuple[int, int]
     """(major, minor) version of the instruction set: (9, 0) for H100."""
@@ -72,8 +72,8 @@ class CudaArchitecture:
     fpus_per_sm: int
     """f32 units of one multiprocessor."""
     stands_in: bool = False
-    """Whether this is no NVIDIA GPU (AMD's): programs are compiled for this target in place of the
-    chip, whose compiler is not used here, and costed at the chip's own rates."""
+    """Whether the chip is not an NVIDIA GPU (AMD's): programs are compiled for this target instead
+    of the chip, whose compiler is not used here, and costed at the chip's own rates."""
 
     def __post_init__(self) -> None:
         require_physical("cuda.", self)
@@ -86,18 +86,18 @@ class CudaArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuArchitecture:
-    """Target description of a chip for a compiler for TPUs."""
+    """Description of a chip as a target of the compiler for TPUs."""
 
     generation: str
-    """Name of the chip for the compiler: "v5e"."""
+    """The compiler's name for the chip: "v5e"."""
     torus_dimensions: Literal[2, 3]
     """Dimensions of the torus of chips."""
     devices_per_chip: Literal[1, 2] = 1
-    """Devices per chip: two where each core is a device of its own."""
+    """Devices per chip: two if each core is a separate device."""
     cores: Literal["default", "megacore"] = "default"
     """How its cores are used; megacore: two as one device."""
     matrix_unit_side: Literal[128, 256] = 128
-    """Rows and columns of a matrix unit, to which the sides of its operands are padded."""
+    """Rows and columns of a matrix unit; sides of operands are padded to multiples of it."""
 
     def filled(self, size: int) -> float:
         """Share of the rows or columns of matrix units that a side of `size` elements fills."""
@@ -107,14 +107,14 @@ class TpuArchitecture:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainable:
     """Attainable fractions of a chip's peak rates, and overheads; fitted to measurements where
-    `sources` says so, else uncalibrated."""
+    `sources` says so, otherwise uncalibrated."""
 
     matmul_fraction: float
     """Share of peak FLOP/s that large matrix products reach."""
     matmul_ramp_seconds: float
-    """Time of a matrix product beyond its launch, in which the chip fills and drains."""
+    """Time of a matrix product, beyond its launch, in which the chip fills and drains."""
     convolution_fraction: float
-    """Share of peak FLOP/s that forward convolutions of many channels reach."""
+    """Share of peak FLOP/s that forward convolutions with many channels reach."""
     memory_fraction: float
     """Share of peak memory bandwidth that streaming reaches."""
     launch_seconds: float
@@ -127,71 +127,71 @@ class Attainable:
     filter_gradient_share: float = 1.0
     """Rate of the gradient of a convolution's filter over that of the forward convolution."""
     depthwise_fraction: float = 0.25
-    """Share of peak f32 FLOP/s that depthwise convolutions reach, which matrix units cannot run."""
+    """Share of peak f32 FLOP/s for depthwise convolutions, which matrix units cannot run."""
     winograd_share: float = 0.0
-    """Share of the multiplications saved by Winograd's algorithm with tiles of 2 x 2 in f32
-    convolutions that is saved in time: 0 is none, or no use of it, 1 is all; values up to 2.4 mean
-    tiles of 4 x 4, which save 4 times instead of 2.25."""
+    """Share of the multiplications saved by Winograd's algorithm with 2 x 2 tiles in f32
+    convolutions that becomes saved time: 0 if none, or if it is not used, 1 if all; values up to
+    2.4 mean 4 x 4 tiles, which save a factor of 4 instead of 2.25."""
     memory_ramp_seconds: float = 0.0
-    """Time of a memory-bound operation beyond its launch, in which the chip fills and drains."""
+    """Time of a memory-bound operation, beyond its launch, in which the chip fills and drains."""
     matmul_table: str | None = None
-    """Table of the catalogue with measured matrix products by shape: the chip's own, or that of a
+    """The catalogue's table of measured matrix products by shape: the chip's own, or that of a
     sibling with the same multiprocessors; None for none."""
     grouped_matmul_rates: str | None = None
-    """Rates of the catalogue that were fitted to grouped products of experts: the chip's own, or
-    those of a sibling with the same multiprocessors; None for those of plain products."""
+    """The catalogue's rates that were fitted to grouped products of experts: the chip's own, or
+    those of a sibling with the same multiprocessors; None for the rates of plain products."""
     sustained_fraction: float = 1.0
     """Rate of matrix products in a long step over that of single ones: clocks fall under load,
-    which benchmarks of microseconds do not see."""
+    which microbenchmarks do not see."""
     unaligned_fraction: float | None = None
-    """Share of peak f32 FLOP/s that half-precision products reach whose sides are no multiples of
-    16 bytes, which matrix units cannot load; None if they are as fast as others."""
+    """Share of peak f32 FLOP/s that half-precision products reach if their sides are not multiples
+    of 16 bytes, which matrix units cannot load; None if they are as fast as others."""
     attention_fraction: float = 0.4
-    """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
-    backward, what a causal mask skips not counted."""
+    """Share of peak FLOP/s that fused attention over long sequences reaches, forward and backward,
+    not counting what a causal mask skips."""
     attention_by_shape: tuple[tuple[int, int, float], ...] = ()
-    """(tokens, head size, share of peak FLOP/s) of that kernel where it was measured, in place of
-    `attention_fraction`; () if it was not."""
+    """(tokens, head size, share of peak FLOP/s) of fused attention as measured, instead of
+    `attention_fraction`; () if not measured."""
     attention_rates: str | None = None
-    """Rates of the catalogue that were fitted to measured attention by head size and tokens, in
-    place of `attention_fraction`; None for none."""
+    """The catalogue's rates that were fitted to measured attention by head size and tokens, instead
+    of `attention_fraction`; None for none."""
     attention_scale: float = 1.0
-    """Rate of fused attention over that of these: of other software's kernels over those that were
-    measured."""
+    """Rate of fused attention with other software's kernels over the rate with the measured
+    ones."""
     grouped_scale: float = 1.0
-    """Rate of grouped products of experts over that of these, likewise."""
+    """Rate of grouped products of experts over that of the measured kernels, likewise."""
     token_exchange_scale: float = 1.0
     """Rate of the all-to-alls that send tokens to experts over that of the cluster's library,
-    likewise; above 1 where they are beside other work."""
+    likewise; above 1 if they overlap with other work."""
     contention_fraction: float = 0.0
-    """Share of its speed that compute loses while a collective runs beside it: both use the
-    multiprocessors and the memory. Over nodes it is this times the share of a node's
-    positions that the group has (`simulator/collectives/placement.py`)."""
+    """Share of its speed that compute loses while a collective runs concurrently: both use the
+    multiprocessors and the memory. Over nodes it is multiplied by the share of a node's positions
+    that the group has (`simulator/collectives/placement.py`)."""
     collective_seconds: float = 0.0
-    """Time that each collective takes besides, of a host and of streams that wait for each other;
-    those of a graph have none."""
+    """Additional time of each collective, because host and streams wait for each other; collectives
+    in a graph have none."""
     step_cv: float | None = None
-    """Coefficient of variation of one device's step time (standard deviation over mean), as
-    measured on such chips; the conditions of a cluster override it. None if unknown."""
+    """Coefficient of variation of one device's step time (standard deviation over mean), measured
+    on such chips; the conditions of a cluster override it. None if unknown."""
     step_dispersion_seconds: float = 0.0
     """Variance of one device's step time over its mean, in addition to that of `step_cv`:
     disturbances of m seconds at random times, r per second, add r m^2 for any length of step. Not
-    used where conditions give `step_cv`."""
+    used if conditions give `step_cv`."""
     dispersed_from_seconds: float = 0.0
-    """Shortest step in which that dispersion was measured: for shorter steps it is scaled with the
+    """Shortest step for which that dispersion was measured: for shorter steps it is scaled with the
     step, since the length of disturbances is unknown."""
     dispatch_seconds: float = 0.0
     """Time in which the host dispatches one operation. Dispatch is asynchronous: devices wait for
-    it only in steps whose operations together take less."""
+    it only in steps whose operations together take less time."""
     collective_dispatch_seconds: float = 0.0
-    """Time in which the host dispatches one collective, beyond that of an operation."""
+    """Additional time in which the host dispatches one collective, compared with an operation."""
     member_dispatch_seconds: float = 0.0
-    """Time that it takes besides for each device of a collective over tensor, where a pipeline
-    sends over the network meanwhile."""
+    """Additional dispatch time per device of a collective over tensor, while a pipeline sends over
+    the network."""
     routed_dispatch_seconds: float = 0.0
-    """`dispatch_seconds` of a step that sends tokens to experts, where that is longer: how many
-    come is known to the device alone, so that a host launches what follows one by one, and once it
-    has read it."""
+    """`dispatch_seconds` of a step that sends tokens to experts, if longer: only the device knows
+    how many tokens arrive, so the host launches what follows one by one, after reading that
+    number."""
     step_overhead_seconds: float = 0.0
     """Time of a step outside its operations: host work that devices wait for."""
 
@@ -224,8 +224,8 @@ class Attainable:
             raise ConfigError(refusal("contention_fraction", self.contention_fraction, accepted))
 
     def attention_share(self, shape: Sequence[int]) -> float:
-        """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head
-        size), `attention_rates` aside."""
+        """Share of peak FLOP/s of fused attention over (samples x heads, queries, keys, head size),
+        not considering `attention_rates`."""
         if not self.attention_by_shape or len(shape) != 4 or 0 in shape:
             return self.attention_fraction
         return nearby(self.attention_by_shape, shape[2:])
@@ -252,7 +252,7 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """Specification of one device: an accelerator, or one die where a card holds two.
+    """Specification of one device: an accelerator, or one die of a card that holds two.
 
     Example:
         >>> from dataclasses import replace
@@ -268,30 +268,30 @@ class Chip:
     title: str
     """Name for people: "NVIDIA H100 SXM5 80 GB"."""
     peak_flop_per_second: dict[RateType, float]
-    """Dense peak rate by type of operands; a type the chip lacks is left out."""
+    """Dense peak rate by operand type; types that the chip lacks are left out."""
     memory_bytes: int
     """Device memory."""
     memory_bytes_per_second: float
     """Peak bandwidth of device memory."""
     attainable: Attainable
-    """Attainable fractions of the peak rates; of XLA's kernels and launches where they were
-    measured."""
+    """Attainable fractions of the peak rates; where measured, those of XLA's kernels and
+    launches."""
     runtime_reserve_bytes: int
     """Device memory reserved by driver, communication library and allocator."""
     cuda: CudaArchitecture | None = None
     """Compiler target; None if programs are not compiled for a GPU."""
     tpu: TpuArchitecture | None = None
-    """Compiler target; None if it is no TPU."""
+    """Compiler target; None if the chip is not a TPU."""
     rates_of: str = "xla-2026"
-    """Framework whose kernels and launches `attainable` is of: another's are told from XLA's by
-    what is known of its software (`simulator.frameworks`)."""
+    """Framework whose kernels and launches `attainable` describes; another's are inferred from
+    XLA's by what is known of its software (`simulator.frameworks`)."""
     residuals: Residuals | None = None
     """Residuals of the attainable rates; None if they were not fitted."""
     measured: MeasuredRates | None = None
-    """Rates measured operation by operation, in place of those of `attainable`; None if not
+    """Rates measured operation by operation, instead of those of `attainable`; None if not
     measured."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each number above comes from, by its dotted name."""
+    """Source of each number above, by its dotted name."""
 
     def __post_init__(self) -> None:
         if "f32" not in self.peak_flop_per_second:
@@ -310,10 +310,10 @@ class Chip:
     def rate_type(self, dtype: str) -> RateType:
         """The operand type in which this chip multiplies matrices of `dtype`.
 
-        f32 products run as tf32 where the chip has it, XLA's default. bf16 on a chip without it is
+        f32 products run as tf32 if the chip has it, XLA's default. bf16 on a chip without it is
         costed as f16, of equal width, which half-precision training uses there. Any other type
-        without units of its own is converted to f32, as compilers do; so are integers and f64,
-        which training steps do not multiply (too fast by 2x or more for f64).
+        without its own units is converted to f32, as compilers do; so are integers and f64, which
+        training steps do not multiply (too fast by 2x or more for f64).
         """
         if dtype.startswith("f4"):
             wanted: tuple[RateType, ...] = ("fp4", "fp8", "bf16", "f32")

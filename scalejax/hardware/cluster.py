@@ -1,7 +1,7 @@
 """Specification of a cluster: devices, links within a node, network between nodes.
 
-A node here is the set of devices that one kind of link connects: a server of 8 GPUs, a rack of
-72, a TPU slice. Knows no program; `simulator.collectives` costs the collectives.
+A node here is the set of devices that one kind of link connects: a server of 8 GPUs, a rack of 72,
+a TPU slice. Knows no program; `simulator.collectives` costs collectives.
 """
 
 import math
@@ -38,13 +38,13 @@ Algorithm = Literal[
 ]
 
 LaunchMode = Literal["asynchronous", "blocking", "graph"]
-"""How a host launches operations: ahead of the devices; each only when the one before has ended
+"""How a host launches operations: ahead of the devices; each only after the previous one has ended
 (CUDA_LAUNCH_BLOCKING=1); or many at once, as a CUDA graph (XLA's command buffers, torch.cuda.graph,
 MXNET_ENABLE_CUDA_GRAPHS=1)."""
 
 
 _LARGEST_MULTIPLE = 1e3
-"""Of latencies and rates over those of the library's constants, or of the network's ports."""
+"""Largest multiple of the library's latencies, and largest oversubscription."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class Link:
     in_switch_fraction: float | None = None
     """Share of the attainable rate with in-switch reduction (NVLS); None if there is none."""
     host_bytes_per_second: float | None = None
-    """Attainable rate of all devices of a node together to the memory of their host, one way;
-    None: as fast as their links."""
+    """Attainable rate of all devices of a node together to their host's memory, one way; None: as
+    fast as their links."""
     wires: tuple[tuple[int, ...], ...] | None = None
     """Number of links between each two devices of an nvlink_mesh, a symmetric matrix; None if
-    unknown. A node of fewer devices uses the first rows."""
+    unknown. A node with fewer devices uses the first rows."""
     own_share: float = 0.0
-    """Time in which a device copies bytes in its own memory over the time to send them on the link,
+    """Time in which a device copies bytes within its memory over the time to send them on the link,
     at most 1: the cost of the n-th part of a payload, which a ring does not send, so that small
     groups are slower."""
     ramp_seconds: float = 0.0
@@ -76,11 +76,11 @@ class Link:
     in_switch_ramp_seconds: float = 0.0
     """Time constant of the pipeline with in-switch reduction."""
     ring_multiple: int | None = None
-    """Of an ici: an axis of a slice closes to a ring where its length is a multiple of this; None
-    for one ring of all devices."""
+    """For ici: an axis of a slice closes to a ring if its length is a multiple of this; None for
+    one ring of all devices."""
     latency_fraction: float = 1.0
-    """Latency of collectives within a node over that of the library's constants: the start of a
-    kernel and each of its messages take as long as the chip's clock has it."""
+    """Latency of collectives within a node over that of the library's constants: the chip's clock
+    sets the time of a kernel's start and of each of its messages."""
     measured: str | None = None
     """Table of measured times of collectives over this link, in `collective_times/`; None if
     there is none."""
@@ -109,8 +109,8 @@ class Network:
     attainable_fraction: float = 1.0
     """Share of the nominal rate that large messages reach."""
     partial_group_bytes_per_second: float | None = None
-    """Nominal rate per node of groups that hold several of its devices but not all, where these use
-    fewer network cards than there are; None where they use all."""
+    """Nominal rate per node of groups that hold several but not all of its devices, if these use
+    only some of the network cards; None if they use all."""
     message_seconds: float = 0.0
     """Latency added to each message, beyond that of the library's constants for InfiniBand."""
     ramp_seconds: float = 0.0
@@ -120,18 +120,18 @@ class Network:
     """Table of measured times of collectives over all devices of several nodes, in
     `collective_times/`; None if there is none."""
     nodes_per_switch: int | None = None
-    """Nodes that communicate at full rate; None if all do. Of a fat tree those of a leaf switch;
-    where a leaf joins cards of one number (rails), as many as it has ports; of a dragonfly those of
-    a group."""
+    """Nodes that communicate at full rate; None if all do. In a fat tree those of a leaf switch; if
+    a leaf joins cards of one number (rails), as many as it has ports; in a dragonfly those of a
+    group."""
     oversubscription: float = 1.0
     """Factor by which groups over more nodes than `nodes_per_switch` are slower: the rate of the
-    cards below a leaf over that of its links to the spine; of a dragonfly, that of a group's cards
-    over that of its global links."""
+    cards below a leaf over that of its links to the spine; in a dragonfly, the rate of a group's
+    cards over that of its global links."""
     sums_in_switches: bool = False
-    """Whether the switches add up what nodes send (SHARP)."""
+    """Whether switches sum what nodes send (SHARP)."""
     keeps_order: bool = True
-    """Whether what a device writes arrives in order. Protocols of low latency, whose data hold the
-    flags that say that they are there, need it."""
+    """Whether what a device writes arrives in order, as required by low-latency protocols, whose
+    data hold the flags that signal their arrival."""
 
     def __post_init__(self) -> None:
         require_physical("network.", self)
@@ -147,10 +147,10 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Memory of the hosts, to which arrays are offloaded."""
+    """Host memory, to which arrays are offloaded."""
 
     bytes_per_second: float
-    """Attainable rate of each device of a node to it while all copy, one way."""
+    """Attainable rate from each device of a node to host memory while all copy, one way."""
     memory_bytes: int | None = None
     """Memory of a node; None if unknown."""
 
@@ -178,16 +178,16 @@ class CollectiveMethod:
     network_hop_seconds: float
     """Latency of one message between nodes."""
     link_hop_multiple_over_nodes: float = 1.0
-    """`link_hop_seconds` of a group over several nodes, over that of one within a node."""
+    """`link_hop_seconds` of a group over several nodes, relative to a group within a node."""
     network_base_seconds: float = 0.0
-    """Time before the first message of a collective over several nodes, besides: proxies of the
-    hosts start."""
+    """Additional time before the first message of a collective over several nodes: the hosts'
+    proxies start."""
     network_payload_bytes_per_second: float | None = None
     """Rate at which messages with flags, which the host's proxy posts, pass a hop between nodes,
-    whatever the cards are; each hop passes the payload whole. None where it flows as the links'
-    rate allows."""
+    whatever the cards; each hop passes the whole payload. None if it flows at the rate of the
+    links."""
     servers: int | None = None
-    """Parameter servers, each on a host of its own; None: one on every node of the workers."""
+    """Parameter servers, each on its own host; None: one on every node of the workers."""
 
     def __post_init__(self) -> None:
         require_physical("method.", self)
@@ -215,9 +215,9 @@ class CommunicationLibrary:
     title: str
     """Name for people: "NCCL over NVLink"."""
     methods: tuple[CollectiveMethod, ...]
-    """Methods to run a collective; the fastest is chosen, as by the library's own tuner."""
+    """Methods to run a collective; the fastest is chosen, as the library's own tuner does."""
     runs_buffers_one_by_one: bool = False
-    """Whether a collective of several buffers has its latency once for each, not once."""
+    """Whether a collective of several buffers has its latency once per buffer, not once."""
     rings_by_number: bool = False
     """Whether devices of an nvlink_mesh form one ring in the order of their numbers, linked or not;
     else rings follow the links."""
@@ -242,12 +242,12 @@ class DispatchRates:
     base_seconds: float
     """Time of a dispatch or a combine before its first token."""
     token_seconds: float
-    """Time for each token of a device, whatever its size."""
+    """Time per token of a device, whatever its size."""
     link_bytes_per_second: float
-    """Rate of each device to all others of its node, which copying multiprocessors limit."""
+    """Rate from each device to all others of its node, limited by copying multiprocessors."""
     message_seconds: float = 0.0
-    """Time for each token and each other node that it goes to, whatever its size: of a network that
-    takes messages from a proxy on the host, where the device does not post them itself."""
+    """Time per token and per other node that it goes to, whatever its size, in a network that takes
+    messages from a proxy on the host instead of the device itself."""
 
     def __post_init__(self) -> None:
         require_physical("dispatch.", self)
@@ -258,11 +258,10 @@ class DispatchRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchLibrary:
-    """A library that sends each token to its experts, and adds up what they return.
+    """A library that sends each token to its experts, and sums what they return.
 
-    It knows which tokens go where: a token crosses the network once for each node that has one of
-    its experts and the links once for each such device, where a plain all-to-all sends a copy for
-    each expert.
+    It knows which tokens go where: a token crosses the network once per node, and the links once
+    per device, with one of its experts, whereas a plain all-to-all sends a copy per expert.
     """
 
     name: str
@@ -272,12 +271,12 @@ class DispatchLibrary:
     rates: DispatchRates
     """Rates on chips that were not measured."""
     network_fraction: float
-    """Share of the attainable rate of the network that it reaches."""
+    """Share of the network's attainable rate that it reaches."""
     network_seconds: float = 0.0
-    """Time of a dispatch or a combine over several nodes besides, in which counts of tokens are
-    exchanged first."""
+    """Additional time of a dispatch or a combine over several nodes, which first exchanges token
+    counts."""
     chips: dict[str, DispatchRates] = field(default_factory=dict)
-    """Rates on chips that were measured, by their names."""
+    """Rates on measured chips, by name."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name."""
 
@@ -298,7 +297,7 @@ class SharedChip:
     device_count: int
     """Busy devices on the machine."""
     chip: Chip
-    """Each of them then, with its rates under load."""
+    """Each of these devices, with its rates under load."""
 
     def __post_init__(self) -> None:
         require_physical("shared.", self)
@@ -306,7 +305,7 @@ class SharedChip:
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Of a cluster: it is part of the names of files and of the keys of tables."""
+"""Name of a cluster, which is part of file names and table keys."""
 _DATE = re.compile(r"[0-9]{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?)?")
 
 
@@ -317,8 +316,8 @@ class Price:
     dollars_per_device_hour: float
     """US dollars for an hour of one device with its share of host and network, on demand."""
     date: str | None = None
-    """When that was the price: "2025-10-22", or the month or year, as far as it is known; None of
-    a price of one's own, which is no list price."""
+    """When that was the price: "2025-10-22", or the month or year, as far as known; None for the
+    user's own price, which is not a list price."""
 
     def __post_init__(self) -> None:
         require_above("price.dollars_per_device_hour", self.dollars_per_device_hour, 0)
@@ -337,11 +336,11 @@ class Power:
     """Electric power of a device with its share of its node: host, fans, network cards."""
 
     max_watts: float | None = None
-    """Most that it may draw, as its node is rated; None if unknown."""
+    """Most that it may draw, by the rating of its node; None if unknown."""
     training_watts: float | None = None
-    """What it draws while it trains, as measured; None if unknown."""
+    """Measured draw while it trains; None if unknown."""
     idle_watts: float | None = None
-    """What it draws while nothing runs; None if unknown."""
+    """Draw while nothing runs; None if unknown."""
     pue: float | None = None
     """Power of the whole data centre over that of its machines, 1 or more; None if unknown."""
 
@@ -363,7 +362,7 @@ class Power:
 
     @property
     def watts(self) -> float | None:
-        """What a device of a run draws: as measured, or else at most; None if unknown."""
+        """Draw of a device in a run: as measured, else the maximum; None if unknown."""
         return self.max_watts if self.training_watts is None else self.training_watts
 
 
@@ -395,7 +394,7 @@ class Cluster:
     network: Network | None = None
     """Network between nodes; None if there is only one node."""
     host: HostMemory | None = None
-    """Memory of the hosts; None if unknown: no program that offloads arrays to it is costed."""
+    """Host memory; None if unknown, in which case programs that offload arrays are not costed."""
     dispatch: DispatchLibrary | None = None
     """Library that sends tokens to experts and back; None for all-to-alls of `library`."""
     max_device_count: int | None = None
@@ -403,8 +402,8 @@ class Cluster:
     launch_mode: LaunchMode = "asynchronous"
     """How hosts launch operations."""
     shared: tuple[SharedChip, ...] = ()
-    """The chip when several devices of a node are busy, by rising number of them; () where devices
-    do not slow each other down."""
+    """The chip while several devices of a node are busy, by rising number of busy devices; () if
+    devices do not slow each other down."""
     price: Price | None = None
     """List price of a device; None if none is known."""
     power: Power | None = None
@@ -412,7 +411,7 @@ class Cluster:
     calibrated: CalibratedRange | None = None
     """Runs that the constants were fitted to; None if they come from elsewhere."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each number above comes from, by its dotted name (chip and library have their own)."""
+    """Source of each number above, by its dotted name (chip and library have their own)."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -427,13 +426,13 @@ class Cluster:
 
     @property
     def most_devices(self) -> float:
-        """Devices of the whole cluster, or without a network of a node; infinite if unlimited."""
+        """Devices of the whole cluster, or of a node without a network; infinite if unlimited."""
         if self.max_device_count is not None:
             return self.max_device_count
         return math.inf if self.network is not None else self.devices_per_node
 
     def host_memory_bytes(self, device_count: int) -> int | None:
-        """Memory of the host for each device of a run of so many; None if it is unknown."""
+        """Host memory per device in a run of `device_count` devices; None if unknown."""
         if self.host is None or self.host.memory_bytes is None:
             return None
         return self.host.memory_bytes // min(device_count, self.devices_per_node)
@@ -442,21 +441,21 @@ class Cluster:
         """Refuse more devices than the cluster has.
 
         Args:
-            count: devices asked for.
-            field: name of the field that asks for them.
+            count: requested devices.
+            field: name of the field that requests them.
 
         Raises:
-            DoesNotFit: naming how many it has.
+            DoesNotFit: stating how many it has.
         """
         if count > (most := self.most_devices):
             raise DoesNotFit(f"{field}={count} is refused: {self.name} has at most {most}.")
 
 
 def require_own_names(clusters: Sequence[Cluster]) -> None:
-    """Refuse two clusters of one name, whose rows and files nobody could tell apart.
+    """Refuse two clusters with the same name, whose rows and files could not be distinguished.
 
     Raises:
-        ConfigError: naming them all.
+        ConfigError: naming all clusters.
     """
     names = [each.name for each in clusters]
     if len(set(names)) < len(names):

@@ -1,6 +1,6 @@
 """The input pipeline of a host: its rates per stage, and the work per example of a data set.
 
-Properties of host, data and run rather than of hardware; a cluster has them where they are known.
+Properties of host, data and run rather than of hardware; a cluster has them if they are known.
 """
 
 from dataclasses import dataclass, field, fields
@@ -16,7 +16,7 @@ from scalejax.core.errors import (
 # Rates of the stages of the input pipeline.
 
 _MOST_SECONDS = 1e5
-"""Longest time of anything that is done to a sample, a batch or a row group: a day or so."""
+"""Longest time for any work on a sample, a batch or a row group: a day or so."""
 
 
 def _require_seconds(field: str, seconds: float) -> None:
@@ -25,7 +25,7 @@ def _require_seconds(field: str, seconds: float) -> None:
 
 
 Speedups = tuple[tuple[int, float], ...]
-"""(count, samples per second over those of one) by rising count, the first (1, 1.0)."""
+"""(count, samples per second over those of one) by rising count, starting with (1, 1.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ReadRates:
     seconds_per_byte: float
     """CPU time per decompressed byte."""
     storage_bytes_per_second: float | None = None
-    """Storage bandwidth for files that are not in the page cache; None if it was not observed."""
+    """Storage bandwidth for files that are not in the page cache; None if not observed."""
 
     def __post_init__(self) -> None:
         for name in ("seconds_per_row_group", "seconds_per_byte"):
@@ -50,7 +50,7 @@ class TakeRates:
     """Rates of decoding rows in memory into a batch of examples."""
 
     seconds_per_sample: float
-    """Time per example, regardless of its size; the whole time of examples that are no images."""
+    """Time per example, regardless of its size; the whole time of examples that are not images."""
     seconds_per_encoded_byte: float = 0.0
     """Time per byte of an encoded image."""
     seconds_per_full_pixel: float = 0.0
@@ -58,7 +58,7 @@ class TakeRates:
     seconds_per_reduced_pixel: float = 0.0
     """Time per decoded pixel of a JPEG decoded at 1/2, 1/4 or 1/8 size."""
     seconds_per_resized_pixel: float = 0.0
-    """Time per pixel of the example, where the decoded image is resized."""
+    """Time per pixel of the example, if the decoded image is resized."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -85,18 +85,18 @@ class InputRates:
 
     data: str
     """Name of the measured data set. Rates of images hold for any images, by bytes and pixels;
-    those of other examples hold for this data set alone."""
+    those of other examples hold only for this data set."""
     is_of_images: bool
     """Whether its examples are encoded images, costed by bytes and pixels."""
     cores: int
     """Cores of the host: more workers than that do not help."""
     memory_bytes: float
-    """Memory of the host, half of which is expected to be page cache of files read before."""
+    """Memory of the host, half of which is assumed to be page cache of files read before."""
     take: TakeRates
     """Decoding of rows into batches by one worker process: time of one core."""
     threads: TakeRates
-    """Decoding of rows into batches on a device by threads of the training process, as many as
-    cores: time from one sample to the next."""
+    """Decoding of rows into batches on a device by as many threads of the training process as there
+    are cores: time from one sample to the next."""
     hand_over: CopyRates
     """Copies of the workers' batches to devices by the training process."""
     worker_speedups: Speedups
@@ -104,11 +104,11 @@ class InputRates:
     input_shape: tuple[int, ...] = ()
     """Shape of one measured example."""
     columns: tuple[str, ...] = ()
-    """Columns of the measured examples, where the data set is a table."""
+    """Columns of the measured examples, if the data set is a table."""
     read: ReadRates | None = None
-    """Reading of row groups; None where the data set has none."""
+    """Reading of row groups; None if the data set has none."""
     shared_storage_bytes_per_second: float | None = None
-    """Bandwidth of the storage to all hosts together, where they share it; entered by hand."""
+    """Bandwidth of the storage to all hosts together, if they share it; entered by hand."""
     sources: dict[str, str] = field(default_factory=dict)
     """Source of each number."""
 
@@ -137,7 +137,7 @@ class SampleWork:
     input_shape: tuple[int, ...] = ()
     """Shape of the input of one example."""
     columns: tuple[str, ...] = ()
-    """Columns of an example, where the data set is a table."""
+    """Columns of an example, if the data set is a table."""
     encoded_bytes: float = 0.0
     """Bytes of the encoded image."""
     full_pixels: float = 0.0
@@ -145,9 +145,9 @@ class SampleWork:
     reduced_pixels: float = 0.0
     """Pixels decoded at reduced size (JPEG)."""
     resized_pixels: float = 0.0
-    """Pixels of the example, of images that are resized."""
+    """Pixels of the example, for images that are resized."""
     files: "FileWork | None" = None
-    """Reading of its row groups; None where there are none."""
+    """Reading of its row groups; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +163,10 @@ class FileWork:
     read_bytes: float
     """Decompressed bytes of the columns that are read."""
     memory_bytes: float
-    """Memory for row groups and batches, of all processes of a host together."""
+    """Memory for row groups and batches, in all processes of a host together."""
     rows_together: int = 0
-    """Rows of any row groups that are decoded together within that memory, where row groups do not
-    stay in memory; 0 where rows of a few row groups are mixed, each read once per epoch."""
+    """Rows, from any row groups, that are decoded together within that memory, if row groups do not
+    stay in memory; 0 if rows of a few row groups are mixed, each read once per epoch."""
     is_cached: bool = False
     """Whether decoded row groups are cached on a local disk."""
     shards: int = 1
@@ -180,10 +180,10 @@ class FileWork:
     def reads(self, workers: int, *, is_first_epoch: bool, hosts: float = 1.0) -> float:
         """Mean number of times that a row group is decoded per epoch by all processes of a host.
 
-        Each of `hosts` takes its own part of every batch. Each process, the training process
-        included, caches decoded row groups in half of its share of the memory; a group that was
-        evicted is decoded again for all rows that are decoded together. Without shards the rows of
-        a host lie in all row groups.
+        Each of `hosts` takes its own part of every batch. Each process, including the training
+        process, caches decoded row groups in half of its share of the memory; a group that was
+        evicted is decoded again for all rows that are decoded together. Without shards, the rows of
+        a host are in all row groups.
         """
         processes, parts = max(1, workers), workers + 1
         rows, shards = self.rows / hosts, self.shards_among(hosts)
@@ -198,7 +198,7 @@ class FileWork:
         return max(self._touched(rows, shards), again)
 
     def shards_among(self, hosts: float) -> float:
-        """Number of parts of the row groups, of which each of `hosts` reads one."""
+        """Number of parts of the row groups; each of `hosts` reads one."""
         return min(float(self.shards), hosts)
 
     def _touched(self, rows: float, shards: float) -> float:
@@ -221,7 +221,7 @@ class HostInput:
     is_first_epoch: bool = False
     """Whether files are read for the first time, with nothing in the page cache."""
     is_augmented: bool = False
-    """Whether the run changes its images at random, the time of which the rates leave out."""
+    """Whether the run augments its images at random, whose time the rates do not include."""
 
     def __post_init__(self) -> None:
         require_at_least("input.workers", self.workers, 0)
@@ -238,7 +238,7 @@ class HostInput:
 
 
 def _kind(of: InputRates | SampleWork) -> str:
-    """A phrase for the kind of example that its time depends on: data set, shape, columns."""
+    """A phrase for the kind of example, on which its time depends: data set, shape, columns."""
     shape = " x ".join(map(str, of.input_shape)) or "a shape not recorded"
     named = f"{of.data} of encoded images" if of.is_of_images else f"{of.data} of {shape}"
     return f"{named} ({', '.join(of.columns)})" if of.columns else named

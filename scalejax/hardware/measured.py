@@ -1,7 +1,7 @@
 """Measured rates of a chip, operation by operation.
 
-Where a chip has measured rates they replace the fractions of `Attainable`. `scalejax calibrate`
-writes them; they are those of a device while all the others are busy too. Knows no program.
+If a chip has measured rates, they replace the fractions of `Attainable`. `scalejax calibrate`
+writes them; they are those of a device while all others are busy too. Knows no program.
 """
 
 import math
@@ -22,14 +22,14 @@ class MeasuredRates:
     matmul: dict[str, tuple[tuple[int, int, int, int, float], ...]]
     """(batch, m, n, k, FLOP/s) of matrix products by type of operands."""
     convolution: dict[str, tuple[tuple[int, int, int, int, int, float], ...]]
-    """(samples, output positions, input channels, output channels, window positions, FLOP/s) of
-    convolutions of f32 by pass: forward, input_gradient, filter_gradient; of other types by pass
-    and type: forward_bf16."""
+    """(samples, output positions, input channels, output channels, window positions, FLOP/s) of f32
+    convolutions by pass: forward, input_gradient, filter_gradient; for other types by pass and
+    type: forward_bf16."""
     stream: tuple[tuple[int, float], ...]
-    """(bytes, bytes/s) of operations that read and write so many bytes: small ones hit caches."""
+    """(bytes, bytes/s) of operations that read and write this many bytes: small ones hit caches."""
     first_touch: tuple[tuple[int, float], ...] = ()
-    """(bytes, seconds) of allocating so many bytes of temporary memory, whose pages some systems
-    map anew at each step; () if it costs nothing."""
+    """(bytes, seconds) of allocating this many bytes of temporary memory, whose pages some systems
+    map again at each step; () if it costs nothing."""
 
     compute_scale: float = 1.0
     """Factor on the times of compute-bound operations, as fitted to whole steps."""
@@ -60,18 +60,18 @@ class MeasuredRates:
     def convolution_rate(
         self, shape: Sequence[int], convolution_pass: str, rate_type: str = "f32"
     ) -> float | None:
-        """FLOP/s of a convolution, of f32 where its type was not measured; None if none was."""
+        """FLOP/s of a convolution, in f32 if its type was not measured; None if none was."""
         own = f"_{rate_type}"
         names = (f"{convolution_pass}{own}", f"forward{own}", convolution_pass, "forward")
         rows = next((found for name in names if (found := self.convolution.get(name))), None)
         return nearby(rows, shape) if rows else None
 
     def stream_rate(self, moved_bytes: float) -> float:
-        """Bytes/s of an operation that moves so many bytes."""
+        """Bytes/s of an operation that moves `moved_bytes`."""
         return _interpolated(self.stream, moved_bytes)
 
     def first_touch_seconds(self, size_bytes: float) -> float:
-        """Time to allocate so many bytes; proportional beyond the largest measured size."""
+        """Time to allocate `size_bytes`; proportional beyond the largest measured size."""
         if not self.first_touch or not size_bytes:
             return 0.0
         largest, seconds = self.first_touch[-1]
@@ -87,8 +87,8 @@ class MeasuredRates:
 def nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
     """The rate at `shape`: geometric mean of nearby rates, weighted by inverse square distance.
 
-    Distances are between the logarithms of sizes; exact at measured shapes, within the range of the
-    neighbours elsewhere (Shepard 1968).
+    Distances are between the logarithms of sizes; the result is exact at measured shapes, and
+    within the range of the neighbours elsewhere (Shepard 1968).
     """
     sizes = tuple(shape) or (1,) * (len(rows[0]) - 1)
     point = [math.log2(max(1, size)) for size in sizes]

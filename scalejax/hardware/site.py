@@ -1,8 +1,8 @@
 """What a site adds to a run on its cluster: stragglers, slow input, checkpoints, failures.
 
-It is beside the hardware, and no cluster of the catalogue has one; users say what they know in
-their cluster file, and None is unknown in every result. Also the range of runs that the constants
-of a cluster were fitted to.
+A site is not hardware, and no cluster of the catalogue has one; users state what they know in their
+cluster file, and None counts as unknown in every result. Also the range of runs to which a
+cluster's constants were fitted.
 """
 
 from dataclasses import dataclass, field, fields
@@ -28,19 +28,19 @@ class RunConditions:
     checkpoint_bytes: float | None = None
     """Bytes of one checkpoint, all devices together; if None, the state of the program."""
     checkpoint_interval_seconds: float | None = None
-    """Time of training between checkpoints; if None, the optimal one for the failure rate."""
+    """Training time between checkpoints; if None, the optimum for the failure rate."""
     storage_bytes_per_second: float | None = None
     """Rate at which the whole run writes to storage."""
     device_to_host_bytes_per_second: float | None = None
-    """Rate of each device to its host, for asynchronous checkpoints: the devices wait for this copy
-    only. If None, they wait for the storage."""
+    """Rate of each device to its host, for asynchronous checkpoints: devices wait only for this
+    copy. If None, they wait for the storage."""
     node_mtbf_seconds: float | None = None
-    """Mean time between failures of one node that end the run."""
+    """Mean time between run-ending failures of one node."""
     restart_seconds: float | None = None
     """Time from a failure until training resumes from the last checkpoint."""
     expert_load_exponent: float | None = None
     """Exponent of the power law by which tokens choose experts, such as 1.2; None if all experts
-    get equally many."""
+    get equally many tokens."""
 
     def __post_init__(self) -> None:
         for name in sorted(each.name for each in fields(self)):
@@ -57,7 +57,7 @@ NO_CONDITIONS = RunConditions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a cluster stands: the conditions of its runs, and the input pipeline of its hosts.
+    """The place of a cluster: the conditions of its runs, and the input pipeline of its hosts.
 
     Example:
         >>> from importlib.resources import files
@@ -73,28 +73,28 @@ class Site:
     """What delays a run: variation, input, storage, failures."""
     input: HostInput | None = None
     """Input pipeline of every host, from which `conditions.input_samples_per_second` follows; None
-    where it is unknown, or that field is given."""
+    if it is unknown, or that field is given."""
 
 
 NO_SITE = Site()
-"""A site of which nothing is known."""
+"""A site about which nothing is known."""
 
 
-# The measured runs that the constants of a cluster were fitted to.
+# The measured runs to which the constants of a cluster were fitted.
 
 FARTHEST = 8.0
-"""Number of devices, over the largest measured one, beyond which predictions are extrapolated."""
+"""Multiple of the largest measured number of devices beyond which predictions are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedRange:
-    """The runs that constants were fitted to."""
+    """The runs to which constants were fitted."""
 
     device_counts: tuple[int, ...]
     """Devices of each run."""
     held_out_error: float | None = None
     """(predicted - measured) / measured of the largest run, with constants fitted to the others;
-    None if there was none to hold out."""
+    None if there was no run to hold out."""
     sources: dict[str, str] = field(default_factory=dict)
     """Folders of the runs."""
 

@@ -1,7 +1,7 @@
-"""Measured tables of the catalogue: products, those of experts, attention, collectives in a node.
+"""Measured tables of the catalogue: products, grouped products, attention, collectives.
 
-Know no program: `simulator.operations` and `simulator.collectives.measured` interpolate between
-what was measured.
+Knows no program: `simulator.operations` and `simulator.collectives.measured` interpolate between
+the measurements.
 """
 
 import csv
@@ -30,7 +30,7 @@ _ATTENTION = "attention_rates"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulForm:
-    """Roofline that the measurements of a table are interpolated against.
+    """Roofline relative to which the measurements of a table are interpolated.
 
     seconds = fixed + max(FLOP / (peak matmul_fraction), bytes / (bandwidth memory_fraction))
     """
@@ -40,7 +40,7 @@ class MatmulForm:
     source: str
     """Source of the rates."""
     peak_flop_per_second: dict[RateType, float]
-    """Dense peak of the chip that was measured."""
+    """Dense peak of the measured chip."""
     memory_bytes_per_second: float
     """Peak bandwidth of its memory."""
     matmul_fraction: float
@@ -50,11 +50,11 @@ class MatmulForm:
     fixed_seconds: float
     """Least measured time of a product."""
     aside_seconds: float
-    """Part of `fixed_seconds` that is overhead of the measurement, absent in running programs."""
+    """Part of `fixed_seconds` that is overhead of the measurement, absent from running programs."""
     layers: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """What measured linear layers took besides their product, by AIConfigurator's name of their
-    type ("fp8"): seconds, and seconds for each element of the input, of its cast from bf16; then
-    the time of the product over the table's. None of it is in the rates."""
+    """Time of measured linear layers beyond their product, by AIConfigurator's name for their type
+    ("fp8"): seconds, and seconds per element of the input, for its cast from bf16; then the time of
+    the product over the table's. None of it is in the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
@@ -76,9 +76,9 @@ class MatmulTable:
     """Rates of matrix products on one chip."""
 
     form: MatmulForm
-    """Roofline that the rates are interpolated against."""
+    """Roofline relative to which the rates are interpolated."""
     shapes: dict[RateType, tuple[tuple[int, int, int, int], ...]]
-    """(batch, m, n, k) of each product, by type of operands: not all were measured in all."""
+    """(batch, m, n, k) of each product, by type of operands: not all were measured in each."""
     flop_per_second: dict[RateType, tuple[float, ...]]
     """FLOP/s of each product, by type of operands."""
 
@@ -93,7 +93,7 @@ def load_matmul_table(name: str) -> MatmulTable:
     """The table of that name in the catalogue.
 
     Raises:
-        UnknownHardware: if there is none; names the closest that is.
+        UnknownHardware: if there is none; names the closest one.
     """
     form = catalogued(MatmulForm, "matmul_table", _MATMUL, name)
     with (CATALOGUE / _MATMUL / f"{name}.csv").open(encoding="utf-8") as file:
@@ -122,7 +122,7 @@ class GroupedMatmulRates:
     name: str
     """Name of the rates, and of their file: "h100"."""
     source: str
-    """What was measured, and under which licence it was published."""
+    """What was measured, and the licence under which it was published."""
     tile_rows: int
     """Rows of a tile: the rows of each group are rounded up to a multiple of it."""
     matmul_fraction: dict[RateType, float]
@@ -130,11 +130,11 @@ class GroupedMatmulRates:
     memory_fraction: float
     """Share of peak memory bandwidth that products of few rows reach."""
     group_seconds: float
-    """Time of a product for each of its groups, beyond arithmetic and memory traffic."""
+    """Time of a product per group, beyond arithmetic and memory traffic."""
     layers: dict[RateType, tuple[float, float]] = field(default_factory=dict)
-    """What measured layers of experts took besides their products, by type of operands: seconds,
-    and the share of the peak memory bandwidth at which rows were gathered, activated and added up;
-    not in the rates."""
+    """Time of measured layers of experts beyond their products, by type of operands: seconds, and
+    the share of the peak memory bandwidth at which rows were gathered, activated and summed; not in
+    the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
@@ -159,7 +159,7 @@ def load_grouped_matmul_rates(name: str) -> GroupedMatmulRates:
     """The rates of that name in the catalogue.
 
     Raises:
-        UnknownHardware: if there are none; names the closest that are.
+        UnknownHardware: if there are none; names the closest ones.
     """
     return catalogued(GroupedMatmulRates, "grouped_matmul_rates", _GROUPED, name)
 
@@ -168,24 +168,24 @@ def load_grouped_matmul_rates(name: str) -> GroupedMatmulRates:
 class AttentionRates:
     """Attainable rates of fused attention on one chip, fitted to measured layers.
 
-    The share of the peak is u / (1 + s / tokens): blocks on the diagonal, and starting and ending
+    The share of the peak is u / (1 + s / tokens): blocks on the diagonal, and the start and end of
     a row of blocks, weigh less in long rows.
     """
 
     name: str
     """Name of the rates, and of their file: "b200"."""
     source: str
-    """What was measured, and under which licence it was published."""
+    """What was measured, and the licence under which it was published."""
     by_head_size: tuple[tuple[int, float, float], ...]
     """(head size, u, s) in ascending head size: the share of peak FLOP/s of the forward pass that
     long sequences reach, and the tokens at which half of it is reached."""
     both_over_forward: float
     """Rate of forward and backward together over that of forward, which was measured."""
     layer_seconds: float
-    """Time of a measured layer that does not grow, beside its kernel; not in the rates."""
+    """Constant time of a measured layer besides its kernel; not in the rates."""
     layer_passes: float
     """Passes over the bytes of a measured layer (positions embedded in queries, keys and values,
-    and these written; then read by the kernel) at the peak bandwidth, beside its kernel; not in
+    and these written; then read by the kernel) at the peak bandwidth, besides its kernel; not in
     the rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
@@ -203,8 +203,8 @@ class AttentionRates:
             require_at_least("by_head_size", tokens, 0)
 
     def share(self, tokens: int, head_size: int) -> float:
-        """Share of peak FLOP/s of forward and backward together; between two head sizes what is
-        between them in logarithms, beyond them that of the nearest."""
+        """Share of peak FLOP/s of forward and backward together; interpolated between two head
+        sizes in logarithms, and beyond them that of the nearest."""
         rows = self.by_head_size
         head_size = min(max(head_size, rows[0][0]), rows[-1][0])
         _, share, half = rows[-1]
@@ -227,7 +227,7 @@ def load_attention_rates(name: str) -> AttentionRates:
     """The rates of that name in the catalogue.
 
     Raises:
-        UnknownHardware: if there are none; names the closest that are.
+        UnknownHardware: if there are none; names the closest ones.
     """
     return catalogued(AttentionRates, "attention_rates", _ATTENTION, name)
 
@@ -245,8 +245,8 @@ class MeasuredTimes:
     curves: Mapping[str, Mapping[int, tuple[tuple[int, float], ...]]]
     """(payload bytes, seconds) in ascending bytes, by operation ("all_reduce") and group size."""
     ranges: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
-    """5th and 95th percentile of the seconds, by operation and group size, where it was measured on
-    many choices of nodes."""
+    """5th and 95th percentile of the seconds, by operation and group size, if measured on many
+    choices of nodes."""
 
 
 @cache
@@ -254,7 +254,7 @@ def load_measured_times(name: str) -> MeasuredTimes:
     """The table of that name.
 
     Raises:
-        UnknownHardware: if there is none; names the closest that is.
+        UnknownHardware: if there is none; names the closest one.
         ConfigError: if its head lacks the cluster or the source.
     """
     if name not in (names := names_in(_COLLECTIVES, "csv")):

@@ -544,7 +544,7 @@ class TokensConfig(DataConfig):
     train: str
     """Files to train on."""
     test: str | None = None
-    """Files to evaluate on; if absent, the end of `train`, which is then not trained on."""
+    """Files to evaluate on; if absent, the end of `train`, which is then excluded from training."""
     validation: str | None = None
     """Validation files, instead of `validation_fraction`; if absent, none."""
     test_fraction: float = 0.05
@@ -692,11 +692,11 @@ class MixtureStage:
 class MixtureConfig(DataConfig):
     """Texts of several sources, mixed by weights that may change during the run.
 
-    Which source the n-th example of a run is from depends on n alone: sources take turns by
-    Webster's method of apportionment. Among the first n examples, each of up to three sources has
-    its share to within one example (of up to six, two), whatever n and the batch are. Each source
-    is shuffled separately, and starts over, shuffled again, when it is used up: small ones may be
-    seen several times in an epoch. Test and validation examples are those of all sources.
+    The source of the n-th example of a run depends only on n: sources take turns by Webster's
+    method of apportionment. Among the first n examples, each of up to three sources has its share
+    to within one example (of up to six, two), whatever n and the batch are. Each source is shuffled
+    separately, and starts over, shuffled again, when it is used up: small ones may be seen several
+    times in an epoch. Test and validation examples are those of all sources.
     """
 
     is_of_files = True

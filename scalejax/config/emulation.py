@@ -155,7 +155,7 @@ class SynchronousConfig(AlgorithmConfig):
 
     @property
     def divides_examples(self) -> bool:
-        """Whether workers have samples of their own, since the fastest are not known beforehand."""
+        """Whether workers have their own samples, since the fastest are not known beforehand."""
         return self.backup_workers > 0
 
     def sharing_workers(self, workers: int) -> int:
@@ -554,7 +554,7 @@ class EmulationConfig:
     """Cluster whose times are predicted: a name in the catalogue, or a TOML file; if absent, all
     times are those of `timing`."""
     workers: int = 1
-    """Replicas of the model, each on a device of its own."""
+    """Replicas of the model, each on its own device."""
     server_shards: int = 1
     """Parameter servers, each of which holds a shard of every parameter."""
     compression: GradientSyncConfig | None = None

@@ -112,7 +112,7 @@ class ModelConfig(Family):
     """One of the networks, selected by `name`, and what follows from its config alone."""
 
     name: str
-    if TYPE_CHECKING:  # each network has it, at its own place among the fields
+    if TYPE_CHECKING:  # each network has it, at its own position among the fields
         compute_dtype: CostedType
 
     reads: ClassVar[tuple[ExampleKind, ...]] = ("images",)
@@ -715,7 +715,7 @@ class LlamaConfig(DecoderConfig):
     minimal_offloaded (products are copied to the host), or a table of the names that are kept:
     {save = ["qkv_proj"], offload = ["context"]}."""
     moe: MoeConfig | None = None
-    """A mixture of experts in place of the feed-forward layer; if absent, none."""
+    """A mixture of experts instead of the feed-forward layer; if absent, none."""
     attention: AttentionKind = "auto"
     """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
     the device has it."""
@@ -731,9 +731,9 @@ class LlamaConfig(DecoderConfig):
     block: BlockConfig = BlockConfig()
     """What its blocks have that Llama's do not: QK-norm, sliding windows, biases, activations."""
     mla: MlaConfig | None = None
-    """Multi-head latent attention in place of grouped queries; if absent, there is none."""
+    """Multi-head latent attention instead of grouped queries; if absent, none."""
     mtp: MtpConfig | None = None
-    """Multi-token prediction; if absent, there is none."""
+    """Multi-token prediction; if absent, none."""
     parametrization: ParametrizationConfig | None = None
     """How initial weights and rates follow from width and depth (muP, CompleteP); if absent, they
     do not."""

@@ -47,7 +47,7 @@ class OptimizerConfig(Family):
     """Whether it evaluates an average of its iterates, instead of a learning rate decay and any
     other average."""
     is_layer_wise: ClassVar[bool] = False
-    """Whether it takes norms of whole layers, so that a server must not hold a part of one."""
+    """Whether it takes norms of whole layers, so that servers must hold layers whole."""
 
     normalises_entries: ClassVar[bool] = False
     """Whether each entry of a step has the size of the rate, whatever the gradient, as the rules of
@@ -501,9 +501,9 @@ class AdagradConfig(OptimizerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFreeConfig(OptimizerConfig):
     """Schedule-free optimization (Defazio et al. 2024, arXiv 2405.15682), as in Optax: iterates are
-    averaged in place of a learning rate decay.
+    averaged instead of a learning rate decay.
 
-    Gradients are taken between the average and the newest iterate; evaluation uses the average.
+    Gradients are computed between the average and the newest iterate; evaluation uses the average.
     """
 
     averages_iterates = True
@@ -512,8 +512,8 @@ class ScheduleFreeConfig(OptimizerConfig):
     base: Literal["sgd", "adamw"] = "adamw"
     """Base optimizer: plain SGD, or AdamW without its first moment."""
     interpolation: float = 0.9
-    """Weight of the average, 0..1, in the point at which gradients are taken (Optax: b1); it takes
-    the place of momentum."""
+    """Weight of the average, 0..1, in the point at which gradients are computed (Optax: b1); it
+    replaces momentum."""
     beta2: float = 0.999
     """Decay of the second moment (adamw)."""
     epsilon: float = 1e-8

@@ -139,7 +139,7 @@ def _kinds(hint: object) -> list[type]:
 
 
 def _accepted_here(hint: object) -> str:
-    """What a field accepts, in words; "" if it is a table, with fields of its own."""
+    """What a field accepts, in words; "" if it is a table with its own fields."""
     if not _kinds(hint):
         return _accepted(hint)
     words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]

@@ -141,7 +141,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """The training loop."""
     tracking: TrackingConfig | None = None
-    """Programs that its metrics are written for, besides its record; if absent, none."""
+    """Programs that receive its metrics, in addition to its record; if absent, none."""
     emulation: EmulationConfig | None = None
     """How `scalejax emulate` trains with many workers in virtual time; `train` ignores it."""
     seed: int = 0

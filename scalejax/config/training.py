@@ -41,9 +41,9 @@ class BatchConfig:
     microbatches: int = 1
     """Forward passes per update, their gradients accumulated."""
     ramp_epochs: tuple[int, ...] = ()
-    """Epochs at which the batch is multiplied by `ramp_factor`, in place of a decay of the learning
-    rate (Smith et al. 2018, arXiv 1711.00489); the schedule counts samples, as if the batch had
-    not grown."""
+    """Epochs at which the batch is multiplied by `ramp_factor`, instead of a decay of the learning
+    rate (Smith et al. 2018, arXiv 1711.00489); the schedule counts samples, as if the batch had not
+    grown."""
     ramp_factor: int = 2
     """Factor by which the batch grows at each of `ramp_epochs`."""
     ramp_scaling: Literal["none", "linear", "root"] = "none"
@@ -207,7 +207,7 @@ class LayoutConfig:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether devices of the tensor axis hold experts of their own."""
+        """Whether devices of the tensor axis hold different experts."""
         return self.tensor > 1 and self.expert_tensor == 1
 
 
@@ -410,7 +410,7 @@ class AveragingConfig(Family):
     name: str
     samples_run: ClassVar[bool] = False
     """Whether it averages parameters that are far from each other, at steps counted at one batch
-    size, so that it would need BatchNorm statistics of its own."""
+    size, so that it would need its own BatchNorm statistics."""
 
     @property
     def replaces_weights(self) -> bool:
@@ -653,7 +653,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingConfig:
-    """Programs that the metrics of a run are written for, besides its record."""
+    """Programs that receive the metrics of a run, in addition to its record."""
 
     trackers: tuple[Tracker, ...]
     """The programs; `pip install 'scalejax[trackers]'` installs their packages. They write to files

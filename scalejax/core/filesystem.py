@@ -305,7 +305,7 @@ def _is_finished(path: str) -> bool:
 
 def _url(location: str, path: str) -> str:
     """The URL of `path` in the file system of `location`; the path if `location` is not a URL."""
-    if is_url(path):  # HTTP gives whole URLs
+    if is_url(path):  # HTTP file systems give whole URLs
         return path
     protocol, separator, _ = location.partition("://")
     return f"{protocol}{separator}{path}" if separator else path

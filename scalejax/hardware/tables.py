@@ -182,11 +182,11 @@ class AttentionRates:
     both_over_forward: float
     """Rate of forward and backward together over that of forward, which was measured."""
     layer_seconds: float
-    """Constant time of a measured layer besides its kernel; not in the rates."""
+    """Constant time of a measured layer beyond its kernel; not in the rates."""
     layer_passes: float
     """Passes over the bytes of a measured layer (positions embedded in queries, keys and values,
-    and these written; then read by the kernel) at the peak bandwidth, besides its kernel; not in
-    the rates."""
+    and these written; then read by the kernel) at the peak bandwidth, beyond its kernel; not in the
+    rates."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 

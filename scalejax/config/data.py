@@ -24,7 +24,7 @@ FilterValue = bool | int | float | str
 Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 """Comparison of a filter; "in" takes a list."""
 Split = Literal["train", "validation", "test"]
-"""The parts of a data set: for training, for choosing, and for the test at the end."""
+"""The parts of a data set: for training, for selection, and for the final test."""
 Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
 """Column, comparison, value: selects the rows for which the comparison holds."""
 

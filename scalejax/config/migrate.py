@@ -40,7 +40,7 @@ def load_run_file(path: Path) -> dict[str, JsonValue]:
 
     Raises:
         ConfigError: if the file does not exist, is not TOML, or has a field under both names.
-            Warns:
+    Warns:
         RenamedField: if it uses names of an earlier version.
     """
     tables, renamed = migrated(load_toml(path))

@@ -83,9 +83,10 @@ class PipelineTicks(NamedTuple):
     def in_flight(self) -> float:
         """Microbatches whose activations the first stage holds at once.
 
-        GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved 1 + (stages - 1) /
-        (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3);
-        DualPipe one more than there are stages, both directions together; none holds more than all.
+        GPipe holds all; 1F1B and ZB-H1 as many as there are stages; interleaved
+        1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
+        section 4.2.3); DualPipe one more than there are stages, both directions together; none
+        holds more than all.
         """
         if self.schedule == "gpipe":
             return self.microbatches
@@ -242,10 +243,10 @@ def timetable(ticks: PipelineTicks) -> Timetable:
 def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, ...], ...]:
     """What a device of DualPipe computes, in order: one pass, or two together.
 
-    Device i holds stage i for the microbatches that enter at the first device, and stage `stages` -
-    1 - i for those that enter at the last, half of all each; the `chunk` of a pass is its
-    direction, 0 or 1. A "backward" pass computes only the gradient of the input if "weights" of the
-    same microbatch follow.
+    Device i holds stage i for the microbatches that enter at the first device, and stage
+    `stages` - 1 - i for those that enter at the last, half of all each; the `chunk` of a pass is
+    its direction, 0 or 1. A "backward" pass computes only the gradient of the input if "weights" of
+    the same microbatch follow.
 
     Args:
         stages: number of stages, and of devices; even.
@@ -253,7 +254,7 @@ def dualpipe(stages: int, microbatches: int, device: int) -> tuple[tuple[Pass, .
         device: index of the device.
 
     Source: DeepSeek-AI 2024, arXiv 2412.19437, figure 5; the order near the ends is that of
-    github.com/deepseek-ai/DualPipe, which also refuses other numbers.
+        github.com/deepseek-ai/DualPipe, which also refuses other numbers.
     """
     half, from_end = stages // 2, min(device, stages - 1 - device)
     near, far = (0, 1) if device < half else (1, 0)

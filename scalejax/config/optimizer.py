@@ -441,7 +441,7 @@ CURVATURE = "curvature_estimate"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SophiaConfig(OptimizerConfig):
     """Sophia-G (Liu et al. 2023, arXiv 2305.14342, algorithms 2 and 3): its steps are
-    clip(m / max(gamma h, epsilon), 1) for the mean m of gradients and the mean h of estimates of the
+    clip(m / max(gamma h, epsilon), 1) for the means m of gradients and h of estimates of the
     Gauss-Newton matrix's diagonal. An estimate is B g * g, for the gradient g of the mean
     cross-entropy of B labels, which are sampled from the network's logits for the same samples by
     seed, update and row: a second forward and backward pass. Mixed images get one label each."""

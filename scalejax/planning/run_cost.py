@@ -391,8 +391,8 @@ def published_decoder(
             1, round(_ASSUMED_TOKENS / (preset.pretraining_tokens or 1))
         )
         notes.append(
-            f"batch ASSUMED: none is kept here of {name}, so about {_ASSUMED_TOKENS / 1e6:.2g} M "
-            "tokens; --global-batch says another"
+            f"batch ASSUMED: none is recorded for {name}, so about {_ASSUMED_TOKENS / 1e6:.2g} M "
+            "tokens; --global-batch sets another"
         )
     if preset.pretraining is not None:
         notes.append(f"as published, but for what is given: {preset.pretraining.source}")
@@ -429,7 +429,7 @@ def published_tokens(
         return tokens
     found = PRESETS[name].pretraining if name in PRESETS else None
     if found is None or found.total_tokens is None:
-        raise ConfigError(f"--tokens T is missing, such as 300B: none are kept here of {name}.")
+        raise ConfigError(f"--tokens T is missing, such as 300B: none are recorded for {name}.")
     return float(found.total_tokens)
 
 

@@ -108,7 +108,7 @@ def _remedy(
     all_cores = with_workers(given, given.rates.cores)
     best = pace_of(all_cores)
     if best.samples_per_second <= pace.samples_per_second:
-        return "more workers make no more; more cores, or smaller images, would"
+        return "more workers would not help; more cores, or smaller images, would"
     return (
         f"no number of workers keeps up: with {all_cores.workers}, it makes "
         f"{format_count(best.samples_per_second)}, as {_reason(all_cores, best)}"

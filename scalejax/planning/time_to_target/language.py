@@ -316,8 +316,8 @@ def _of_optimizer(config: RunConfig, model: LossModel) -> list[str]:
     theirs = "AdamW" if model.optimizer == "adamw" else model.optimizer
     return [
         f"the runs were trained with {theirs}, and this one trains with {config.optimizer.name}: "
-        "nobody measured the loss, rate and tokens that it needs, and all of these are those of a "
-        f"run which learns as {theirs} did"
+        "nobody measured the loss, rate and tokens that it needs, and all of these assume that it "
+        f"learns as {theirs} did"
     ]
 
 
@@ -334,14 +334,14 @@ def _notes(
         found.append("one run in ten, or more, would not reach the loss with any number of tokens")
     if beyond := model.beyond(run.parameters, run.tokens, run.sparsity):
         found.append(
-            f"EXTRAPOLATED: {'; '.join(beyond)}: the band is wider for that, and nobody here has "
-            "seen such a run"
+            f"EXTRAPOLATED: {'; '.join(beyond)}: the band is wider for that, and no such run "
+            "has been seen here"
         )
     if model.shown:
         found.append(
-            "its own largest runs were foretold by the smaller ones at "
+            "its own largest runs were predicted by the smaller ones at "
             + " and ".join(f"{factor:.3g} times the {what}" for what, factor in model.shown.items())
-            + ", and it is used no farther beyond them"
+            + ", and it is used no farther beyond the runs than that"
         )
     elif model.scale == 1.0:
         found.append(
@@ -350,8 +350,8 @@ def _notes(
         )
     else:
         found.append(
-            f"losses are {model.scale:.4g} times those of {model.name}, by the anchor; that they "
-            "fall with tokens and parameters as there is assumed"
+            f"losses are {model.scale:.4g} times those of {model.name}, by the anchor; they are "
+            "assumed to fall with tokens and parameters as there"
         )
     if model.anchored_beyond:
         found.append(

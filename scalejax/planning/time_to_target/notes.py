@@ -56,7 +56,7 @@ def source_in_words(
         f"{measured}critical batch {'ASSUMED to be about ' if is_assumed else ''}"
         f"{format_count(critical.p50)} "
         f"({format_count(critical.p10)} to {format_count(critical.p90)})"
-        f"{', as one batch says nothing of it' if is_assumed else ''}"
+        f"{', as one batch cannot tell' if is_assumed else ''}"
     )
 
 
@@ -72,8 +72,8 @@ def notes_of(
     if convergence is None:
         epochs = counted(config.train.epochs, "epoch")
         notes.append(
-            f"NOBODY MEASURED that the target is reached: what the run trains, {epochs}, is "
-            "taken for it at every batch, though large batches need more, or fail; "
+            f"NOBODY MEASURED that the target is reached: the run's own length, {epochs}, "
+            "is assumed to suffice at every batch, though large batches need more, or fail; "
             "--convergence FILE gives measured points"
         )
     else:
@@ -81,23 +81,23 @@ def notes_of(
             notes.append(
                 f"the points were trained with {other}, and this run trains with "
                 f"{config.optimizer.name}: nobody measured the steps that it needs, and every "
-                f"time, range and probability is that of a run which learns as {other} did"
+                f"time, range and probability assumes that it learns as {other} did"
             )
         notes += convergence.notes
         if convergence.noise_scale is not None and config.optimizer.moments:
             notes.append(
                 f"the noise scale is likely too small for {config.optimizer.in_words}: it "
-                "foretells the critical batch of SGD without momentum, and those of four other "
+                "predicts the critical batch of SGD without momentum, and those of four other "
                 "optimizers were 4 to 8 times as large (experiments/critical_batch); the range "
-                "is wider upward for that, and steps at several batches narrow it"
+                "is widened upward for that, and steps at several batches narrow it"
             )
         recipes = convergence.recipes
         if recipe is not None:
             notes.append(f"steps are those of the recipe {recipe!r}")
         elif len(recipes) > 1:
             notes.append(
-                f"the points are of {len(recipes)} recipes ({', '.join(recipes)}): each batch is "
-                "taken to be trained with that of the point nearest to it; --recipe names one"
+                f"the points are from {len(recipes)} recipes ({', '.join(recipes)}): each batch is "
+                "assumed to use that of the point nearest to it; --recipe selects one"
             )
         if any(point.is_extrapolated for point in points):
             notes.append(

@@ -303,7 +303,7 @@ def _bars(points: Sequence[Row]) -> str:
         return ""
     if counts == {2}:
         return "both seeds"
-    return f"95 % t intervals over seeds{', of two seeds both' if 2 in counts else ''}"
+    return f"95 % t intervals over seeds{'; both values for two seeds' if 2 in counts else ''}"
 
 
 def _accuracy(field: str, title: str, scale: alt.Scale) -> alt.Y:
@@ -524,7 +524,7 @@ def sharpness_panels(study: Study, results: Sequence[CellResult], width: PrintWi
     ]
     said = ["largest eigenvalue of the Hessian of the training loss"]
     if any(each["kind"] == "limit" for each in rows):
-        said.append("dotted: up to where SGD is stable")
+        said.append("dotted: stability limit of SGD")
     rules = list(dict.fromkeys(str(each["rule"]) for each in rows))
     batches = list(dict.fromkeys(str(each["batch"]) for each in rows))
     return _framed(rows, ("rule", rules), ("batch", batches), layers, said, names, width)
@@ -546,7 +546,7 @@ def _bounded(rows: Sequence[Row], singles: Sequence[Row]) -> list[Row]:
 
 
 _RULES = {
-    "none": "rate as it is",
+    "none": "rate unchanged",
     "linear": "linear scaling",
     "sqrt": "root scaling",
     "sde": "SDE scaling",
@@ -638,7 +638,7 @@ def _panels(
     bars = _bars(means)
     said = [f"means{', ' if bars else ''}{bars}"]
     if any(each.get("is_low_cut") or each.get("is_high_cut") for each in means):
-        said.append("bars that end at an edge go on beyond it")
+        said.append("bars that end at an edge extend beyond it")
     if lost:
         said.append(f"crosses: diverged, in no mean ({counted(lost, 'run')})")
     return _framed(rows, (column, columns), (row, lines), layers, said, names, width)

@@ -176,7 +176,7 @@ def _add_summary(page: Page, accuracy: Accuracy, before: Accuracy | None) -> Non
         ]
         for each in quantity_summaries(accuracy)
     ]
-    page.add("<p>A family counts once here, whatever its rows.</p>")
+    page.add("<p>Each family counts once here, however many rows it has.</p>")
     page.add_table(["measured", "rows", "families", "mean error", "in band"], rows)
     if before is None:
         return
@@ -185,7 +185,7 @@ def _add_summary(page: Page, accuracy: Accuracy, before: Accuracy | None) -> Non
         [now.quantity, f"{now.rows:,}", _percent(was.mean_error), _percent(now.mean_error)]
         for was, now in both
     ]
-    page.add(f"<p>Of the cells that {escape(before.release)} has too:</p>")
+    page.add(f"<p>Over the cells that {escape(before.release)} also has:</p>")
     page.add_table(["measured", "rows", f"mean error in {before.release}", "now"], rows)
 
 

@@ -43,8 +43,8 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
     page.add('<h2 id="benches">Benches</h2>')
     page.add(
         "<p>Steps of the real training step, timed in rounds; warm-up is left out. The interval "
-        "is that of the median, with 95 % confidence. Kept is the throughput per device over "
-        "that on the fewest devices.</p>"
+        "is the 95 % confidence interval of the median. Kept is the throughput per device "
+        "relative to the fewest devices.</p>"
     )
     for bench in benches:
         page.add(f"<h3>{escape(bench.name)}</h3>")
@@ -59,7 +59,7 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
 def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
     page.add_chart(
         "Throughput over devices",
-        "Samples per second by the median step, with its interval; dotted, what is ideal.",
+        "Samples per second at the median step, with its interval. Dotted: ideal scaling.",
         throughput(summaries),
     )
     page.add_chart(

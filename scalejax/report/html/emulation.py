@@ -15,9 +15,9 @@ def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
     """Append a table and charts of the emulated runs."""
     page.add('<h3 id="emulations">Emulated runs: virtual time</h3>')
     page.add(
-        "<p>Real gradients of the real model and data; who computes and sends what when was "
-        "simulated. All times of these runs are virtual. Staleness is the number of updates "
-        "between reading the parameters and applying their gradient.</p>"
+        "<p>Gradients are real, from the real model and data; which worker computes and sends "
+        "what, and when, was simulated. All times of these runs are virtual. Staleness is the "
+        "number of updates between reading the parameters and applying their gradient.</p>"
     )
     found = [(run, run.emulation) for run in runs if run.emulation is not None]
     page.add_table(

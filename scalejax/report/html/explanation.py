@@ -55,8 +55,8 @@ def render(explained: Explanation) -> str:
     page = Page()
     page.add(f"<h1>{escape(explained.title)}</h1>")
     page.add(
-        f"<p>{escape(summary(explained))} All of it is predicted from the compiled step and the "
-        "figures of the hardware.</p>"
+        f"<p>{escape(summary(explained))} Everything here is predicted from the compiled step "
+        "and the figures of the hardware.</p>"
     )
     page.add_chart(
         "From ideal to predicted",
@@ -67,11 +67,11 @@ def render(explained: Explanation) -> str:
     page.add_chart(
         "What a factor of two buys",
         "Samples per second with one property doubled, or latency halved, relative to now. The "
-        "hardware changes and the program stays; twice the batch is a program of its own.",
+        "hardware changes and the program stays the same; twice the batch is another program.",
         improvements(explained),
     )
-    page.add("<p>Operations are sums over all their runs in one step; collectives count as far as ")
-    page.add("they are exposed, but in full where they are compared with a trace.</p>")
+    page.add("<p>An operation's time is the sum over all its runs in one step. Collectives count ")
+    page.add("only where exposed, but in full where they are compared with a trace.</p>")
     page.add_parts(findings(explained, most=_MOST_MATCHES))
     if explained.trace is not None:
         page.add_parts(trace_match(explained.trace, most=_MOST_MATCHES))

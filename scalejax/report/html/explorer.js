@@ -177,10 +177,10 @@
     menu("framework", "Framework", () => data.frameworks.map((each) => [each.name, each.title]));
     const prices = make("div", { class: "prices" }), badPrice = note();
     form.append(make("fieldset", { style: "border:0;padding:0" },
-      make("legend", { class: "name", style: "padding:0" }, "Dollars for a device-hour"), prices, badPrice));
+      make("legend", { class: "name", style: "padding:0" }, "Dollars per device-hour"), prices, badPrice));
     const inputs = data.clusters.map((each) => {
       const price = make("input", { type: "number", min: 0, max: MOST.price, step: "any", placeholder: "n/a",
-        "aria-label": `Dollars for a device-hour of ${each.name}`, onchange: () => {
+        "aria-label": `Dollars per device-hour of ${each.name}`, onchange: () => {
           if (!price.checkValidity()) {
             mark(price, badPrice, `Refused: a price must be 0 to ${whole(MOST.price)}; empty, it is the list price.`);
             return;
@@ -201,11 +201,11 @@
     };
     const badGrid = note();
     const grid = make("input", { type: "number", min: 0, max: MOST.grid, step: "any", placeholder: "such as 400",
-      "aria-label": "Grams of CO2 for a kWh", onchange: () => {
+      "aria-label": "Grams of CO2 per kWh", onchange: () => {
         if (grid.checkValidity()) change({ grid: grid.value === "" ? null : Number(grid.value) });
         else mark(grid, badGrid, `Refused: it must be 0 to ${whole(MOST.grid)}, or empty.`);
       } });
-    form.append(make("label", {}, make("span", { class: "name" }, "Grams of CO2 for a kWh"), grid, badGrid));
+    form.append(make("label", {}, make("span", { class: "name" }, "Grams of CO2 per kWh"), grid, badGrid));
     controls.grid = () => {
       mark(grid, badGrid);
       grid.value = state.grid ?? "";
@@ -241,7 +241,7 @@
     }),
     days: (chosen) => ({
       title: `Time of the run: ${time(chosen.days)}`,
-      text: chosen.goodput === null ? "Failures and checkpoints are not in it: nothing of them is stated for this cluster." : "",
+      text: chosen.goodput === null ? "Failures and checkpoints are not included: none are stated for this cluster." : "",
       formula: `updates = ceil(tokens / (global batch × tokens of a sample))\n        = ceil(${whole(state.tokens)} / (${whole(state.batch)} × ${whole(data.tokensPerSample)})) = ${whole(chosen.updates)}\ndays    = updates × step${chosen.goodput === null ? "" : " / goodput"} / 86,400\n        = ${whole(chosen.updates)} × ${seconds(chosen.step)}${chosen.goodput === null ? "" : ` / ${digits(chosen.goodput)}`} / 86,400 s = ${digits(chosen.days, 4)}\np10 to p90: ${chosen.lowDays === null ? "not known" : `${time(chosen.lowDays)} to ${time(chosen.highDays)}`}`,
       sources: [`Tokens: ${state.tokens === first.tokens ? data.tokensSource : "as set on this page"}`, `Step: ${seconds(chosen.step)}, ${origin(chosen)[0]}, scalejax ${data.version}`],
     }),
@@ -381,7 +381,7 @@
     const share = (each, days) => days === null ? null : cost(each) * days / each.days;
     overDevices("cost", series, cost, (each) => share(each, each.lowDays), (each) => share(each, each.highDays), (each) => words(cost(each)), (value) => (priced ? "$" : "") + short(value));
     by("cost-heading").textContent = priced ? "Cost over devices" : "Device-hours over devices";
-    by("cost-caption").textContent = priced ? "Dollars of the run at the prices beside. Both axes are logarithmic." : "A cluster has no price: set one beside to see dollars. Both axes are logarithmic.";
+    by("cost-caption").textContent = priced ? "Dollars of the run at the prices set in the form. Both axes are logarithmic." : "A cluster has no price: set one in the form to see dollars. Both axes are logarithmic.";
     return series;
   }
 
@@ -433,7 +433,7 @@
         `${each.layout}\nstep ${seconds(each.step)}, ${time(each.days)}\n${gib(each.peakBytes)}${each.fits ? "" : ": does not fit"}${each.mfu === null ? "" : `\nMFU ${percent(each.mfu)}`}\n${origin(each)[0]}`,
         () => { if (choices.includes(each)) change({ layout: each.layout }); }));
     }
-    fill("map-legend", own.some((each) => each.origin === "closed_form") ? `Grey, dashed: ${origins(cluster()).closed_form[0]}${choices.length < own.length ? "; not to be chosen" : ""}.` : "");
+    fill("map-legend", own.some((each) => each.origin === "closed_form") ? `Grey, dashed: ${origins(cluster()).closed_form[0]}${choices.length < own.length ? "; cannot be chosen" : ""}.` : "");
   }
 
   function drawEven(found) {
@@ -441,7 +441,7 @@
     if (!others.length) parts.push(make("p", { class: "soft" }, "Make the page with two clusters or more to compare them."));
     for (const { name, title } of others) {
       const even = answers.breakEven(data, state, name);
-      parts.push(make("h3", { style: "font-size:.95rem;margin:.5rem 0 0" }, `${title} in its place`));
+      parts.push(make("h3", { style: "font-size:.95rem;margin:.5rem 0 0" }, `${title} instead`));
       if (!even.same || !even.mine) { parts.push(make("p", {}, "It has no answer at this setting.")); continue; }
       const price = even.same.price, lines = [];
       const here = () => price === null ? "; it has no price here." : even.mine.dollars > 0
@@ -450,9 +450,9 @@
       lines.push([`On ${whole(state.devices)} devices: `, number(time(even.same.days), () => source.days(even.same)), ...(even.same.dollars === null ? [] : [" and ", number(dollars(even.same.dollars), () => source.cost(even.same))]), ...marked(even.same, ", "), even.same.fits ? "." : "; it does not fit."]);
       const formula = `device-hours here / there = ${whole(Math.round(even.mine.deviceHours))} / ${whole(Math.round(even.same.deviceHours))} = ${digits(even.ratio)}${even.price === null ? "" : `\nbreak-even price = ${even.mine.price} × ${digits(even.ratio)} = $${digits(even.price)}`}`;
       lines.push(even.price === null
-        ? ["A device-hour of it is worth ", number(digits(even.ratio), () => ({ title: "Break-even", formula, sources: [] })), ` of one of ${state.cluster}.`]
-        : ["As cheap up to ", number(`$${digits(even.price)}`, () => ({ title: "Break-even price", formula, sources: [cluster(name).priceSource || "Price: none in the cluster's file"] })), " for a device-hour", here()]);
-      lines.push(even.devices === null ? [`No number of its devices on this page takes ${time(even.mine.days)}.`]
+        ? ["One of its device-hours is worth ", number(digits(even.ratio), () => ({ title: "Break-even", formula, sources: [] })), ` of those of ${state.cluster}.`]
+        : ["As cheap up to ", number(`$${digits(even.price)}`, () => ({ title: "Break-even price", formula, sources: [cluster(name).priceSource || "Price: none in the cluster's file"] })), " per device-hour", here()]);
+      lines.push(even.devices === null ? [`None of its device counts on this page takes ${time(even.mine.days)}.`]
         : ["As fast as here with about ", number(whole(Math.round(even.devices)), () => ({ title: "Devices that are as fast", text: "Read off its curve of time over devices, which is straight on logarithms between the numbers that were computed: an estimate, where the other numbers of this page are exact.", sources: [] })), ` of its devices (${time(even.mine.days)}).`]);
       parts.push(make("ul", {}, ...lines.map((line) => make("li", {}, ...line))));
     }

@@ -43,7 +43,7 @@ ORIGINS = get_args(Origin)
 """Origins of a step, in the order of the table's indices."""
 _TERM_WORDS = {
     "compute": "Products and attention, at the rates that the chip reaches with the framework.",
-    "memory": "Operations that the bandwidth of the device's memory bounds.",
+    "memory": "Operations bound by the device's memory bandwidth.",
     "launch": "Gaps between operations.",
     "contention": "Compute that overlapping collectives slow down.",
     "host": "Devices that wait for the host to launch operations.",
@@ -298,8 +298,9 @@ def _method(grid: SettingsGrid) -> str:
     first = Counter(entries[0].origin for entries in grid.entries.values())
     said, settings = first["compiled"] + first["kernels"], len(grid.entries)
     words = [
-        f"The numbers are the simulator's, one for each layout of {counted(settings, 'setting')}, "
-        f"at every position of the controls, and in {said:,} of these what scalejax predict prints."
+        "The numbers come from the simulator, one for each layout of "
+        f"{counted(settings, 'setting')}, at every position of the controls; in {said:,} of these "
+        "they are what scalejax predict prints."
     ]
     if origins["compiled"]:
         words.append(
@@ -309,14 +310,14 @@ def _method(grid: SettingsGrid) -> str:
     if origins["kernels"]:
         words.append(
             f"{counted(origins['kernels'], 'step')} of a framework with kernels of its own are in "
-            "closed form, as predict has them."
+            "closed form, as in predict."
         )
     if origins["closed_form"]:
         said = "; ".join(f"{name}: {why}" for name, why in grid.why_not_compiled.items())
         why = f" ({said})" if said else ""
         words.append(
             f"{counted(origins['closed_form'], 'step')} are in closed form and not compiled{why}: "
-            f"marked so, and not what predict prints{_off_in_words(grid)}."
+            f"marked as such, and not what predict prints{_off_in_words(grid)}."
         )
     words.append(
         "Days, dollars, energy and CO2 are computed from them in the page. The layouts are the "

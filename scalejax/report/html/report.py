@@ -86,8 +86,8 @@ def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
         page.add_parts(sweep_tables.results(sweep.plan, sweep.rows))
         if sweep.kept_every > 1:
             page.add(
-                f'<p class="soft">Of the training loss and the learning rate, one line of the '
-                f"record in {sweep.kept_every} is drawn.</p>"
+                f'<p class="soft">Training loss and learning rate are drawn from one line of the '
+                f"record in {sweep.kept_every}.</p>"
             )
 
 
@@ -194,13 +194,13 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
         f"{part.capitalize()} accuracy",
         f"The share of {part} examples classified correctly, after each epoch. Click a name in the "
         "legend to pick a run; drag to move, Ctrl and the wheel to zoom. A dashed curve lies on "
-        "top of another. A cross is where a run diverged, which has no accuracy.",
+        "top of another. A cross marks where a run diverged; such a run has no accuracy.",
         charts.accuracy(runs, part),
     )
     page.add_chart(
         "Training loss",
         "Mean loss of single minibatches as they were trained, on a logarithmic axis up to twice "
-        "the largest of runs that did not diverge. A cross is where a run ended that did.",
+        "the largest of runs that did not diverge. A cross marks the end of a run that did.",
         charts.training_loss(runs),
     )
     page.add_chart(
@@ -211,9 +211,10 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
     if any(run.measures_noise_scale for run in runs):
         page.add_chart(
             "Gradient noise scale",
-            "How many samples a gradient needs until noise is no longer most of it: below, twice "
+            "How many samples a gradient needs before noise no longer dominates it: below, twice "
             "the batch needs nearly half the steps; well above, a larger batch hardly trains "
-            "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
+            "faster (McCandlish et al. 2018). Computed from moving averages, so the first values "
+            "are rough.",
             charts.noise_scale(runs),
         )
     if any(run.measures_sharpness for run in runs):
@@ -223,16 +224,15 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
             "each time, and the limit above which SGD of that learning rate and momentum leaves "
             "the minimum of a quadratic, 2 / rate without momentum: a rate that is warmed up "
             "drives the sharpness below it (Lewkowycz et al. 2020), or along it (Cohen et al. "
-            "2021). With AdamW both are of the Hessian as it is preconditioned (Cohen et al. "
-            "2022).",
+            "2021). With AdamW both refer to the preconditioned Hessian (Cohen et al. 2022).",
             charts.sharpness(runs),
         )
     if any(run.has_experts for run in runs):
         page.add_chart(
             "Load of experts",
-            "Tokens of the fullest expert of all layers over the mean of its layer: 1 where all "
-            "have equally many. Of the last window of assignments (model.moe.load_window), or "
-            "without one of single updates.",
+            "Tokens of the fullest expert of all layers over the mean of its layer: 1 if all "
+            "experts have equally many. Over the last window of assignments "
+            "(model.moe.load_window), or single updates if there is none.",
             charts.expert_load(runs),
         )
 
@@ -282,8 +282,8 @@ def _add_lives(page: Page, runs: Sequence[RunSource]) -> None:
     page.add("<h3>The life of a batch</h3>")
     page.add(
         "<p>Mean seconds of a batch in each stage of the last epoch, measured where it runs, and "
-        "as predicted before training. Stages of several batches run side by side; the devices "
-        "wait where the slowest makes less than they take.</p>"
+        "as predicted before training. Stages of several batches run concurrently; the devices "
+        "wait if the slowest stage delivers less than they consume.</p>"
     )
     first = {run.family: run for run in reversed(runs)}
     for run in [run for run in runs if first[run.family] is run][:_MOST_LIVES]:
@@ -296,8 +296,8 @@ def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
     """Append a table of the examples that were skipped because they could not be read."""
     page.add("<h3>Examples that could not be read</h3>")
     page.add(
-        "<p>They were skipped, as the config says: rows of all epochs of training, and of the "
-        "evaluation that had most. Accuracies and losses are of the others.</p>"
+        "<p>They were skipped, as the config says. Rows are counted over all epochs of training, "
+        "and in the evaluation that had most. Accuracies and losses cover the others.</p>"
     )
     rows = []
     for run in runs:
@@ -315,9 +315,9 @@ def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
     first, *others = runs
     page.add("<h3>Loss-curve gap after warmup</h3>")
     page.add(
-        f"<p>The distance of the training loss from that of {escape(first.label)}, in means over "
-        "about an epoch, from the end of the longer warmup on. Where a larger batch trains as a "
-        "small one does, it is small (Goyal et al. 2017, figure 3).</p>"
+        f"<p>The distance of the training loss from that of {escape(first.label)}, averaged over "
+        "about an epoch, from the end of the longer warmup onwards. It is small where a larger "
+        "batch trains like a small one (Goyal et al. 2017, figure 3).</p>"
     )
     rows = []
     for run in others:

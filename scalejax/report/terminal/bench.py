@@ -69,7 +69,7 @@ def results(summaries: Sequence[Summary], baseline: int | None = None) -> Iterat
         for each in ordered:
             table.add_row(*_cells(each, kept_share(each, measured, baseline)))
     yield table
-    yield "As tf_cnn_benchmarks prints it, of all timed steps:"
+    yield "In the format of tf_cnn_benchmarks, over all timed steps:"
     yield Text("\n".join(f"{each.benchmark.label}\n  {each.speed}" for each in measured))
     if len({result.versions for each in measured for result in each.results}) > 1:
         yield "Results are of several versions: --rerun makes them of this one."

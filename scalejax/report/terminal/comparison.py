@@ -39,7 +39,7 @@ def comparison(
     yield _steps(found)
     yield Text("Bytes of collectives in a step, by mesh axes", style="bold")
     yield axes(found.axes) if found.axes else Text("There are no collectives.")
-    yield Text("Collectives that appeared or went", style="bold")
+    yield Text("Collectives that appeared or disappeared", style="bold")
     yield changes(found.changes) if found.changes else Text("None.")
     if found.notes:
         yield Text("\n".join(f"Note: {note}." for note in found.notes), style="dim")

@@ -112,7 +112,8 @@ def _of_steps(rows: list[CostRow]) -> str:
             lines.append(f"{_place(row)} {form / step - 1:+.1%}")
     if not any(row.closed_form_seconds for row in rows):
         return "Steps are of the compiled programs."
-    return f"Steps are of the compiled programs; their closed forms are off: {', '.join(lines)}."
+    errors = ", ".join(lines)
+    return f"Steps are of the compiled programs; errors of their closed forms: {errors}."
 
 
 def _days(seconds: float | None) -> str:

@@ -126,8 +126,8 @@ def inspection(found: Inspection) -> Iterator[RenderableType]:
             )
         )
         yield Text(
-            f"Images: {'/'.join(images.formats)}, {format_bytes(images.mean_bytes)} each in the "
-            f"mean; {sizes} (of {images.sampled} looked at)."
+            f"Images: {'/'.join(images.formats)}, {format_bytes(images.mean_bytes)} each on "
+            f"average; {sizes} (of {images.sampled} sampled)."
         )
     if found.verified_rows is not None:
         yield _verified(found)
@@ -195,7 +195,7 @@ def life(measured: InputMeasurement, stages: Sequence[LifeStage]) -> Iterator[Re
     if measured.shares_cores:
         busy = format_seconds(measured.processor_seconds)
         yield Text(
-            f"The devices are the CPU: {busy} of processor time a batch are taken from the "
+            f"The devices are the CPU: each batch takes {busy} of processor time from the "
             f"{measured.cores} cores of the step."
         )
     table = figures("from one update to the next, with", "now", "then", "")

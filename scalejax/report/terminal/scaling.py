@@ -75,7 +75,7 @@ def beside(predictions: Sequence[ScalingPrediction | RampPrediction]) -> Iterato
                 "n/a" if not first or not step else f"{first / step:.2f}x",
             )
     yield table
-    yield "speed: over the first cluster with as many devices."
+    yield "speed: relative to the first cluster with as many devices."
 
 
 def kept_samples(prediction: ScalingPrediction) -> str:
@@ -200,7 +200,7 @@ def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
     if any(each.p10_step_seconds or each.goodput for each in every):
         yield _ranges(prediction)
     yield (
-        "The time is that of the epochs beside it: updates alone. A device has "
+        "The time is for the updates of the epochs shown, nothing else. A device has "
         f"{format_bytes(first.predictions[0].memory_bytes)} of memory."
     )
     if found := _notes(prediction):

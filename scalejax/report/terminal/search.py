@@ -54,7 +54,7 @@ def _of_published(report: SearchReport, published: PublishedPlace) -> str:
         f"{report.fitting:,}, at {format_seconds(published.step_seconds)}"
     )
     if not published.losses:
-        return f"{place}, and no term of it differs from the first's by a thousandth."
+        return f"{place}, and none of its terms differs from the first's by a thousandth."
     return f"{place}. Against it, the first has {_terms(published.losses, -1)}."
 
 

@@ -77,9 +77,9 @@ def _results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
     words += "that runs end with. "
     if len(found) > 1:
         words += (
-            f"Differences are of {found[0].metric.replace('_', ' ')} to that of the first row, "
+            f"Differences in {found[0].metric.replace('_', ' ')} are relative to the first row, "
         )
-        words += "in points of a per cent, paired over the seeds that both have. "
+        words += "in percentage points, paired over the seeds that both have. "
     if (best := best_arm(found)) is not None and len(found) > 1:
         words += f"Best by validation accuracy: {in_words(best.varied)}. "
     elif not sweep.has_validation and len(found) > 1:
@@ -190,7 +190,7 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
         f"Best by {validation.replace('_', ' ')}, of warmups of which no run diverged. Mean over "
         f"seeds{_beside_means(found.seeds)}; differences are paired over seeds"
     )
-    words += ", in points of a per cent." if is_accuracy else "."
+    words += ", in percentage points." if is_accuracy else "."
     yield Text(f"{words} {counted(lost, 'run')} diverged.")
 
 
@@ -253,8 +253,8 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
 
 
 _MAKES_FLAT = {
-    "hidden": '\nOver widths model.parametrization.name = "mup" is meant to be, or "completep".',
-    "layers": '\nOver depths model.parametrization.name = "completep" is meant to be; muP is not.',
+    "hidden": '\n"mup" and "completep" (model.parametrization.name) should be flat over widths.',
+    "layers": '\n"completep" (model.parametrization.name) should be flat over depths, not "mup".',
 }
 """What a network may lack if it is not flat, by the size that grows."""
 

@@ -75,7 +75,7 @@ def fit(fitted: Fit) -> Iterator[RenderableType]:
     )
     if abs(held_out.error) > WIDE_ERROR:
         yield Text(
-            f"Warning: the held-out error is above {WIDE_ERROR:.0%}; expect as much of others."
+            f"Warning: the held-out error is above {WIDE_ERROR:.0%}; expect as much for other runs."
         )
 
 
@@ -173,7 +173,7 @@ def _memory(found: Validation) -> Iterator[RenderableType]:
     yield table
     yield (
         "no fit: of the predicted rows that ran, those said not to fit. fit: of those that "
-        "died, of whatever, those said to fit."
+        "died for any reason, those said to fit."
     )
 
 
@@ -203,7 +203,7 @@ def accuracy_changes(before: Accuracy, after: Accuracy) -> Iterator[RenderableTy
     """How errors changed since an earlier release: in total, then cell by cell."""
     yield Text.assemble(
         (f"Since {before.release}", "bold"),
-        "\nOf the cells that both have. A family counts once in each line.",
+        "\nOver the cells that both have. A family counts once in each line.",
     )
     totals = figures("measured", "families", "rows", "mean error before", "now", "in band", "now")
     for was, now in zip(*map(quantity_summaries, common(before, after)), strict=True):
@@ -415,7 +415,7 @@ def _published(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
     """Table of the published networks accepted as `model.name`."""
     yield Text.assemble(
         ("[model] name of a published network", "bold"),
-        "\nThe name stands for the network and its sizes, which fields beside it replace; "
+        "\nThe name stands for the network and its sizes, which fields set beside it override; "
         "vocabulary and tokens, as published, are for data.vocabulary and data.tokens, which the "
         "name does not set.",
     )
@@ -490,7 +490,7 @@ def models(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
     yield table
     yield (
         "active: parameters that a token goes through; tokens: of a sample; batch: samples per "
-        "update. What is empty is not published, or not kept here."
+        "update. Empty: not published, or not recorded here."
     )
 
 

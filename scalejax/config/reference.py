@@ -25,7 +25,7 @@ class FieldReference:
     accepted: str
     """Accepted values: a type, or a list of names."""
     default: str
-    """Default if it is left out; "required" if no field does."""
+    """Default if it is left out; "required" if it has none."""
     meaning: str
     """Its docstring."""
 

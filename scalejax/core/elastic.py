@@ -143,7 +143,7 @@ def shared_folder(
         if say is None:
             raise ConfigError(f"{str(memory)!r} cannot be written: {error}.") from error
         if memory.is_dir():  # else the system has no such folder
-            say(f"Note: no copies in memory, but checkpoints alone: {memory} is refused ({error}).")
+            say(f"Note: no copies in memory, only checkpoints: {memory} is refused ({error}).")
         instead = Path(tempfile.gettempdir())
         try:
             path, owner = _made(instead)

@@ -338,7 +338,7 @@ class Checkpoints:
             if state.is_of_numbers:
                 raise Damaged(f"{path} is damaged: {state.text}.{_WITHOUT}")
             raise CheckpointMismatch(
-                f"{path} is refused: it is no state of this run ({state.text})."
+                f"{path} is refused: it is not a state of this run ({state.text})."
             )
         return state
 
@@ -619,7 +619,7 @@ def _verified(load: Callable[[], tuple[Tree, object]]) -> Tree | _Failure:
         return _Failure(text="it has no checksums", is_damage=True, is_of_numbers=True)
     for path, checksum in checksums(tree).items():
         if stored.get(path) != checksum:
-            text = f"{path} has another checksum than was written"
+            text = f"{path} does not match its checksum"
             return _Failure(text=text, is_damage=True, is_of_numbers=True)
     return tree
 

@@ -100,7 +100,7 @@ class Copies:
             self._has_told = True
             reason = reason.removesuffix(".")
             after = "" if newest_step is None else f" after that of step {newest_step}"
-            self._say(f"Note: no copies in memory{after}, but checkpoints alone: {reason}.")
+            self._say(f"Note: no copies in memory{after}, only checkpoints: {reason}.")
 
     def go_on_from(self, step: int) -> None:
         """Like `Checkpoints.go_on_from`; every process must call it."""

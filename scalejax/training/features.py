@@ -89,8 +89,8 @@ def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
     expected = getattr(run.dataset, f"{split}_examples")
     if len(source) != expected:
         raise ConfigError(
-            f"The files of data.{split} changed while the run began: they held {expected} "
-            f"examples, and now {len(source)}; begin it again."
+            f"The files of data.{split} changed while the run started: they held {expected} "
+            f"examples, and now hold {len(source)}; start it again."
         )
     if not reads_features(config):
         return source

@@ -54,8 +54,8 @@ def _advice(workers: int | str, cores: int, *, is_tuned: bool) -> str:
     if not is_tuned and workers == 0 and cores > 1:
         return f'input.workers = "auto" has processes make batches on the {cores} cores'
     if not is_tuned and isinstance(workers, int) and workers < cores:
-        return f"input.workers may be up to the {cores} cores of this host"
+        return f"input.workers can be raised to the {cores} cores of this host"
     return (
-        f"its {cores} cores are at work: smaller examples, as scalejax data convert makes of "
+        f"its {cores} cores are busy: smaller examples, as scalejax data convert makes from "
         "images, or more cores for each device would help"
     )

@@ -61,8 +61,8 @@ def require_loss(how: LossConfig, dataset: DatasetFacts) -> None:
     if not (is_array and made.shape == shape and jnp.issubdtype(made.dtype, jnp.floating)):
         said = f"{made.dtype} of shape {made.shape}" if is_array else type(made).__name__
         accepted = (
-            f"of targets of shape {shape} it gives {said}, where it must give floating-point "
-            "numbers of that shape, a loss for each target"
+            f"for targets of shape {shape} it gives {said}, but must give floating-point numbers "
+            "of that shape, one loss per target"
         )
         raise ConfigError(refusal("loss.kind", how.kind, accepted))
 

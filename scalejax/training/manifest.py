@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
         fields = unstamped(_KIND, _VERSION, load(dict, path))
         body = fields.get(_BODY)
         if fields.get(_SHA256) != digest(body):
-            raise Damaged("its manifest has another checksum than was written")
+            raise Damaged("its manifest does not match its checksum")
         manifest = build(Manifest, body)
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):
@@ -337,4 +337,4 @@ def _difference(path: Path, written: FileSum) -> str | None:
         is_same = _sum(path) == written
     except OSError as error:
         raise _unavailable(path, error) from error
-    return None if is_same else "has another checksum than was written"
+    return None if is_same else "does not match its checksum"

@@ -167,15 +167,18 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
         return
     first, *more = different
     others = f", and {counted(len(more), 'other array')}" if more else ""
-    what = f"{first.name} of process {first.process} is not that of process {first.other}{others}"
+    what = (
+        f"{first.name} of process {first.process} differs from that of process {first.other}"
+        f"{others}"
+    )
     if step:
         raise CheckpointMismatch(
             f"the checkpoint of step {step} is refused: {what}, as they read it. "
             "All processes must see the same files, such as on a shared disk."
         )
     accepted = (
-        f"{what}, before the first update; a network may draw numbers by its rngs alone, which "
-        "follow from the seed, and not by the process, the clock or NumPy"
+        f"{what}, before the first update; a network may draw random numbers only from its rngs, "
+        "which follow from the seed, not from the process, the clock or NumPy"
     )
     model = run.config.model
     field = "path" if model.name == "custom" else "name"
@@ -210,8 +213,8 @@ def require_equal_replicas(state: TrainState, *, step: int, way_back: Callable[[
     doubt = ", or the other way round" if first.is_even else ""
     raise Damaged(
         f"after step {step:,}, {first.name}{others} of device {first.device}, in process "
-        f"{first.process}, is not that of device {first.other_device}, in process {first.other}"
-        f"{doubt}: a bit has flipped, or a device computes wrongly; {way_back()}."
+        f"{first.process}, differs from that of device {first.other_device}, in process "
+        f"{first.other}{doubt}: a bit has flipped, or a device computes wrongly; {way_back()}."
     )
 
 

@@ -433,7 +433,7 @@ def facts_of(
     named = [name for name in overrides or () if name.partition(".")[0] == "data"]
     if given is not None:
         if named:
-            accepted = f"it says what the data of the file are; leave it out, or --{named[0]}"
+            accepted = f"it describes the data of the run file; leave it or --{named[0]} out"
             raise ConfigError(refusal("facts", str(given), accepted))
         return fitting_facts(config, load(DatasetFacts, given))
     folder = RunFolder(path=run_file.parent)

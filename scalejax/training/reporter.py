@@ -281,10 +281,10 @@ def _sentence(measurement: Told, total_steps: int) -> str:
     if isinstance(measurement, ProcessesChange):
         processes = "process" if measurement.after == 1 else "processes"
         return (
-            f"step {measurement.step}/{total_steps}: went on in {measurement.after} {processes}, "
-            f"of {measurement.before} before ({measurement.reason}), after "
+            f"step {measurement.step}/{total_steps}: continued in {measurement.after} {processes}, "
+            f"{measurement.before} before ({measurement.reason}), after "
             f"{format_seconds(measurement.seconds)}, "
-            f"{counted(measurement.repeated_steps, 'step')} again"
+            f"{counted(measurement.repeated_steps, 'step')} repeated"
         )
     return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
 

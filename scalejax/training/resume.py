@@ -83,7 +83,7 @@ class RunIdentity:
         where = f"{files.path / 'checkpoints' / str(step)}"
         if changed:
             raise ConfigError(
-                f"{where} was made with another config than {files.config.name} says now: "
+                f"{where} was made with a config other than that of {files.config.name}: "
                 f"{', '.join(changed)}. Bring that file back as it was, "
                 "or begin a new run in another folder."
             )
@@ -185,7 +185,7 @@ def checkpoint_to_go_on_from(
     if is_resumed and not (was_none_finished or is_new or starts_over):
         raise Damaged(
             f"steps are recorded in {runs[0][1].path}, and no checkpoint in {folder} verifies"
-            f"{_why(found, newest_file(folder).name)}. Bring them back, or say --start-over to "
+            f"{_why(found, newest_file(folder).name)}. Bring them back, or use --start-over to "
             "train the run from its first step."
         )
     if starts_over and (is_recorded or found.passed_over):

@@ -27,7 +27,7 @@ A run of scalejax.
 
 run.toml             the config, as resolved on these devices
 facts.json           counts and shapes of the data, for when it is no longer there
-data_files.json      the files trained on, if the data is files: the run resumes on no others
+data_files.json      the files trained on, if the data is files: the run resumes only on these
 start.json           the weights that it began with, and their digest, if they were not random
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
@@ -46,10 +46,10 @@ trackers/            what TensorBoard, Weights & Biases and MLflow show, if requ
 processes/, slurm/   output of each process, if `scalejax launch` started them
 
 Read it all as one page:  scalejax report {path}
-Go on where it stopped:   {command}
+Continue the run:         {command}
 
 A run that a sweep trained in one program with others has neither program.json, prediction.json,
-time.jsonl, checkpoints/, checkpoints.json nor traces/: it goes on by the --resume of its sweep.
+time.jsonl, checkpoints/, checkpoints.json nor traces/: its sweep continues it by --resume.
 """
 
 _CHANGEABLE = HOW_IT_IS_READ | {

@@ -134,8 +134,8 @@ def _require_trained(config: RunConfig) -> None:
     model, schedule = config.model, config.layout.pipeline_schedule
     if schedule == "dualpipe":
         accepted = (
-            "it is for costing only: predict and explain know what it takes, and nothing trains "
-            'two stages a device; use "1f1b"'
+            "it is for costing only: predict and explain can cost it, but nothing trains two "
+            'stages per device; use "1f1b"'
         )
         raise ConfigError(refusal("layout.pipeline_schedule", schedule, accepted))
     for name, is_asked in (
@@ -145,14 +145,15 @@ def _require_trained(config: RunConfig) -> None:
     ):
         if is_asked:
             accepted = (
-                "it is for costing only: predict and explain know what it takes of frameworks that "
-                "have it (--framework megatron-core-2026), and nothing here trains so; leave it out"
+                "it is for costing only: predict and explain can cost it in frameworks that "
+                "have it (--framework megatron-core-2026), but scalejax cannot train with it; "
+                "leave it out"
             )
             raise ConfigError(refusal(f"layout.{name}", getattr(config.layout, name), accepted))
     if model.compute_dtype == "float4":
         accepted = (
-            "it is for costing only: predict, explain and search know what linear layers in it "
-            'cost, and nothing trains in them; use "bfloat16" or "mxfp8"'
+            "it is for costing only: predict, explain and search can cost linear layers in "
+            'it, but scalejax cannot train in it; use "bfloat16" or "mxfp8"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
     for name in ("moe", "mtp"):
@@ -214,7 +215,7 @@ def feature_width(setup: TrainSetup) -> int:
         ConfigError: if the network's last layer cannot be called separately.
     """
     if setup.run.dataset.is_text:
-        accepted = "texts have targets at every place, and no features of the whole"
+        accepted = "texts have a target at every position, and no features of the whole text"
         raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
     images = jax.ShapeDtypeStruct((1, *setup.run.dataset.input_shape), jnp.float32)
 

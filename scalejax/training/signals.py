@@ -163,7 +163,7 @@ class StopSignals:
         self._received = number
         self._restore()
         if not self._is_training:
-            words = f"interrupted while {self._heartbeat.phase}: the run stands where it was"
+            words = f"interrupted while {self._heartbeat.phase}: the run is as it was before"
             print(words, file=sys.stderr, flush=True)
             if self._leave and LAUNCHER in os.environ:
                 # The process serves this run alone; JAX might swallow an exception.
@@ -188,7 +188,7 @@ class StopSignals:
         seconds = self._honour_seconds if is_training else SETUP_SECONDS
         if not self._is_honoured.wait(seconds):
             outcome = (
-                "the run stands at its latest checkpoint" if is_training else "nothing was saved"
+                "the run is left at its latest checkpoint" if is_training else "nothing was saved"
             )
             phase = self._heartbeat.phase
             words = f"interrupted, and {phase} did not end within {seconds:.0f} s: {outcome}"

@@ -61,7 +61,8 @@ class StartRecord:
     @property
     def words(self) -> str:
         """For the first line of the record."""
-        anew = f", {counted(len(self.reinitialized), 'array')} anew" if self.reinitialized else ""
+        count = len(self.reinitialized)
+        anew = f", {counted(count, 'array')} reinitialized" if count else ""
         return f"; from {self.source} in {self.weights} (SHA-256 {self.sha256[:12]}...{anew})"
 
 
@@ -288,9 +289,7 @@ def _wanted(
         raise ConfigError(refusal("start.weights", start.weights, accepted))
     if not wanted:
         raise ConfigError(
-            refusal(
-                "start.reinitialized", list(start.reinitialized), "nothing is left to begin with"
-            )
+            refusal("start.reinitialized", list(start.reinitialized), "no weights are left to load")
         )
     return wanted
 

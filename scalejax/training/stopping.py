@@ -80,7 +80,7 @@ def divergence_at_end(
         each > _FAR_ABOVE_A_GUESS * guess for each in (loss, evaluated) if each is not None
     )
     if is_far and loss >= losses[0]:
-        said = f"its training loss is {loss:.3g} at the end, and that of a guess {guess:.3g}"
+        said = f"its final training loss is {loss:.3g}, and that of a guess is {guess:.3g}"
         return "worse_than_guessing", said
     return None
 

@@ -212,7 +212,8 @@ def time_account_in_words(account: TimeAccount) -> str:
         for name, seconds in account.parts
         if seconds > 0 and seconds >= 0.001 * account.seconds
     ]
-    again = f", {counted(account.repeated_steps, 'step')} again" if account.repeated_steps else ""
+    repeated = account.repeated_steps
+    again = f", {counted(repeated, 'step')} repeated" if repeated else ""
     return (
         f"goodput {format_fraction(account.goodput)} of {format_seconds(account.seconds)} in "
         f"{counted(account.sessions, 'session')}{again}: {', '.join(shares) or UNKNOWN}"

@@ -63,7 +63,7 @@ def require_trackers(tracking: TrackingConfig | None) -> None:
     for name in () if tracking is None else tracking.trackers:
         for module in _MODULES[name]:
             if importlib.util.find_spec(module) is None:
-                accepted = f"{module} is not installed: pip install 'scalejax[trackers]' brings it"
+                accepted = f"{module} is not installed: run pip install 'scalejax[trackers]'"
                 raise ConfigError(refusal("tracking.trackers", name, accepted))
 
 

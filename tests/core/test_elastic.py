@@ -65,7 +65,7 @@ def test_a_launcher_goes_on_where_memory_is_full(tmp_path, monkeypatch):
     with shared_folder(memory, say=said.append) as shared:
         assert shared.path.parent == instead
     (note,) = said
-    assert note.startswith("Note: no copies in memory, but checkpoints alone: ")
+    assert note.startswith("Note: no copies in memory, only checkpoints: ")
     assert "No space left" in note
     assert not [*memory.iterdir(), *instead.iterdir()]
     with pytest.raises(ConfigError, match="cannot be written"), shared_folder(memory):

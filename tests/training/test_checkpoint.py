@@ -318,14 +318,18 @@ DAMAGES = {
     "stripped manifest": (
         edit("manifest.json", lambda c: re.sub(rb'"arrays": {[^}]*}', b'"arrays": {}', c)),
         3,
-        {"5": "its manifest has another checksum"},
+        {"5": "its manifest does not match its checksum"},
     ),
     "empty metadata": (
         edit("_CHECKPOINT_METADATA", lambda _: b""),
         3,
         {"5": "_CHECKPOINT_METADATA has 0 bytes, and was written with"},
     ),
-    "flipped numbers": (edit("state/d/*", flip), 3, {"5": "state/d/.* has another checksum"}),
+    "flipped numbers": (
+        edit("state/d/*", flip),
+        3,
+        {"5": "state/d/.* does not match its checksum"},
+    ),
     "a link to itself": (link_to_itself, 3, {"5": "state/_METADATA is gone"}),
     "a file gone": (edit("state/_METADATA", lambda _: None), 3, {"5": "state/_METADATA is gone"}),
 }
@@ -496,7 +500,7 @@ def test_a_state_of_another_run_is_refused(tmp_path, other):
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(3, state_on(2))
 
-        with pytest.raises(CheckpointMismatch, match=r"/3 is refused: .*no state of this run"):
+        with pytest.raises(CheckpointMismatch, match=r"/3 is refused: .*not a state of this run"):
             checkpoints.restore(3, shapes_of(state_on(2, **other)))
 
 
@@ -528,7 +532,9 @@ def test_numbers_that_differ_from_their_checksums_are_refused_and_the_array_name
 
     with (
         Checkpoints(tmp_path, keep=1) as checkpoints,
-        pytest.raises(Damaged, match=r"/3 is damaged: .*kernel.* has another checksum.*Delete it"),
+        pytest.raises(
+            Damaged, match=r"/3 is damaged: .*kernel.* does not match its checksum.*Delete it"
+        ),
     ):
         checkpoints.restore(3, shapes_of(state_on(4)))
 

@@ -193,7 +193,7 @@ def test_without_room_there_are_checkpoints_alone(clocked, monkeypatch):
 
     assert copies.wish() == Wish.SAVE_AND_STOP
     assert said == [
-        "Note: no copies in memory, but checkpoints alone: 2.0 MiB are free in "
+        "Note: no copies in memory, only checkpoints: 2.0 MiB are free in "
         f"{module.MEMORY}, and copies take 3.0 MiB more."
     ]
 
@@ -213,7 +213,7 @@ def test_three_times_the_state_is_room_for_two_copies_and_the_next(clocked, monk
 
     assert copies.wish() == Wish.NOTHING
     (note,) = said
-    assert note.startswith("Note: no copies in memory after that of step 4, but checkpoints alone:")
+    assert note.startswith("Note: no copies in memory after that of step 4, only checkpoints:")
 
 
 def limit_memory(monkeypatch, free):
@@ -270,7 +270,7 @@ def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
     assert later_wish() == Wish.SAVE_AND_STOP
     (note,) = said
     after = "" if part in ("make_folder", "set_newest") else " after that of step 1"
-    assert note.startswith(f"Note: no copies in memory{after}, but checkpoints alone: ")
+    assert note.startswith(f"Note: no copies in memory{after}, only checkpoints: ")
     assert "o space left" in note
     kept = [] if part in ("make_folder", "set_newest") else ["1"]
     assert [path.name for path in shared.path.glob("copies/*")] == kept

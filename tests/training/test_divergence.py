@@ -287,5 +287,5 @@ def test_a_run_whose_loss_stays_far_above_a_guess_is_no_result(tmp_path):
 
     last = record.statuses[-1]
     assert (last.status, last.cause) == ("diverged", "worse_than_guessing")
-    assert "its training loss is" in last.message
+    assert "its final training loss is" in last.message
     assert not record.folder.weights.exists()

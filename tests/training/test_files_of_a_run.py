@@ -76,7 +76,7 @@ def test_files_that_change_while_a_run_begins_are_refused(tmp_path):
     run = resolve(run_on_tokens(tmp_path / "tokens"), 1)
     write_tokens(tmp_path / "tokens", "a.bin", 500)
 
-    with pytest.raises(ConfigError, match=r"files of data\.train changed while the run began"):
+    with pytest.raises(ConfigError, match=r"files of data\.train changed while the run started"):
         open_examples(run, "train", Silent())
 
 

@@ -272,7 +272,7 @@ def test_the_average_of_schedule_free_is_of_what_learns():
         ({"trainable": ["layers/7"]}, r"fine_tuning\.trainable='layers/7' .*layers/0/bias"),
         (
             {"trainable": ["layers/2"], "rate_factors": {"layers/0": 0.1}},
-            r"fine_tuning\.rate_factors='layers/0' .*nothing of it learns",
+            r"fine_tuning\.rate_factors='layers/0' .*all of it is frozen",
         ),
     ],
 )

@@ -44,8 +44,8 @@ def test_a_word_is_said_from_three_percent_on():
     ("workers", "advice"),
     [
         (0, 'input.workers = "auto" has processes make batches on the 4 cores'),
-        (2, "input.workers may be up to the 4 cores of this host"),
-        (4, "its 4 cores are at work: smaller examples, as scalejax data convert makes"),
+        (2, "input.workers can be raised to the 4 cores of this host"),
+        (4, "its 4 cores are busy: smaller examples, as scalejax data convert makes"),
     ],
 )
 def test_the_advice_is_what_is_left_to_do(workers, advice):
@@ -56,7 +56,7 @@ def test_the_advice_is_what_is_left_to_do(workers, advice):
     with_advice = wait_with_advice(waited(0.0015), how, 4)
 
     tuned = wait_with_advice(waited(0.0015), how, 4, is_tuned=True)
-    assert "its 4 cores are at work" in tuned
+    assert "its 4 cores are busy" in tuned
     assert with_advice.startswith(", waited 50.0 % of the time for input (")
     assert re.search(advice, with_advice)
 

@@ -224,5 +224,5 @@ def test_a_config_knows_the_linear_layers_of_its_blocks(model):
 
 def test_a_network_without_adapters_is_refused():
     """The layers of others do not know them."""
-    with pytest.raises(ConfigError, match="adapters are of decoders"):
+    with pytest.raises(ConfigError, match="adapters are for decoders"):
         require_adaptable_model(FineTuningConfig(lora=LoraConfig()), MlpConfig())

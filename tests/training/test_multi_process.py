@@ -190,20 +190,20 @@ def losses_and_hits(found: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.nda
 SAID_OF_COPIES = {
     "alike": "nothing was refused",
     "whole": (
-        "ConfigError: model.name='mlp' is refused: params/kernel of process 1 is not that of "
-        "process 0, before the first update; a network may draw numbers by its rngs alone, which "
-        "follow from the seed, and not by the process, the clock or NumPy."
+        "ConfigError: model.name='mlp' is refused: params/kernel of process 1 differs from that of "
+        "process 0, before the first update; a network may draw random numbers only from its "
+        "rngs, which follow from the seed, not from the process, the clock or NumPy."
     ),
     "in parts with copies": (
-        "ConfigError: model.name='mlp' is refused: params/bias of process 1 is not that of "
-        "process 0, and 1 other array, before the first update; a network may draw numbers by its "
-        "rngs alone, which follow from the seed, and not by the process, the clock or NumPy."
+        "ConfigError: model.name='mlp' is refused: params/bias of process 1 differs from that of "
+        "process 0, and 1 other array, before the first update; a network may draw random numbers "
+        "only from its rngs, which follow from the seed, not from the process, the clock or NumPy."
     ),
     "in parts without copies": "nothing was refused",
     "restored": (
-        "CheckpointMismatch: the checkpoint of step 7 is refused: params/kernel of process 1 is "
-        "not that of process 0, as they read it. All processes must see the same files, such as "
-        "on a shared disk."
+        "CheckpointMismatch: the checkpoint of step 7 is refused: params/kernel of process 1 "
+        "differs from that of process 0, as they read it. All processes must see the same files, "
+        "such as on a shared disk."
     ),
 }
 
@@ -230,8 +230,9 @@ SAID_OF_BEGINNINGS = {
     ),
     "network": (
         "ConfigError: model.path='process_cases:OfItsProcess' is refused: params/head/bias of "
-        "process 1 is not that of process 0, before the first update; a network may draw numbers "
-        "by its rngs alone, which follow from the seed, and not by the process, the clock or NumPy."
+        "process 1 differs from that of process 0, before the first update; a network may draw "
+        "random numbers only from its rngs, which follow from the seed, not from the process, the "
+        "clock or NumPy."
     ),
     "checkpoint": (
         "ConfigError: process 1 differs from process 0: latest checkpoint=40 (process 0: 20). "

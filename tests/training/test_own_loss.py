@@ -138,11 +138,11 @@ def test_another_file_of_a_loss_is_another_program(module: str):
         ({"kind": "{}:entropi"}, "did you mean '.*:entropy'"),
         ({"kind": "{}:jnp"}, "must be a function of logits and targets"),
         ({"kind": "{}:entropy", "options": {"gamma": 1}}, r"loss\.options=.*'gamma'"),
-        ({"kind": "{}:mean"}, r"it gives float32 of shape \(\), where .* of that shape"),
+        ({"kind": "{}:mean"}, r"it gives float32 of shape \(\), but must .* of that shape"),
         ({"kind": "{}:whole"}, r"it gives int32 of shape \(2, 8\)"),
         ({"kind": "{}:fails"}, "but RuntimeError: no licence found"),
         ({"kind": "{}:entropy", "z_loss": 0.1}, r"loss\.z_loss=0\.1 is refused"),
-        ({"options": {"power": 1}}, "it is of a loss of your own"),
+        ({"options": {"power": 1}}, "it is for a loss of your own"),
     ],
 )
 def test_what_is_no_loss_is_refused(module: str, loss: dict[str, Any], said: str):

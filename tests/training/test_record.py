@@ -189,8 +189,8 @@ def test_one_process_is_told_as_one():
     reporter.begin(2, 9)
     reporter.measured(replace(CHANGE, after=1, repeated_steps=1))
 
-    assert "went on in 1 process, of 8 before" in out.getvalue()
-    assert "1 step again" in out.getvalue()
+    assert "continued in 1 process, 8 before" in out.getvalue()
+    assert "1 step repeated" in out.getvalue()
 
 
 def test_a_notebook_shows_a_loss_that_is_not_above_zero(tmp_path):

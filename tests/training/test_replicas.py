@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_found_before_it_is_saved_and_the_run_goes_back(
     monkeypatch.undo()
     flip(step=7, device=2)
 
-    said = r"after step 8, .* of device 2, in process 0, is not that of device 0"
+    said = r"after step 8, .* of device 2, in process 0, differs from that of device 0"
     with pytest.raises(Damaged, match=said) as told:
         train(config, tmp_path / "hit", predicts=False)
 

@@ -51,7 +51,7 @@ def test_a_run_that_is_set_up_ends_at_once(capsys):
             signals.begin()
 
     assert stop.value.code == 128 + signal.SIGTERM
-    assert "interrupted while compiling: the run stands where it was" in capsys.readouterr().err
+    assert "interrupted while compiling: the run is as it was before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_training", [True, False])

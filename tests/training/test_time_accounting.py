@@ -98,8 +98,8 @@ def test_ledger_of_a_run_that_was_killed_and_went_on():
     assert ledger.seconds == 40 + 16.75
     assert ledger.goodput == (18.25 + 1) / 56.75
     assert time_account_in_words(ledger) == (
-        "goodput 33.9 % of 56.8 s in 2 sessions, 130 steps again: steps 32.2 %, input wait 1.8 %, "
-        "checkpoint 1.8 %, start-up 19.4 %, compile 8.8 %, wasted 26.0 %, down 10.1 %"
+        "goodput 33.9 % of 56.8 s in 2 sessions, 130 steps repeated: steps 32.2 %, input wait "
+        "1.8 %, checkpoint 1.8 %, start-up 19.4 %, compile 8.8 %, wasted 26.0 %, down 10.1 %"
     )
 
 

@@ -254,7 +254,9 @@ def test_a_missing_package_is_refused_with_the_command_that_brings_it(monkeypatc
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'scalejax\[track"):
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed: run pip install 'scalejax\[track"
+    ):
         require_trackers(config_of("wandb").tracking)
 
 

@@ -387,7 +387,7 @@ def test_a_table_that_run_toml_lost_is_told_by_its_name(finished):
     for one, other in ((with_it, without), (without, with_it)):
         saved = one.at(6, EMPTY_RECORD, None)
         one.require_same(6, saved, files)
-        with pytest.raises(ConfigError, match=r"another config .*train\.early_stopping"):
+        with pytest.raises(ConfigError, match=r"a config other .*train\.early_stopping"):
             other.require_same(6, saved, files)
 
 
@@ -489,7 +489,7 @@ def test_a_checkpoint_of_another_config_is_refused(finished, tmp_path):
     )
 
     with pytest.raises(
-        ConfigError, match=r"another config .*: schedule\.base_learning_rate=0\.3 \(was 0\.1\)"
+        ConfigError, match=r"a config other .*: schedule\.base_learning_rate=0\.3 \(was 0\.1\)"
     ):
         run(folder, {"schedule.base_learning_rate": 0.3}, resume=True)
 

@@ -101,7 +101,7 @@ def require_known_parts(config: FineTuningConfig | None, params: Any) -> None:
             raise ConfigError(unknown_name(field, part, {path.split("/")[0] for path in paths}))
     for part in config.rate_factors:
         if not any(_learns(config, path) for path in paths if _is_within(path, part)):
-            accepted = f"nothing of it learns; fine_tuning.trainable={list(config.trainable)}"
+            accepted = f"all of it is frozen; fine_tuning.trainable={list(config.trainable)}"
             raise ConfigError(refusal("fine_tuning.rate_factors", part, accepted))
 
 

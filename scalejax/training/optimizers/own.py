@@ -42,7 +42,7 @@ def own_optimizer(
         accepted = f"{called} {in_one_line(error)}"
         raise ConfigError(refusal("optimizer.path", config.path, accepted)) from error
     if not isinstance(made, optax.GradientTransformation):
-        accepted = f"it gives {type(made).__name__}, where an optax.GradientTransformation must be"
+        accepted = f"it gives {type(made).__name__}, not an optax.GradientTransformation"
         raise ConfigError(refusal("optimizer.path", config.path, accepted))
     return _tried(config, made)
 
@@ -60,11 +60,11 @@ def _tried(
                 return state
             updates, _ = jax.eval_shape(made.update, params, state, params)
             if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
-                raise ValueError("updates are of other shapes than parameters")
+                raise ValueError("updates differ in shape from the parameters")
         except Exception as error:
             accepted = (
-                "it must make state of parameters, and of gradients, state and parameters updates "
-                f"alone, but {in_one_line(error)}"
+                "it must make its state from parameters, and updates from gradients, state and "
+                f"parameters alone, but {in_one_line(error)}"
             )
             raise ConfigError(refusal("optimizer.path", config.path, accepted)) from error
         return state

@@ -255,7 +255,7 @@ def test_an_array_that_says_it_is_larger_than_its_archive_gets_no_room(tmp_path)
             archive.writestr(f"y_{part}.npy", _npy_header((10**6,), "<i8") + bytes(1000))
     location = str(tmp_path / "a.npz")
 
-    with pytest.raises(ConfigError, match=r"x_t\w+'\] is not whole: .*1000000000\d+ bytes"):
+    with pytest.raises(ConfigError, match=r"x_t\w+'\] is incomplete: .*1000000000\d+ bytes"):
         read_facts(NumpyConfig(train=location, test=location))
 
 

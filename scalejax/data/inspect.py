@@ -473,9 +473,8 @@ def _advice(
         yield from _group_advice(rows, groups, reading)
     if images is not None and min(images.median) > 2 * 224:
         yield (
-            f"images are {images.median[0]} x {images.median[1]} in the middle: decoding them "
-            "takes most of the input's time. scalejax data convert --image-size 256 makes them "
-            "small once."
+            f"the median image is {images.median[0]} x {images.median[1]}: decoding takes most of "
+            "the input's time. scalejax data convert --image-size 256 makes them small once."
         )
 
 
@@ -498,8 +497,8 @@ def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig)
     if groups.count < reading.window and len(rows) > 10 * reading.window:
         yield (
             f"{counted(groups.count, 'row group')}: fewer than the window of "
-            f'{reading.window} that shuffle = "row_groups" mixes, and no more than so many '
-            "processes can each read their own; scalejax data convert --row-group-rows "
+            f'{reading.window} that shuffle = "row_groups" mixes, and no more processes '
+            "than that can each read their own; scalejax data convert --row-group-rows "
             f"{max(1, len(rows) // (8 * reading.window))} makes more."
         )
     middle = median(group.bytes_of(rows.schema.names) for group in rows.found.groups)

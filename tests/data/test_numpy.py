@@ -258,7 +258,7 @@ def test_arrays_of_archives_are_loaded_in_every_process(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "file", "message"),
     [
-        (as_files, "x_train.npy", r"x_train\.npy is not whole: it has \d+ bytes of \d+"),
+        (as_files, "x_train.npy", r"x_train\.npy is incomplete: it has \d+ of \d+ bytes"),
         (as_compressed, "data.npz", r"data\.npz cannot be read as \.npz"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_file_of_another_kind_and_one_in_columns_are_refused(tmp_path):
     """No header of NumPy's; rows that lie in pieces."""
     config = config_of(as_files(tmp_path, keras(NUMBERS, CLASSES)))
     np.save(tmp_path / "x_train.npy", np.asfortranarray(NUMBERS))
-    with pytest.raises(ConfigError, match=r"x_train\.npy lies column by column"):
+    with pytest.raises(ConfigError, match=r"x_train\.npy is stored column by column"):
         read_facts(config)
 
     (tmp_path / "x_train.npy").write_bytes(b"no header" * 100)
@@ -292,7 +292,7 @@ def test_what_is_no_number_is_named_by_file_and_row(tmp_path):
     source = open_source(config, "train", seed=0)
 
     source.take(np.array([20, 22]))
-    with pytest.raises(UnreadableExample, match=r"x_train\.npy, row 21, column 3: nan is no fin"):
+    with pytest.raises(UnreadableExample, match=r"x_train\.npy, row 21, column 3: nan is not a fin"):
         source.take(np.array([20, 21]))
 
 

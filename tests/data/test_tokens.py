@@ -236,9 +236,9 @@ def _half(path):
 @pytest.mark.parametrize(
     ("name", "damage", "changed", "message"),
     [
-        ("a.bin", _half, {}, r"a\.bin has 499 bytes, and tokens of uint16 take 2 each: it is not"),
-        ("b.bin", _half, {}, r"b\.bin is not whole: its header says 500 tokens, which are 2024"),
-        ("d.npy", _half, {}, r"d\.npy is not whole"),
+        ("a.bin", _half, {}, r"a\.bin has 499 bytes, and tokens of uint16 take 2 each: it is inc"),
+        ("b.bin", _half, {}, r"b\.bin is incomplete: its header says 500 tokens, 2024"),
+        ("d.npy", _half, {}, r"d\.npy is incomplete"),
         ("b.bin", None, {"dtype": "uint32"}, r"data\.dtype='uint32' .*b\.bin holds uint16"),
         ("d.npy", None, {"dtype": "uint16"}, r"data\.dtype='uint16' .*d\.npy holds int64"),
         ("a.bin", None, {"vocabulary": 128_256}, r"data\.dtype=None .*a\.bin does not say its"),

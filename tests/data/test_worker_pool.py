@@ -176,7 +176,7 @@ def test_a_process_that_cannot_begin_is_not_a_matter_of_memory(capfd):
         how=InputConfig(workers=1),
     )
 
-    with pytest.raises(ScalejaxError, match=r"ended with code 1; what it said is above\.$"):
+    with pytest.raises(ScalejaxError, match=r"ended with code 1; its output is above\.$"):
         next(batches)
     assert "no number" in capfd.readouterr().err
 

@@ -105,7 +105,7 @@ class ArrayRows:
         shape, dtype = self._values.row_shape, self._values.dtype
         label = pa.field("label", pa.int64())
         if 0 in shape:
-            accepted = f"a row must hold something, and this array is of {list(self._values.shape)}"
+            accepted = f"rows must not be empty, but this array is of {list(self._values.shape)}"
             raise ConfigError(refusal("source", self.location, accepted))
         if len(shape) in (2, 3):
             channels = shape[2] if len(shape) == 3 else 1
@@ -227,7 +227,7 @@ def _header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], np.dtype]:
     if path.suffix in (".npz", ".npy"):
         shape, is_fortran, dtype = read_header(file)
         if is_fortran and len(shape) > 1:
-            raise ValueError("its rows do not lie one after the other (Fortran order)")
+            raise ValueError("its rows are not contiguous (Fortran order)")
         return shape, dtype
     zero, kind, dimensions = np.frombuffer(
         _exactly(file, 4), [("0", ">u2"), ("k", "u1"), ("d", "u1")]

@@ -72,7 +72,7 @@ class ConvertOptions:
         for name in ("files", "row_group_rows", "image_size"):
             require_at_least(name, getattr(self, name), 1)
         if not 1 <= self.jpeg_quality <= 95:
-            raise ConfigError(refusal("jpeg_quality", self.jpeg_quality, "it is from 1 to 95"))
+            raise ConfigError(refusal("jpeg_quality", self.jpeg_quality, "it must be from 1 to 95"))
 
 
 @document("conversion")
@@ -243,8 +243,8 @@ def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
         serialization.save(plan, destination / PLAN)
     elif found := sorted(destination.glob("**/*.parquet")):
         accepted = (
-            f"{found[0].relative_to(destination)} is in it, which no conversion known here wrote, "
-            "and which would be read with the new files; name another folder"
+            f"it holds {found[0].relative_to(destination)}, which no known conversion wrote, and "
+            "which would be read with the new files; name another folder"
         )
         raise ConfigError(refusal("destination", str(destination), accepted))
     else:

@@ -55,5 +55,5 @@ def _begins_as_parquet(path: Path) -> bool:
 def _refuse(options: RowsOptions, path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (value := getattr(options, name)) is not None:
-            accepted = f"{path} is of a kind that has no use for it"
+            accepted = f"it does not apply to files such as {path}"
             raise ConfigError(refusal(name, value, accepted))

@@ -251,7 +251,7 @@ def _finished(
             about = f"{rows.name(begin + row)}: no image that can be read ({error})"
             if plan.unreadable == "refuse":
                 raise ConfigError(
-                    f"{about}; mend it, or leave such rows out with --unreadable skip."
+                    f"{about}; repair it, or leave such rows out with --unreadable skip."
                 ) from error
             told.skipped(about)
             contents.append(None)
@@ -279,6 +279,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
-            f"{path} cannot be written ({error}). Files that are written stay; once there is "
-            "room, the same command continues with the others."
+            f"{path} cannot be written ({error}). Files already written are kept; once there "
+            "is room, the same command continues with the rest."
         ) from error

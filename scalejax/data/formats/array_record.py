@@ -119,7 +119,7 @@ def _count(field: str, file: "DataFile", path: str) -> int:
     if not reader.ok():
         raise ConfigError(
             f"{field}: {file.path} cannot be read as ArrayRecord (its end, where records are "
-            "listed, is damaged or not there); write or copy it again, or leave it out."
+            "listed, is damaged or missing); write or copy it again, or leave it out."
         )
     return reader.num_records()
 

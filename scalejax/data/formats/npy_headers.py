@@ -117,13 +117,13 @@ def header_of_file(field: str, file: "DataFile") -> ArrayHeader:
     header = ArrayHeader(file=file, member=None, shape=shape, dtype=dtype, offset=offset)
     if file.size_bytes < offset + header.size_bytes and not dtype.hasobject:
         raise ConfigError(
-            f"{field}: {file.path} is not whole: it has {file.size_bytes} bytes of "
-            f"{offset + header.size_bytes}; write or copy it again."
+            f"{field}: {file.path} is incomplete: it has {file.size_bytes} of "
+            f"{offset + header.size_bytes} bytes; write or copy it again."
         )
     if is_fortran and len(shape) > 1:
         raise ConfigError(
-            f"{field}: {file.path} lies column by column, and rows cannot be read from it; "
-            "write numpy.ascontiguousarray of it."
+            f"{field}: {file.path} is stored column by column, so rows cannot be read from "
+            "it; save numpy.ascontiguousarray of it."
         )
     return header
 
@@ -161,8 +161,8 @@ def _require_room(field: str, header: ArrayHeader, said: zipfile.ZipInfo, begin:
     most = min(said.file_size, said.compress_size * _MOST_DEFLATED + _MOST_DEFLATED)
     if begin + header.size_bytes > most and not header.dtype.hasobject:
         raise ConfigError(
-            f"{field}: {header.where} is not whole: it is said to have {header.size_bytes} bytes, "
-            f"and {most} can be there; write or copy it again."
+            f"{field}: {header.where} is incomplete: its header says {header.size_bytes} bytes, "
+            f"but at most {most} can be there; write or copy it again."
         )
 
 

@@ -219,7 +219,7 @@ def read_together(field: str, groups: Sequence[RowGroup], columns: Sequence[str]
     read = read_row_groups(field, file, [group.index for group in groups], leaves)
     ends = np.cumsum([group.rows for group in groups]).tolist()
     if len(read) != ends[-1]:
-        raise Damaged(f"{field}: {file.path} has {len(read)} rows in place of {ends[-1]}.")
+        raise Damaged(f"{field}: {file.path} has {len(read)} rows instead of {ends[-1]}.")
     tables = []
     for group, end in zip(groups, ends, strict=True):
         rows = read if len(groups) == 1 else read.slice(end - group.rows, group.rows)
@@ -307,6 +307,6 @@ def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
             bound = pa.scalar(wanted).cast(values.type)
             mask = pc.call_function(_COMPARISONS[comparison], [values, bound])
     except (pa.ArrowException, OverflowError) as error:
-        accepted = f"the column is {values.type}, which does not compare so ({error})"
+        accepted = f"the column is {values.type}, which cannot be compared so ({error})"
         raise ConfigError(refusal("data.filters", list(each), accepted)) from error
     return mask.fill_null(False).to_numpy()

@@ -127,13 +127,13 @@ def _binary_file(field: str, file: "DataFile", dtype: np.dtype) -> TokenFile:
         count, needed = int(first[2]), LLM_C_HEADER_BYTES + int(first[2]) * said.itemsize
         if count < 0 or file.size_bytes != needed:
             raise ConfigError(
-                f"{field}: {file.path} is not whole: its header says {count} tokens, which are "
-                f"{needed} bytes with it, and it has {file.size_bytes}; write or copy it again."
+                f"{field}: {file.path} is incomplete: its header says {count} tokens, {needed} "
+                f"bytes in all, but it has {file.size_bytes}; write or copy it again."
             )
         return TokenFile(file=file, dtype=said, offset=LLM_C_HEADER_BYTES, count=count)
     if file.size_bytes % dtype.itemsize:
         raise ConfigError(
             f"{field}: {file.path} has {file.size_bytes} bytes, and tokens of {dtype} take "
-            f"{dtype.itemsize} each: it is not whole, or data.dtype is another."
+            f"{dtype.itemsize} each: it is incomplete, or data.dtype is wrong."
         )
     return TokenFile(file=file, dtype=dtype, offset=0, count=file.size_bytes // dtype.itemsize)

@@ -130,8 +130,7 @@ def _explained(failed: WorkerFailed) -> Exception:
         return RuntimeError(f"in a process of input.workers:\n{failed}")
     if not failed.was_killed:
         return ScalejaxError(
-            f"A process of input.workers ended with code {failed.return_code}; what it said is "
-            "above."
+            f"A process of input.workers ended with code {failed.return_code}; its output is above."
         )
     return ScalejaxError(
         "A process of input.workers was killed, most likely because memory ran out; fewer of "

@@ -99,7 +99,7 @@ class TokenExamples(Reader, names=("tokens",)):
             place = int(wrong[0] - ranges[each] + ends[each] - before[each])
             raise UnreadableExample(
                 f"{self._files[which[each]].file.path}, token {place}: {tokens[wrong[0]]} is "
-                f"beyond data.vocabulary={self._config.vocabulary} (or data.dtype is another)."
+                f"beyond data.vocabulary={self._config.vocabulary} (or data.dtype is wrong)."
             )
         tokens = tokens.astype(np.int32).reshape(len(indices), -1)
         return token_rows(tokens, firsts, document_ends if self._config.document_mask else None)

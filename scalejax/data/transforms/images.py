@@ -121,7 +121,7 @@ def decoded(
 def why_undecodable(error: Exception) -> str:
     """Pillow's message about an image in an error of `NO_IMAGE`."""
     if isinstance(error, UnidentifiedImageError):  # its message names an object in memory
-        return "its format is none that Pillow knows"
+        return "Pillow does not know its format"
     return str(error) or type(error).__name__
 
 

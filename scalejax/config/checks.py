@@ -164,7 +164,7 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         accepted = f'over gathered keys attention {lacks} is computed unfused; use "auto"'
         raise ConfigError(refusal("model.attention", model.attention, accepted))
     if layout.context > 1 and (lacks := model.lacks_for_context(strategy)):
-        accepted = f'attention {lacks} does not go that way; use "all_gather"'
+        accepted = f'attention {lacks} cannot be split that way; use "all_gather"'
         raise ConfigError(refusal("layout.context_strategy", strategy, accepted))
     if layout.context_strategy == "all_to_all":
         _require_heads_over_context(model, layout)
@@ -192,7 +192,7 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         count = batch.microbatches or 1
         if count % 2 or count < 2 * stages:
             accepted = (
-                f'in "dualpipe" half of them go either way, and they are at least twice '
+                f'in "dualpipe" half of them go each way, and there must be at least twice '
                 f"layout.pipeline={stages}; use {max(2 * stages, count + count % 2)}"
             )
             raise ConfigError(refusal("batch.microbatches", count, accepted))
@@ -211,7 +211,7 @@ def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: La
         ConfigError: naming the nearest number of devices that divides.
     """
     if model.expert_count and layout.mode != "jit":
-        accepted = 'loads of experts are of all devices; use "jit"'
+        accepted = 'loads of experts are counted over all devices; use "jit"'
         raise ConfigError(refusal("layout.mode", layout.mode, accepted))
     if layout.overlap_expert_exchange and (batch.microbatches or 1) < 2:
         accepted = (
@@ -223,16 +223,13 @@ def require_divisible_experts(model: ModelConfig, batch: BatchConfig, layout: La
         require_multiple("model.moe.experts", model.expert_count, spread, named)
     for name in ("expert_tensor", "overlap_expert_exchange"):
         if (value := getattr(layout, name)) and not model.expert_count:
-            accepted = (
-                f"it is of experts, and model.name={model.name!r} has none here; leave it out"
-            )
+            accepted = f"it is for experts, and model.name={model.name!r} has none; leave it out"
             raise ConfigError(refusal(f"layout.{name}", value, accepted))
     if layout.expert == 1:
         return
     if not model.expert_count:
         accepted = (
-            "it splits the experts of a network, and "
-            f"model.name={model.name!r} has none here; use 1"
+            f"it splits the experts of a network, and model.name={model.name!r} has none; use 1"
         )
         raise ConfigError(refusal("layout.expert", layout.expert, accepted))
     require_multiple("model.moe.experts", model.expert_count, layout.expert, "layout.expert")
@@ -362,7 +359,7 @@ def require_single_average(
     if not optimizer.averages_iterates:
         return
     if not schedule.is_constant:
-        accepted = 'it averages in place of a decay; use schedule.decay="constant"'
+        accepted = 'it averages instead of decaying the rate; use schedule.decay="constant"'
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
     if averaging is not None:
         accepted = f"optimizer.name={optimizer.name!r} averages already; leave it out"
@@ -387,7 +384,7 @@ def require_adaptable_model(fine_tuning: FineTuningConfig | None, model: ModelCo
         return
     targets = fine_tuning.lora.targets
     if not isinstance(model, DecoderConfig):
-        accepted = f"adapters are of decoders (gpt, llama), not of model.name={model.name!r}"
+        accepted = f"adapters are for decoders (gpt, llama), not for model.name={model.name!r}"
         raise ConfigError(refusal("fine_tuning.lora.targets", list(targets), accepted))
     if model.expert_count:
         accepted = "experts have no adapters; leave model.moe or fine_tuning.lora out"
@@ -482,7 +479,7 @@ def require_droppable(
     if dropout is None:
         return
     if not isinstance(model, DecoderConfig | VitConfig):
-        accepted = "[dropout] is of the residual stream of gpt, llama and vit; leave it out"
+        accepted = "[dropout] is for the residual stream of gpt, llama and vit; leave it out"
         raise ConfigError(refusal("model.name", model.name, accepted))
     if layout.pipeline > 1:
         accepted = "with [dropout] it must be 1: stages are not told which rows they compute"
@@ -514,7 +511,7 @@ def require_sampled_labels(
     for name in ("moe", "mtp"):
         if getattr(model, name, None) is not None:
             accepted = (
-                f"{which} it must be absent: its losses are of no labels that could be sampled; "
+                f"{which} it must be absent: its losses have no labels that could be sampled; "
                 f"leave it out, {other}"
             )
             raise ConfigError(f"model.{name} is refused: {accepted}.")

@@ -59,8 +59,8 @@ class PetastormConfig:
             raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
         if self.shuffle_row_groups and not self.seed:
             accepted = (
-                "Petastorm shuffles anew at every start without one, and with 0; give it, or "
-                "shuffle_row_groups = false"
+                "without one, or with 0, Petastorm shuffles differently at every start; give one, "
+                "or shuffle_row_groups = false"
             )
             raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
 
@@ -175,8 +175,8 @@ class DataConfig(Family):
         held_out = round(self.validation_fraction * examples)
         if not 0 < held_out < examples:
             accepted = (
-                f"of {examples} training examples it holds out {held_out}; it must hold out one, "
-                "and leave one"
+                f"of {examples} training examples it holds out {held_out}; it must hold out at "
+                "least one and leave one"
             )
             raise ConfigError(
                 refusal("data.validation_fraction", self.validation_fraction, accepted)
@@ -519,7 +519,7 @@ class NumpyConfig(DataConfig):
         require_size("data.classes", self.classes)
         if (self.inputs is None) != (self.targets is None):
             given = "inputs" if self.targets is None else "targets"
-            accepted = "data.inputs and data.targets are named both or neither"
+            accepted = "name data.inputs and data.targets, both or neither"
             raise ConfigError(refusal(f"data.{given}", getattr(self, given), accepted))
 
 
@@ -724,7 +724,7 @@ class MixtureConfig(DataConfig):
         for index, source in enumerate(self.sources):
             if source.validation_fraction is not None:
                 name = f"data.sources.{index}.validation_fraction"
-                accepted = "it is said once for all sources, as data.validation_fraction"
+                accepted = "it is given once for all sources, as data.validation_fraction"
                 raise ConfigError(refusal(name, source.validation_fraction, accepted))
         own = ["validation" in source.parts for source in self.sources]
         if any(own) and not all(own):

@@ -107,8 +107,8 @@ class Grammar:
                 if name not in known:
                     value = json.dumps((_as_list(wanted) or [None])[0])
                     accepted += (
-                        f"; {name} is neither in the file nor among the sweep's fields, "
-                        f"where -P '{name}={value}' puts it"
+                        f"; {name} is neither in the file nor among the sweep's fields: "
+                        f"-P '{name}={value}' adds it"
                     )
             raise ConfigError(refusal("-E condition", extension.condition, accepted))
 

@@ -156,7 +156,7 @@ def migrated_text(text: str) -> tuple[str, tuple[str, ...]]:
         is_same = False
     if not is_same:
         raise ConfigError(
-            f"it cannot be rewritten without a person: {', '.join(renamed)}. Rename them by hand."
+            f"it cannot be rewritten automatically: {', '.join(renamed)}. Rename them by hand."
         )
     return rewritten, renamed
 

@@ -415,7 +415,7 @@ class DecoderConfig(ModelConfig):
     @property
     def unnamed_activations(self) -> dict[ActivationName, str]:
         """Activations that its blocks do not have, each with the reason."""
-        needed = "it is of latent attention, and the network has no model.mla"
+        needed = "it is for latent attention, and the network has no model.mla"
         return {"kv_wa_proj": needed, "query_wa_proj": needed}
 
     def require_activations(self) -> None:
@@ -480,7 +480,7 @@ class ParametrizationConfig:
             if (value := getattr(self, name)) is not None:
                 require_size(f"model.parametrization.{name}", value)
         if (self.base_layers is None) == (self.name == "completep"):
-            accepted = 'it is of "completep"; "mup" keeps the depth: leave it out'
+            accepted = 'it is for "completep"; "mup" keeps the depth: leave it out'
             if self.base_layers is None:
                 accepted = '"completep" needs the layers of the base'
             raise ConfigError(
@@ -619,7 +619,7 @@ class BlockConfig:
             require_multiple("model.block.head_size", self.head_size, 2, "the pairs of a head")
         for name in ("global_every", "local_rope_theta"):
             if getattr(self, name) is not None and self.sliding_window is None:
-                accepted = "it is of local layers: model.block.sliding_window is missing"
+                accepted = "it is for local layers: model.block.sliding_window is missing"
                 raise ConfigError(refusal(f"model.block.{name}", getattr(self, name), accepted))
         require_above("model.block.local_rope_theta", self.local_rope_theta, 0)
         require_fraction("model.block.rope_fraction", self.rope_fraction)
@@ -772,7 +772,7 @@ class LlamaConfig(DecoderConfig):
         if self.mla is not None and self.mla.q_lora_rank is None:
             absent["query_wa_proj"] = "queries have no latent without model.mla.q_lora_rank"
         if self.moe is not None and not self.moe.shared_experts and not self.moe.dense_layers:
-            absent["mlpwi"] = "it is of shared experts and dense layers, and the network has none"
+            absent["mlpwi"] = "it is for shared experts and dense layers, and the network has none"
         return absent
 
     def _require_experts(self, moe: MoeConfig) -> None:
@@ -790,7 +790,7 @@ class LlamaConfig(DecoderConfig):
             accepted = "local and global layers are counted from the first with experts; use 0"
             raise ConfigError(refusal("model.moe.dense_layers", moe.dense_layers, accepted))
         if self.block.activation != "silu" or not self.block.is_gated:
-            accepted = 'of experts it must be "silu"'
+            accepted = 'for experts it must be "silu"'
             raise ConfigError(refusal("model.block.activation", self.block.activation, accepted))
 
     def lacks_for_context(self, strategy: str) -> str | None:

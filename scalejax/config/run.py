@@ -505,7 +505,7 @@ def published_run(name: str, overrides: Mapping[str, JsonValue] | None = None) -
     preset = PRESETS[name]
     batch = preset.published_batch
     if batch is None and (overrides or {}).get("batch.global_batch") is None:
-        accepted = f"samples per update are needed, as none are kept here of {name}: --global-batch"
+        accepted = f"give the samples per update, as none are known for {name}: --global-batch"
         raise ConfigError(refusal("batch.global_batch", None, accepted))
     tables: dict[str, JsonValue] = {
         "model": {"name": name, "compute_dtype": "bfloat16"},
@@ -542,7 +542,7 @@ def given_name(
 def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
     if str(path) in PRESETS and not path.exists():
         raise ConfigError(
-            f"{str(path)!r} is a published network, and no file: name it in a run.toml "
+            f"{str(path)!r} is a published network, not a file: name it in a run.toml "
             f'(model.name = "{path}") beside data, batch, optimizer and schedule.'
         )
     return _replaced(load_run_file(path), overrides)

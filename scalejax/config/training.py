@@ -247,9 +247,9 @@ class LossConfig:
         for name, is_of_own in (("label_smoothing", False), ("z_loss", False), ("options", True)):
             if (value := getattr(self, name)) and is_of_own != self.is_own:
                 accepted = (
-                    "it is of a loss of your own: say which by loss.kind"
+                    "it is for a loss of your own: name it in loss.kind"
                     if is_of_own
-                    else f"it is of the cross-entropy, not of loss.kind={self.kind!r}"
+                    else f"it is for the cross-entropy, not for loss.kind={self.kind!r}"
                 )
                 raise ConfigError(refusal(f"loss.{name}", value, f"{accepted}; leave it out"))
         require_at_least("loss.z_loss", self.z_loss, 0)

@@ -185,5 +185,7 @@ def test_published_network_in_place_of_a_file_is_told_from_one(tmp_path, monkeyp
     """And where its name belongs."""
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(ConfigError, match=r'no file: name it in a run\.toml \(model\.name = "gpt2'):
+    with pytest.raises(
+        ConfigError, match=r'not a file: name it in a run\.toml \(model\.name = "gpt2'
+    ):
         load_config(Path("gpt2-124m"))

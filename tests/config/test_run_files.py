@@ -155,11 +155,11 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ),
         (
             {"model": {"name": "gpt", "remat": {"offload": ["kv_wa_proj"]}}},
-            r"model\.remat\.offload='kv_wa_proj' is refused: it is of latent attention",
+            r"model\.remat\.offload='kv_wa_proj' is refused: it is for latent attention",
         ),
         (
             {"model": {"name": "mixtral-8x7b", "remat": {"save": ["mlpwi"]}}},
-            r"model\.remat\.save='mlpwi' is refused: it is of shared experts",
+            r"model\.remat\.save='mlpwi' is refused: it is for shared experts",
         ),
         (
             {

@@ -205,7 +205,7 @@ def test_runs_of_a_plan_are_checked_and_the_bad_one_is_named(run_file):
         (["-E", '{"condition": {"batch.global_batch": 7}, "cases": [{}]}'], "of the runs."),
         (
             ["-E", '{"condition": {"batch.microbatches": 2}, "cases": [{}]}'],
-            "where -P 'batch.microbatches=2' puts it",
+            "-P 'batch.microbatches=2' adds it",
         ),
         (["--target", "accuracy=1"], "did you mean 'test_accuracy'"),
         (["--processes", "0"], "at least 1"),

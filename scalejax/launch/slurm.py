@@ -190,7 +190,7 @@ def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
         found = about(job_id)
         in_vain = in_vain + 1 if found is None else 0
         if in_vain > _LOOKS_IN_VAIN:
-            raise ConfigError(f"SLURM knows no job {job_id} any more (scontrol show job {job_id}).")
+            raise ConfigError(f"SLURM no longer knows job {job_id} (scontrol show job {job_id}).")
         said = _pass_on(log, said, out)
         if found is not None:
             state, code, signal_number = found

@@ -105,7 +105,7 @@ class Watch:
             ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
         if None in codes and all(code in _FOLLOWING for _, code in ended) and ended:
             # They have left behind the one that they waited for: frozen, it could not leave itself.
-            return lost(codes.index(None), "does not answer the others any more", beats)
+            return lost(codes.index(None), "no longer answers the others", beats)
         # The cause is a killed process, not one that only lost its peer.
         ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:

@@ -255,7 +255,7 @@ def plan_sweep(
     if target is not None:
         target.require_measured(has_validation.pop())
     varied = varied_fields(grammar.named_fields(), [run.config for _, run in kept])
-    accepted = "they differ in no field that -V or -E names; name the one in which they do"
+    accepted = "they do not differ in any field of -V or -E; name the one in which they do"
     require_told_apart(map(json.dumps, varied), "runs", accepted)
     runs = tuple(
         PlannedRun(index=index, fields=fields, varied=varied[index], run=run)

@@ -210,7 +210,7 @@ class Study:
             if stretched >= run:
                 return (
                     f"legw with {cell.warmup.text} at {cell.batch:,}: a warmup of "
-                    f"{stretched:g} epochs would not end before the run's {run} do"
+                    f"{stretched:g} epochs would not end within the run's {run}"
                 )
         return None
 
@@ -340,7 +340,7 @@ def plan_study(
         accepted = "it trains with virtual workers; leave the table out"
         raise ConfigError(refusal("emulation", config.emulation.algorithm, accepted))
     if config.batch.ramp_epochs:
-        accepted = "the study compares batches that stay; leave it out"
+        accepted = "the study compares fixed batches; leave it out"
         raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
     own = _table(config.optimizer)
     if optimizers is None:
@@ -398,7 +398,7 @@ def _table(optimizer: OptimizerConfig) -> Fields:
 def _listed(flag: str, text: str) -> list[str]:
     found = [each.strip() for each in text.split(",")]
     if not all(found):
-        raise ConfigError(refusal(flag, text, "it must be a list with commas, and nothing empty"))
+        raise ConfigError(refusal(flag, text, "it must be comma-separated, with nothing empty"))
     return found
 
 
@@ -406,7 +406,7 @@ def _require_distinct(flag: str, texts: Sequence[str], values: Sequence[object])
     """Refuse a value that is given twice, even if `texts` spell it differently."""
     for place, (text, value) in enumerate(zip(texts, values, strict=True)):
         if value in values[:place]:
-            raise ConfigError(refusal(flag, text, "it is there twice"))
+            raise ConfigError(refusal(flag, text, "it is given twice"))
 
 
 def _batches(text: str | None, reference: int, config: RunConfig) -> tuple[int, ...]:
@@ -736,7 +736,7 @@ def found_rates(study: Study, rows: Sequence[RunRow]) -> tuple[FoundRate, ...]:
         )
         trained = [(rate, value) for rate, value in tried if value is not None]
         if not trained:
-            accepted = f"no run of {optimizer.name} got to an end with these; try smaller ones"
+            accepted = f"no run of {optimizer.name} finished with these; try smaller ones"
             raise ConfigError(refusal("rates", ",".join(f"{r:g}" for r in study.rates), accepted))
         best = max(trained, key=lambda pair: sign * pair[1])
         found.append(FoundRate(optimizer=optimizer.name, rate=best[0], tried=tried))

@@ -149,6 +149,6 @@ def _format_of(table: Table) -> tuple[Quantity, type[Row]]:
     needs = "\n".join(f"  {name}: {', or '.join(columns)}" for name, columns in kinds.items())
     raise ConfigError(
         f"{table.path}, line {table.line}: the column {missing!r} is missing{hint}; these "
-        f"columns are of no kind of ledger, {nearest[0]} being the nearest. Kinds, and the columns "
+        f"columns match no kind of ledger; the nearest is {nearest[0]}. Kinds, and the columns "
         f"that each needs:\n{needs}"
     )

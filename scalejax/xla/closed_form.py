@@ -73,7 +73,7 @@ def shape_of(
     """
     model = config.model
     if not isinstance(model, DecoderConfig):
-        accepted = "gpt and llama are known in closed form, and this is not; use scalejax predict"
+        accepted = "the closed form covers gpt and llama only; use scalejax predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
     moe = model.moe if isinstance(model, LlamaConfig) else None
     is_own = kernels is not None and kernels.window_block is not None

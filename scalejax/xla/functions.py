@@ -77,7 +77,7 @@ def pickled(function: Callable[..., Any], name: str) -> str:
     if file.tell() > _MOST_BYTES:
         accepted = (
             f"pickled it takes {format_bytes(file.tell())}: pass arrays as arguments, whose shapes "
-            "alone are sent, in place of closing over them"
+            "alone are sent, instead of closing over them"
         )
         raise ConfigError(refusal("function", name, accepted))
     return base64.b64encode(file.getvalue()).decode()
@@ -162,7 +162,9 @@ def scaled(
             return leaf
         rows = leaf.shape[0] * factor
         if rows.denominator != 1:
-            accepted = f"{leaf.shape[0]} samples on the fewest devices are no whole number on more"
+            accepted = (
+                f"{leaf.shape[0]} samples on the fewest devices are not a whole number on all"
+            )
             raise ConfigError(refusal("scaling", "weak", accepted))
         return leaf.update(shape=(int(rows), *leaf.shape[1:]))
 
@@ -219,8 +221,8 @@ def _data_parallel(
         raise ConfigError(refusal("batch_argnums", positions, accepted))
     if len(counts) > 1:
         accepted = (
-            f"its arrays have {', '.join(map(str, sorted(counts)))} rows, and samples are counted "
-            "by one number; pass what is no sample as another argument, or give shardings"
+            f"its arrays have {', '.join(map(str, sorted(counts)))} rows, but there is one "
+            "number of samples; pass other arrays as another argument, or give shardings"
         )
         raise ConfigError(refusal("batch_argnums", positions, accepted))
     return Call(

@@ -247,12 +247,12 @@ def parse_module(text: str) -> Module:
 def _parse_instruction(line: str) -> Instruction:
     head = _INSTRUCTION.match(line)
     if head is None:
-        raise ProfileError(f"the compiler's text holds a line that is no HLO: {line[:200]!r}.")
+        raise ProfileError(f"the compiler's text holds a line that is not HLO: {line[:200]!r}.")
     start = head.end()
     shape_end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, shape_end)
     if opcode is None:
-        raise ProfileError(f"the compiler's text holds a line that is no HLO: {line[:200]!r}.")
+        raise ProfileError(f"the compiler's text holds a line that is not HLO: {line[:200]!r}.")
     operands_end = _closing(line, opcode.end() - 1)
     literal = line[opcode.end() : operands_end - 1]
     return Instruction(

@@ -21,8 +21,8 @@ class RunJob:
     def __post_init__(self) -> None:
         if epochs := self.run.config.batch.ramp_epochs:
             accepted = (
-                "this is of one batch, and predict alone takes one after another; leave it out, "
-                "and give the batch of the epochs that are meant as batch.global_batch"
+                "this is for one batch, and only predict takes several in turn; leave it out, and "
+                "give the batch of the epochs you mean as batch.global_batch"
             )
             raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
 

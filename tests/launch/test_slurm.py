@@ -715,7 +715,7 @@ def test_a_node_that_is_gone_is_done_without_until_it_is_back(
     hitting.join()
 
     assert code == 0, said.getvalue()
-    assert "process 2 does not answer the others any more at step 10 (on n3)" in said.getvalue()
+    assert "process 2 no longer answers the others at step 10 (on n3)" in said.getvalue()
     assert re.findall(r"restart \d, \d process\w*", said.getvalue()) == [
         "restart 1, 2 processes",
         "restart 2, 3 processes",

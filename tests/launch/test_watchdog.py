@@ -83,7 +83,7 @@ def watch(clock):
         ((ExitCode.LOST, -9), r"process 1 was killed by SIGKILL"),
         ((ExitCode.LOST, 1), r"process 1 ended with exit code 1"),
         ((1, -11), r"process 1 was killed by SIGSEGV"),
-        ((ExitCode.LOST, None), r"process 1 does not answer the others any more at step 7"),
+        ((ExitCode.LOST, None), r"process 1 no longer answers the others at step 7"),
         ((ExitCode.LOST, ExitCode.LOST), r"process 0 lost contact"),
         ((-6, -9), r"process 1 was killed by SIGKILL"),
         ((2, -6), None),

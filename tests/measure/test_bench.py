@@ -456,7 +456,7 @@ def test_calibrate_refuses_what_is_not_measured(tmp_path, capsys):
     serialization.save(program_of(devices=1), alone.program(plan.benchmarks[0].name))
     refused = {
         (str(alone.path),): "from='.*alone' is refused: a fit takes 2 to 5 .* leave 1 benchmark of",
-        (bench,): "too few results for a fit, .* of 1-.* there is none that can be read",
+        (bench,): "too few results for a fit, .* 1-.* has none that can be read",
         (bench, two): "comes alone",
         (bench, "--devices", "4"): "devices=4 is refused",
         (bench, "--devices", "1"): "devices=1 is refused: in 1 process, .* has measured 2",

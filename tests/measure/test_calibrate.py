@@ -363,7 +363,7 @@ def test_a_busy_machine_is_calibrated_with_a_note(tmp_path, monkeypatch):
     cluster, _ = load_cluster_and_site(str(tmp_path / "cluster.toml"))
     assert cluster.library.residual == 2.0
     assert (
-        "between devices of one process: the times of all-reduces are no measure"
+        "between devices of one process: the times of all-reduces do not measure"
         in (found.notes[0])
     )
 

@@ -129,7 +129,7 @@ def test_a_warmup_is_typed_in_epochs_or_per_cent_of_the_run(run_file, text, warm
         ("--warmup none,none", "twice"),
         ("--warmup gradual:5%,gradual:5.0%", "twice"),
         ("--batches 16,016", "twice"),
-        ("--batch.ramp_epochs [1]", "batches that stay"),
+        ("--batch.ramp_epochs [1]", "fixed batches"),
         ("--scaling sde", "nothing is left to train: sde with sgd"),
         ("--warmup gradual:2", "must end before train.epochs=2 do"),
         ("--warmup gradul:2", "'gradual'"),
@@ -230,7 +230,7 @@ def test_cells_that_no_rule_can_train_are_left_out_and_the_others_trained(run_fi
     assert {batch for rule, batch, _ in trained if rule == "sde"} == {8, 16, 32}
     assert len(study.left_out) == 3
     assert study.left_out[0].startswith("sde at 128: batch.global_batch=128 is refused: k=16")
-    said = "legw with gradual:30% at 32: a warmup of 2.4 epochs would not end before the run's 2 do"
+    said = "legw with gradual:30% at 32: a warmup of 2.4 epochs would not end within the run's 2"
     assert study.left_out[1] == said
     assert study.grid({"adamw": 0.01}).runs
 
@@ -292,7 +292,7 @@ def test_rates_are_chosen_by_validation_data_at_the_reference_batch(run_file):
     edges = [(each.optimizer, each.at_edge) for each in rate_rows((sgd, lamb))]
     assert edges == [("sgd", False), ("lamb", True), ("lamb", False), ("lamb", False)]
     assert lamb.tried == ((0.01, 0.5), (0.1, 0.5), (1, None))
-    with pytest.raises(ConfigError, match="no run of lamb got to an end"):
+    with pytest.raises(ConfigError, match="no run of lamb finished"):
         found_rates(study, [row(planned, None) for planned in plan.runs])
 
 

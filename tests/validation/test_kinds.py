@@ -338,7 +338,7 @@ def test_columns_of_no_kind_are_refused_with_the_kinds(tmp_path: Path, capsys):
 
     message = " ".join(capsys.readouterr().err.split())
     assert "line 1: the column 'microseconds' is missing (is it 'microsecs'?)" in message
-    assert "products being the nearest" in message
+    assert "the nearest is products" in message
     for quantity, kind in FORMATS:
         assert quantity in message
         assert " ".join(required_columns(kind)) in message.replace(" error: ", " ")

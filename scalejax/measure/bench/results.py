@@ -180,8 +180,8 @@ def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
     kinds = sorted({result.device_kind for each in found for result in each.results})
     if len(kinds) > 1:
         raise ConfigError(
-            f"{folder.path} holds results of {' and of '.join(kinds)}, which do not compare with "
-            "each other; give each a --folder of its own, or --rerun to time all on this one."
+            f"{folder.path} holds results of {' and of '.join(kinds)}, which cannot be "
+            "compared; give each a --folder of its own, or --rerun to time all on this one."
         )
     return found
 
@@ -409,8 +409,8 @@ def measured_runs(
     if len(measured) < FEWEST <= len(planned):
         names = ", ".join(each.benchmark.name for each in planned if not each.is_measured)
         raise ConfigError(
-            f"{folder.path} has too few results for a fit, which needs {FEWEST} at least: of "
-            f"{names} there is none that can be read; the same scalejax bench times it."
+            f"{folder.path} has too few results for a fit, which needs at least {FEWEST}: "
+            f"{names} has none that can be read; the same scalejax bench times it."
         )
     return [
         _as_run(each, folder)

@@ -135,8 +135,8 @@ def as_accepted(ring: Ring) -> tuple[Ring, str | None]:
     if not found:
         return ring, None
     return accepted, (
-        f"the times of all-reduces are no measure of this machine: {'; '.join(found)}. Other "
-        f"programs likely kept it busy: calibrate again when they have ended"
+        f"the times of all-reduces do not measure this machine: {'; '.join(found)}. Other "
+        f"programs likely kept it busy: calibrate again once they have ended"
     )
 
 

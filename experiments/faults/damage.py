@@ -68,7 +68,7 @@ class Found:
     """Whether it ended otherwise."""
 
 
-_NAMED = re.compile(r"^[a-z_.]+(=\S+)? is (missing|refused|unknown|no field)", re.MULTILINE)
+_NAMED = re.compile(r"^[a-z_.]+(=\S+)? is (missing|refused|unknown|not a field)", re.MULTILINE)
 """A refusal of a field of run.toml, which is the file that was given."""
 
 

@@ -43,7 +43,7 @@ _ACCEPTED = re.compile(
     r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
     r"|only if|Expected|no finite|expects|needed|[Dd]elete|[Bb]ring .*back"
     r"|neither|fits?\b|one of|should be|divide"
-    r"|whole|alone|see scalejax"
+    r"|whole|incomplete|alone|see scalejax|is not a |are not |do not "
 )
 """What a refusal says of what is accepted, or of what is wrong with what is there."""
 

@@ -292,7 +292,7 @@ def test_what_is_no_number_is_named_by_file_and_row(tmp_path):
     source = open_source(config, "train", seed=0)
 
     source.take(np.array([20, 22]))
-    with pytest.raises(UnreadableExample, match=r"x_train\.npy, row 21, column 3: nan is not a fin"):
+    with pytest.raises(UnreadableExample, match=r"x_train\.npy, row 21, column 3: nan is not a"):
         source.take(np.array([20, 21]))
 
 

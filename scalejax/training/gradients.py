@@ -54,7 +54,7 @@ Batch = dict[str, Any]
 language modelling, the "places" of masked tokens; for packed documents, "segment_ids" and
 "positions"; if some rows do not count, training "weights", 1 for a row that counts and 0 for one
 that does not; for mixup "mix", each sample's own share, its partner being its neighbour (rows 2i
-and 2i + 1 are a pair); for CutMix "cut", the position of the partner's rectangle
+and 2i + 1 are a pair); for CutMix "cut", where the partner's rectangle is
 (`Changes.beside`); in evaluation "mask", 1 for a sample and 0 for padding."""
 
 

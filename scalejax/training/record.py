@@ -582,8 +582,8 @@ class RunRecord(Tabular):
 
 
 def figures(path: Path) -> list[tuple[int, float, float, float]]:
-    """All that the run in the folder `path` measured except times, which is the same for equal
-    runs: (step, loss, accuracy, learning rate) of updates; of evaluations, with 0 for the rate; and
+    """All but times that the run in the folder `path` measured, the same for two runs that are the
+    same: (step, loss, accuracy, learning rate) of updates; of evaluations, with 0 for the rate; and
     of sharpness, plain and preconditioned, with it and its error in place of loss and accuracy.
     Missing values are `math.nan`, the same object each time.
 

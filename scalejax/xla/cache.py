@@ -53,7 +53,7 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
 
 def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
     """Write the result of `job` into `folder`, atomically."""
-    # A full or read-only disk costs a later run its time, nothing else.
+    # A disk that is full or not writable costs a later run its time, nothing else.
     with contextlib.suppress(ConfigError):
         data = gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6)
         save_bytes(data, _path(folder, job))

@@ -64,8 +64,8 @@ def shape_of(
         facts: counts and shapes of its data; if None, they are read.
         compiler: what would compile its step.
         kernels: kernels of its framework; None for XLA's program. If their attention has windows
-            and sinks, experts may drop tokens; biases, sinks and norms after each half of a block
-            take little time and are left out.
+            and sinks, experts may drop tokens, and biases, sinks and norms after each half of a
+            block, which take little time, are left out.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient

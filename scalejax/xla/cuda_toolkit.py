@@ -7,7 +7,7 @@ Libdevice, CUDA's mathematical functions in LLVM's form, is linked to a kernel o
 final: here it has no functions, and a kernel's calls of them stay calls.
 
 The compiled programs are the same with and without machine code and libdevice (compared with jax
-0.10.2 and 0.12.0.1), but cannot run.
+0.10.2 and 0.12.0.1), but without them they cannot run.
 """
 
 import signal

@@ -193,7 +193,7 @@ def seconds_over_nodes(
         return modelled_seconds * factor_over_nodes(factors, payload_bytes, nodes)
     if not excesses:
         return None
-    # Beyond the most measured nodes, in proportion: a ring has that many more messages.
+    # Beyond the most nodes measured, in proportion: a ring has as many more messages.
     excess = _interpolated(excesses, nodes) * max(1.0, nodes / max(excesses))
     [(measured_bytes, _)] = next(iter(times.curves[operation].values()))
     excess *= max(min(1.0, payload_bytes / LOW_LATENCY_BYTES), payload_bytes / measured_bytes)

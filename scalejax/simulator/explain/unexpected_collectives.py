@@ -101,7 +101,7 @@ def _reason(
     Args:
         collective: the collective.
         program: the program that contains it.
-        scattered: axes along which the program scatters sums, and may gather them again.
+        scattered: axes along which the program scatters sums, and so may gather again.
     """
     known = {name for name, _ in program.mesh_axes} <= set(AXES)
     if not known or collective.group == HOST_MEMORY:

@@ -35,7 +35,7 @@ _OF_TOKENS = re.compile(
     r"|block\.(up|down\.input_gradient|up\.input_gradient\.again)\.(cast|amax)"
     r"|(sums|tokens\.gradient)\.cast)"
 )
-"""Names of what a layer of experts does with each whole token, or each of its copies."""
+"""Names of what a layer of experts does with each token, or each of its copies, as a whole."""
 _OVER_TENSOR = re.compile(
     r"(forward\.(feed_forward\.gather_tokens|experts\.sum)"
     r"|backward\.(results\.gradient\.own\.gather_tokens|experts\.input_gradient\.sum))"

@@ -108,8 +108,8 @@ class Framework:
     properties: tuple[Property, ...] = ()
     """Differences from the compiled step, in the order in which they are applied."""
     schedule: TrainedSchedule = "gpipe"
-    """Order of the microbatches of a pipeline; scalejax itself trains with GPipe. A schedule that
-    scalejax does not train is requested in a run, whose blocks and microbatches are checked."""
+    """Order of the microbatches of a pipeline; scalejax's own is GPipe by default. A schedule that
+    is not trained is requested in a run, whose blocks and microbatches are checked for it."""
     kernels: Kernels | None = None
     """What its kernels do, if they differ from those of XLA's program: the step of a decoder is
     then its closed form with these kernels, if it has a closed form."""

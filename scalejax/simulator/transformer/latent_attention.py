@@ -67,8 +67,8 @@ def kept(shard: BlockShard) -> list[tuple[str, int]]:
 def make_heads(
     write: Writer, shard: BlockShard, use: Callable[[str], None], *, is_between: bool = False
 ) -> None:
-    """Queries, keys and values of the device's heads, made from the stream; or only from kept
-    latents, if `is_between` products that are kept."""
+    """Queries, keys and values of the device's heads, made from the stream; or, if `is_between`
+    products that are kept, only from kept latents."""
     own, rows, used = latent_shard(shard), shard.rows, shard.shape.element_bytes
     hidden = shard.shape.hidden
     if not is_between:

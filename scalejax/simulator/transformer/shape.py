@@ -140,7 +140,7 @@ class TransformerShape:
         require_multiple("heads", self.heads, self.kv_heads, "kv_heads")
 
     def __hash__(self) -> int:
-        """Hash of the few fields in which the shapes of a search differ."""
+        """Hash of the fields in which the few shapes of a search differ."""
         return hash((self.layers, self.hidden, self.is_first, self.is_fused))
 
     @property

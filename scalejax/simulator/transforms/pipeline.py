@@ -146,7 +146,7 @@ def with_bubble(
     (`training.pipeline`). The result is the program of the last stage, which runs forward and
     backward with each microbatch, and waits for as long as each other stage takes for a chunk of
     one; the first of those also embeds the tokens. If stages compute different numbers of `layers`,
-    the result is that of the stage with most to compute, to move and to send. With "zb_h1" weights
+    the result is that of the stage with most to compute, to move and to send. With "zb_h1", weights
     passes fill part of that time: the stage is idle in the remaining slots of the timetable, which
     have the mean length of its passes (Qi et al. 2023, arXiv 2401.10241, table 2, for passes of
     equal length).

@@ -54,7 +54,7 @@ def refreshed(
     step: jax.Array,
     of_sampled_labels: Callable[[], tuple[Any, Any]],
 ) -> Any:
-    """The optimizer's state, with a new estimate added to its mean curvature in the first of every
+    """The optimizer's state, with a new estimate averaged into its curvature in the first of every
     `refresh_every_steps` updates.
 
     The estimate is Gauss-Newton-Bartlett's: B g * g, for the gradient g of the mean cross-entropy

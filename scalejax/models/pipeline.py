@@ -234,7 +234,9 @@ def _exchanged(leaf: jax.Array, chunks: int) -> jax.Array:
     # Its transpose by JAX would make an array of all chunks for each of them, to add them up.
     return jax.custom_derivatives.linear_call(
         lambda stages, leaf: _over_stages(dealt, (P(PIPELINE), in_order), as_dealt)(stages, leaf),
-        lambda stages, leaf: _over_stages(back, (P(PIPELINE), as_dealt), in_order)(stages, leaf),
+        lambda stages, gradient: _over_stages(back, (P(PIPELINE), as_dealt), in_order)(
+            stages, gradient
+        ),
         jnp.arange(axis_size(PIPELINE)),
         leaf,
     )

@@ -19,6 +19,7 @@ Copies to and from host memory have streams too (XLA: h2d and d2h); copy engines
 they do not slow compute down. Independent of hardware: seconds in, seconds out.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,9 +121,18 @@ class Streams:
         rest, at = self._slowdowns, self.now
         self._slowdowns = rest = [each for each in rest if each.end > at]
         while rest:
-            slow = max((each.fraction for each in rest if each.begin <= at), default=0.0)
-            at = min(each.begin if each.begin > at else each.end for each in rest)
-            yield at, slow
+            # One plain loop: a quarter of the time of a prediction was spent here.
+            slow, until = 0.0, math.inf
+            for each in rest:
+                change = each.end
+                if each.begin > at:
+                    change = each.begin
+                elif each.fraction > slow:
+                    slow = each.fraction
+                if change < until:
+                    until = change
+            yield until, slow
+            at = until
             rest = [each for each in rest if each.end > at]
 
     def start(self, event: Start) -> tuple[float, float]:
@@ -186,9 +196,9 @@ class Streams:
         Links are free when the last collective on them ends, and a queued one begins when another
         ends.
         """
-        return {
-            name: finish - self.now for name, finish in self._finish.items() if finish > self.now
-        }
+        now = self.now
+        self._finish = {name: finish for name, finish in self._finish.items() if finish > now}
+        return {name: finish - now for name, finish in self._finish.items()}
 
 
 def _are_equal(before: dict[str, float], after: dict[str, float], allowed: float) -> bool:

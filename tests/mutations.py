@@ -563,8 +563,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/timeline/streams.py",
-        old="(each.fraction for each in rest if each.begin <= at)",
-        new="(each.fraction for each in rest)",
+        old="elif each.fraction > slow:",
+        new="if each.fraction > slow:",
         mistake="a collective that waits for its wires slows compute",
         first_tests=("tests/simulator/test_timeline.py",),
     ),

@@ -253,7 +253,7 @@ def test_nothing_is_overwritten_unasked(folder, tmp_path):
     (tmp_path / "mine").mkdir()
     write_images(tmp_path / "mine" / "a.parquet", random_images(2), [0, 1])
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"a\.parquet is in it"):
+        with pytest.raises(ConfigError, match=r"it holds a\.parquet"):
             convert(source, tmp_path / "mine", wanted=ConvertOptions(overwrite=overwrite))
 
 

@@ -311,7 +311,7 @@ def test_a_file_cut_short_while_it_is_read_ends_in_words(tmp_path, stored):
         path = f"{where['train'].removeprefix('memory:/')}/x_train.npy"
         fsspec.filesystem("memory").pipe(path, b"short")
 
-    with pytest.raises(ConfigError, match=r"data\.train: .*x_train\.npy (was written|cannot be)"):
+    with pytest.raises(ConfigError, match=r"data\.train: .*x_train\.npy (was rewritten|cannot be)"):
         source.take(np.array([3999]))
 
 

@@ -147,7 +147,7 @@ def test_nothing_is_left_out_without_numbers():
     ("tables", "said"),
     [
         ({"dropout": {"rate": 1.0}}, r"dropout\.rate=1\.0 is refused"),
-        (IMAGES, r"model\.name='mlp' is refused: \[dropout\] is of"),
+        (IMAGES, r"model\.name='mlp' is refused: \[dropout\] is for"),
         ({"layout": {"pipeline": 2}}, r"layout\.pipeline=2 is refused: with \[dropout\]"),
     ],
 )

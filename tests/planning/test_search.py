@@ -693,7 +693,7 @@ def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
     assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
-    assert "in closed form" in " ".join(capsys.readouterr().err.split())
+    assert "the closed form covers gpt and llama only" in " ".join(capsys.readouterr().err.split())
 
 
 def test_gradient_compression_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

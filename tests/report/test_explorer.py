@@ -598,7 +598,7 @@ def test_own_figures_of_a_cluster_are_not_called_list_prices():
         ("gpt2-124m --cluster dgx-h100 --batches 64 --devices 8..4", "doublings"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --layouts 0", "layouts"),
         ("gpt2-124m --cluster dgx-h100 --batches 64 --confirm -1", "confirm=-1"),
-        ("llama3-8b --cluster dgx-h100 --layouts 0", "--batches says another"),
+        ("llama3-8b --cluster dgx-h100 --layouts 0", "--batches sets another"),
     ],
 )
 def test_what_no_page_can_be_made_of_is_refused(

@@ -514,7 +514,7 @@ class _Attempt:
         ended within `seconds`, except those whose node is gone."""
         left = [] if self._job.nodes is None else self._kill_steps(self._job.nodes, seconds)
         if self._job.nodes is not None:
-            self._job.nodes.ask_no_more()
+            self._job.nodes.stop_asking()
         if self._guard is not None:
             self._guard.kill()
             self._guard.wait()

@@ -143,15 +143,15 @@ class Nodes:
             asked = self._asked[name]
             if (code := asked.srun.poll()) is not None or time.monotonic() > asked.until:
                 found[name] = code == 0
-                self._ask_no_more(name)
+                self._stop_asking(name)
         return {place: found[name] for place in places if (name := self.name(place)) in found}
 
-    def ask_no_more(self) -> None:
+    def stop_asking(self) -> None:
         """Forget which nodes are asked, and end the processes that ask them."""
         for name in tuple(self._asked):
-            self._ask_no_more(name)
+            self._stop_asking(name)
 
-    def _ask_no_more(self, name: str) -> None:
+    def _stop_asking(self, name: str) -> None:
         """Forget that a node is asked, and end the process that asks it."""
         srun = self._asked.pop(name).srun
         if srun.poll() is None:
@@ -180,7 +180,7 @@ class Nodes:
         itself kills them on SIGTERM, and leaves them running on SIGKILL. Does not wait: SLURM may
         take minutes to answer, or to give up a node that is gone."""
         if number == signal.SIGKILL:  # it would kill the queries, as if nodes did not answer
-            self.ask_no_more()
+            self.stop_asking()
         threading.Thread(target=self._signal_steps, args=(number,), daemon=True).start()
 
     def _signal_steps(self, number: int) -> None:

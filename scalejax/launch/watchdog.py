@@ -121,7 +121,10 @@ class Watch:
         beats: Sequence[Beat | None],
         is_stopped: Sequence[bool],
     ) -> Loss | None:
-        """The process that the others wait for, if none has made progress for too long.
+        """The process to blame if the run hangs; None if it does not.
+
+        That is one that has been stopped for `stopped_seconds`, or silent for `silent_seconds`;
+        else, if none has made progress for too long, the one that the others wait for.
 
         Args:
             codes: exit code of each process; None while it runs.

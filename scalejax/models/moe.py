@@ -123,7 +123,7 @@ def router_losses(network: nnx.Module, moe: MoeConfig) -> tuple[jax.Array, dict[
 
     Metrics of losses are without their weights, means over layers, so that 1 is even balance;
     "expert_load" is the largest load of any expert over the mean of its layer, and "dropped_share"
-    the mean over layers.
+    the mean over layers. The auxiliary loss is added only where the router balances by it.
     """
     report: RouterReport = network.routers.get_value()  # type: ignore[attr-defined]  of a routed network
     return weighed_losses(report, moe).mean(), router_metrics(report)

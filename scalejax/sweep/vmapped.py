@@ -39,7 +39,7 @@ from scalejax.training.mesh import build_mesh
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import EMPTY_RECORD, RunFolder
 from scalejax.training.reporter import Reporter, Silent
-from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
+from scalejax.training.resume import RunIdentity, checkpoint_to_resume_from
 from scalejax.training.run_folder import describe_run
 from scalejax.training.setup import schedule_of
 from scalejax.training.signals import StopSignals
@@ -251,7 +251,7 @@ def _train_at_once(
     signals = StopSignals(heartbeat, leave=leave)
     identities = [RunIdentity.of(run, files) for run, files in zip(runs, folders, strict=True)]
     with Checkpoints(checkpoints, keep=_KEPT) as saved, signals, ExitStack() as open_logs:
-        resumed, _ = checkpoint_to_go_on_from(
+        resumed, _ = checkpoint_to_resume_from(
             saved, list(zip(identities, folders, strict=True)), say=reporter.say
         )
         begin = resumed.step if resumed else 0
@@ -264,7 +264,7 @@ def _train_at_once(
                 if start is not None:
                     save(start, folder.start)
                     words = start.words
-        saved.go_on_from(begin)
+        saved.resume_from(begin)
         loggers = []
         for index, folder in enumerate(folders):
             said_to = Silent() if loggers else reporter

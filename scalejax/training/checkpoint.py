@@ -179,7 +179,7 @@ class Checkpoints:
         except Damaged as error:
             return str(error)
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Make the checkpoint of `step` the newest, or the last before it if the run resumes from
         elsewhere: later ones that once counted are set aside as damaged-STEP, damaged-STEP-2, ...,
         and unfinished ones deleted; every process must call it.

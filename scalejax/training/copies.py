@@ -102,11 +102,11 @@ class Copies:
             after = "" if newest_step is None else f" after that of step {newest_step}"
             self._say(f"Note: no copies in memory{after}, only checkpoints: {reason}.")
 
-    def go_on_from(self, step: int) -> None:
-        """Like `Checkpoints.go_on_from`; every process must call it."""
+    def resume_from(self, step: int) -> None:
+        """Like `Checkpoints.resume_from`; every process must call it."""
         with self._optional():
             if self.store is not None:
-                self.store.go_on_from(step)
+                self.store.resume_from(step)
 
     def begin(self, state: TrainState) -> None:
         """Note that training begins from `state`; the first copy is due some seconds later."""

@@ -122,7 +122,7 @@ def _is_of_a_table(name: str, names: set[str]) -> bool:
     return bool(parents & names) or any(other.startswith(f"{name}.") for other in names)
 
 
-def checkpoint_to_go_on_from(
+def checkpoint_to_resume_from(
     checkpoints: Checkpoints,
     runs: Sequence[tuple[RunIdentity, RunFolder]],
     *,
@@ -132,7 +132,7 @@ def checkpoint_to_go_on_from(
     copies: Checkpoints | None = None,
 ) -> tuple[Manifest | None, Checkpoints]:
     """The manifest of the newest checkpoint that verifies (None if the runs begin at step 0), and
-    where it is. Every process must call it.
+    where it is: in memory if `copies` hold one as new, else on disk. Every process must call it.
 
     Args:
         checkpoints: of the runs.
@@ -144,7 +144,8 @@ def checkpoint_to_go_on_from(
 
     Raises:
         Damaged: if no checkpoint verifies, but steps are recorded.
-        ConfigError: if the newest was made with another config or other data.
+        ConfigError: if the newest was made with another config or other data, or if the folder
+            holds checkpoints and the runs are not resumed.
     """
 
     def objection(manifest: Manifest) -> str | None:

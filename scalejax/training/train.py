@@ -44,7 +44,7 @@ from scalejax.training.multihost import (
 from scalejax.training.profiler import StepTraces, TraceSchedule, require_room
 from scalejax.training.record import EMPTY_RECORD, RunFolder, RunRecord
 from scalejax.training.reporter import Reporter, Silent, reporter_for
-from scalejax.training.resume import RunIdentity, checkpoint_to_go_on_from
+from scalejax.training.resume import RunIdentity, checkpoint_to_resume_from
 from scalejax.training.run_folder import (
     RunLock,
     changed_notes,
@@ -134,7 +134,7 @@ def train(
             programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
         with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
             copies = copies_here(reporter.say)
-            resumed, source = checkpoint_to_go_on_from(
+            resumed, source = checkpoint_to_resume_from(
                 checkpoints,
                 [(RunIdentity.of(run, files), files)],
                 say=reporter.say,
@@ -150,9 +150,9 @@ def train(
                     serialization.save(start, files.start)
                 clock.open(files.time)
             lock.take(folder)
-            checkpoints.go_on_from(begin)
+            checkpoints.resume_from(begin)
             if copies is not None:
-                copies.go_on_from(begin)
+                copies.resume_from(begin)
             if on_compiled is not None:
                 on_compiled(files, run, mesh, programs, reporter, begin)
             run, tuned = tuned_input(run, programs.step, files, reporter)

@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(two_saved, tmp_path
 
     with Checkpoints(folder, keep=2) as checkpoints:
         found = checkpoints.newest_sound(lambda manifest: None)
-        checkpoints.go_on_from(found.step)
+        checkpoints.resume_from(found.step)
         checkpoints.save(5, state_on(2, value=1.0))
         restored = checkpoints.restore(5, shapes_of(state_on(2)))
 
@@ -398,7 +398,7 @@ def test_what_was_set_aside_is_never_deleted(two_saved, tmp_path):
     (folder / "damaged-5" / "kept").touch()
 
     with Checkpoints(folder, keep=2) as checkpoints:
-        checkpoints.go_on_from(3)
+        checkpoints.resume_from(3)
 
     assert {path.name for path in folder.iterdir()} == {"3", "damaged-5", "damaged-5-2"}
     assert (folder / "damaged-5" / "kept").exists()
@@ -413,7 +413,7 @@ def test_what_a_crash_left_without_a_manifest_is_deleted(two_saved, tmp_path):
 
     with Checkpoints(folder, keep=2) as checkpoints:
         assert checkpoints.newest_sound(lambda manifest: None).step == 0
-        checkpoints.go_on_from(0)
+        checkpoints.resume_from(0)
 
     assert [path.name for path in folder.iterdir()] == ["damaged-3"]
 

@@ -21,7 +21,7 @@ from scalejax.training.copies import Copies, Wish
 from scalejax.training.manifest import newest, save_newest_copy
 from scalejax.training.record import RunFolder, RunRecord, figures
 from scalejax.training.reporter import Silent
-from scalejax.training.resume import checkpoint_to_go_on_from
+from scalejax.training.resume import checkpoint_to_resume_from
 from scalejax.training.signals import Interrupted
 from scalejax.training.train import train
 
@@ -82,10 +82,10 @@ def damage(folder):
 def begun(stores, said):
     """Where the next processes go on: step, and whether from a copy."""
     copies, checkpoints = stores()
-    manifest, source = checkpoint_to_go_on_from(checkpoints, [], say=said.append, copies=copies)
+    manifest, source = checkpoint_to_resume_from(checkpoints, [], say=said.append, copies=copies)
     step = manifest.step if manifest else 0
     for each in (copies, checkpoints):
-        each.go_on_from(step)
+        each.resume_from(step)
     return step, source is copies
 
 
@@ -249,7 +249,7 @@ def test_full_memory_ends_no_run(tmp_path, monkeypatch, part):
     copies = Copies(shared, 10.0, said.append, lambda: now[0])
     if part == "set_newest":
         monkeypatch.setattr(checkpoint, part, full)
-    copies.go_on_from(0)
+    copies.resume_from(0)
     copies.begin(state)
     copies.save(1, state, [])
     if part in ("make_folder", "set_newest"):

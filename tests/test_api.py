@@ -328,6 +328,9 @@ def test_a_function_without_shardings_is_data_parallel():
 
     assert (last.mesh_axes, last.global_batch) == ({"data": 8}, 16)
     assert (first.mesh_axes, first.global_batch) == ({"data": 8}, 16)
+    assert (last.batch_names, first.batch_names) == (("'rows'",), ("'weights'",))
+    unnamed = call_of(lambda weights, *rest: product(weights, *rest), (WEIGHTS, ROWS), 8)
+    assert unnamed.batch_names == ("argument 1",)
     mesh = jax.make_mesh((8,), ("data",))
     _, (weights, rows) = last.builder(mesh)
     assert (weights.sharding.spec, rows.sharding.spec) == (PartitionSpec(), PartitionSpec("data"))

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, TextIO
 
 _INTERRUPTED, _PIPE_CLOSED = 130, 141
@@ -231,6 +232,8 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
             meant = " or ".join(_meant(flag, kind, flags))
             hint = f" (did you mean {meant}?)" if meant else f" (see scalejax {name} --help)"
             raise ConfigError(f"{flag} is not a flag of scalejax {name}{hint}.")
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        _join_help(kind)
     printed, refused = _Captured(sys.stdout), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):
@@ -242,6 +245,15 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
             raise
         message = _first_paragraph(refused.getvalue())
         raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
+
+
+def _join_help(kind: type[Command]) -> None:
+    """Join the lines of each flag's docstring: tyro would keep the breaks of indented lines."""
+    from scalejax.core.schema import meanings
+
+    texts = meanings(kind)
+    for field in dataclasses.fields(kind):
+        field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
 
 
 def _meant(flag: str, kind: type[Command], flags: Iterable[str]) -> list[str]:

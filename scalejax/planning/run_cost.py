@@ -163,6 +163,20 @@ class RunCost(Tabular):
     notes: tuple[str, ...] = ()
     """Where the figures come from, and what is not in them."""
 
+    @property
+    def near_cheapest(self) -> tuple[CostRow, ...]:
+        """Other rows whose price is between p10 and p90 of the cheapest."""
+        if self.cheapest is None:
+            return ()
+        best = self.rows[self.cheapest]
+        if best.p10_price is None or best.p90_price is None:
+            return ()
+        return tuple(
+            row
+            for row in self.rows
+            if row is not best and row.price is not None and row.price <= best.p90_price
+        )
+
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The rows, with days and MWh in addition to SI units."""
         rows: list[dict[str, JsonValue]] = []

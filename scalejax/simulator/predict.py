@@ -152,8 +152,8 @@ class Prediction(Tabular):
 
     def __str__(self) -> str:
         """What `print` shows: the main figures, and the notes."""
-        notes = "".join(f"\nnote: {each}." for each in self.notes)
-        return f"{self._verdict}\n{drawing.text_of(self.to_rows())}{notes}"
+        rows, notes = drawing.text_of(self.to_rows()), drawing.notes_text(self.notes)
+        return f"{self._verdict}\n{rows}{notes}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the main figures, and where the time of a step goes."""
@@ -210,8 +210,9 @@ class ScalingPrediction(Tabular):
 
     def __str__(self) -> str:
         """What `print` shows: a row for each number of devices, and the notes."""
-        notes = "".join(f"\nnote: {each}." for each in merged_notes(self.predictions))
-        return f"{self.title}, {self.scaling} scaling\n{drawing.text_of(self.to_rows())}{notes}"
+        rows = drawing.text_of(self.to_rows())
+        notes = drawing.notes_text(merged_notes(self.predictions))
+        return f"{self.title}, {self.scaling} scaling\n{rows}{notes}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row for each number of devices, and the curve."""

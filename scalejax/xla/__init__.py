@@ -227,9 +227,8 @@ def _named(program: Program, call: Call) -> Program:
     program = replace(program, name=call.name, global_batch=call.global_batch)
     if call.global_batch is None:
         return program
-    which = ", ".join(map(str, call.batch_argnums))
     note = (
-        f"data parallel: argument {which} of {call.name!r} is divided along "
+        f"data parallel: {', '.join(call.batch_names)} of {call.name!r} is divided along "
         "its first dimension, all others are replicated (batch_argnums, or shardings of your own)"
     )
     return replace(program, notes=(*program.notes, note))

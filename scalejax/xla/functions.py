@@ -5,6 +5,7 @@ only where a call is described, in a process that has it already.
 """
 
 import base64
+import inspect
 import io
 import math
 import sys
@@ -38,8 +39,8 @@ class Call:
     """Name of the function."""
     global_batch: int | None
     """Rows of the arguments that are sharded over the data axis; None if shardings were given."""
-    batch_argnums: tuple[int, ...] = ()
-    """Positions of those arguments."""
+    batch_names: tuple[str, ...] = ()
+    """Names of those arguments; "argument 2" where the function does not name the third."""
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -230,8 +231,19 @@ def _data_parallel(
         mesh_axes={DATA: device_count},
         name=name,
         global_batch=counts.pop(),
-        batch_argnums=positions,
+        batch_names=tuple(_name_of_argument(function, position) for position in positions),
     )
+
+
+def _name_of_argument(function: Callable[..., Any], position: int) -> str:
+    """Name of a positional argument, or its position if it has none."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        parameters = ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in kinds]
+    return repr(names[position]) if position < len(names) else f"argument {position}"
 
 
 def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

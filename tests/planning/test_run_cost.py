@@ -18,7 +18,7 @@ from scalejax.config.run import load_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.core.units import parse_count
-from scalejax.planning.run_cost import RunCost, Work
+from scalejax.planning.run_cost import CostRow, RunCost, Work
 from scalejax.simulator.predict import ScalingPrediction
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob
@@ -87,6 +87,23 @@ def test_days_and_dollars_are_arithmetic_that_can_be_done_by_hand(
     assert run.data.known_facts is not None
     assert run.data.known_facts.train_examples == 286_103 * 512
     assert run.data.known_facts.input_shape == (2048,)
+
+
+def test_rows_within_the_range_of_the_cheapest_are_not_told_apart_from_it():
+    """By their median price; a row without a price is not among them."""
+    rows = [
+        CostRow(cluster=name, device_count=8, price=price, p10_price=low, p90_price=high)
+        for name, price, low, high in (
+            ("a", 100.0, 80.0, 120.0), ("b", 119.0, 90.0, 140.0), ("c", 121.0, 119.0, 125.0),
+            ("d", None, None, None),
+        )
+    ]  # fmt: skip
+    report = RunCost(title="t", work="w", rows=tuple(rows), cheapest=0)
+
+    assert [row.cluster for row in report.near_cheapest] == ["b"]
+    assert replace(report, cheapest=None).near_cheapest == ()
+    unbanded = replace(report, rows=(replace(rows[0], p90_price=None), *rows[1:]))
+    assert unbanded.near_cheapest == ()
 
 
 def test_each_number_of_devices_has_its_own_layout_and_the_same_batch(

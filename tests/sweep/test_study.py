@@ -18,6 +18,8 @@ from scalejax.config.grid import fields_of
 from scalejax.core.errors import ConfigError
 from scalejax.report.figures import sharpness_panels, study_panels
 from scalejax.report.study import commands, latex, markdown, protocol, write_study
+from scalejax.report.terminal import sweep as sweep_tables
+from scalejax.report.terminal import tables
 from scalejax.sweep.results import RunRow
 from scalejax.sweep.study import (
     StudyFolder,
@@ -358,6 +360,24 @@ def test_seeds_that_only_warmup_trains_with_are_counted_where_no_pair_is_left(ru
         assert warm["test_accuracy_difference_count"] == 0
         assert f"| n/a; with 3 seeds only {who} trains |" in markdown(study, results)
         assert f"with 3 seeds only {who} trains" in latex(study, results)
+
+
+@pytest.mark.parametrize(
+    ("lost_seeds", "words"), [((0, 1, 2), "(all diverged)"), ((0,), "(runs diverged)")]
+)
+def test_the_table_says_why_no_warmup_is_the_best(run_file, capsys, lost_seeds, words):
+    """In words that cannot be taken for a warmup, among which is "none"."""
+    study = plan_study(run_file, {}, batches="32", warmups="none,gradual:50%", scalings="linear")
+    rows = [
+        row(planned, None if planned.run.config.seed in lost_seeds else 0.5)
+        for planned in study.grid({"sgd": 0.01}).runs
+    ]
+
+    tables.show(sweep_tables.study(study, cell_results(study, {"sgd": 0.01}, rows)))
+
+    shown = capsys.readouterr().out
+    (line,) = [each for each in shown.splitlines() if each.startswith("sgd ")]
+    assert line.split(maxsplit=3)[-1].split("  ")[0].startswith(words)
 
 
 def test_a_loss_is_better_where_it_is_lower(run_file, tmp_path):

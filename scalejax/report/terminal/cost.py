@@ -24,6 +24,8 @@ def costed(report: RunCost) -> Iterator[RenderableType]:
     if found:
         yield Text("\n".join(_answers(report)))
         yield _bills(found, report.currency)
+        if any(row.p10_run_seconds is not None for row in found):
+            yield Text("Ranges are from p10 to p90.")
         yield _layouts(found)
         yield Text(_of_steps(found))
     misfits = [row for row in report.rows if row.misfit is not None]
@@ -52,6 +54,8 @@ def _answers(report: RunCost) -> Iterator[str]:
             f"{' and '.join(each).capitalize()}: {_place(row)}, "
             f"{format_seconds(row.run_seconds)}{price}."
         )
+    if near := ", ".join(_place(row) for row in report.near_cheapest):
+        yield f"Not told apart from the cheapest, whose range holds their prices: {near}."
 
 
 def _bills(rows: list[CostRow], currency: str) -> Table:

@@ -157,7 +157,7 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     test metric and the difference from no warmup."""
     validation, test = found.metrics
     table = figures(
-        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "to none"
+        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "over no warmup"
     )
     by_place: dict[tuple[str, str, int], list[CellResult]] = {}
     for each in results:
@@ -166,10 +166,8 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     is_accuracy = found.measure == "accuracy"
     for (optimizer, scaling, batch), cells in by_place.items():
         best = next((each for each in cells if each.is_chosen), None)
-        lost = sum(len(each.arm.diverged) for each in cells)
         if best is None:
-            words = "none: all diverge" if lost else "not trained"
-            table.add_row(optimizer, scaling, f"{batch:,}", words, UNKNOWN, UNKNOWN)
+            table.add_row(optimizer, scaling, f"{batch:,}", _no_best(cells), UNKNOWN, UNKNOWN)
             continue
         value, beside = best.over_seeds(test), best.difference(test)
         table.add_row(
@@ -192,6 +190,16 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     )
     words += ", in percentage points." if is_accuracy else "."
     yield Text(f"{words} {counted(lost, 'run')} diverged.")
+
+
+def _no_best(cells: Sequence[CellResult]) -> str:
+    """Why no warmup is the best of an optimizer, rule and batch."""
+    diverged = sum(len(each.arm.diverged) for each in cells)
+    if not diverged:
+        return "(not trained)"
+    if diverged == sum(len(each.arm.rows) for each in cells):
+        return "(all diverged)"
+    return "(runs diverged)"
 
 
 def only_one_trains(each: CellResult) -> list[str]:

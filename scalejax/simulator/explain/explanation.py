@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from scalejax.core import drawing
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
-from scalejax.core.units import format_seconds
+from scalejax.core.units import counted, format_seconds
 from scalejax.hardware import NO_SITE, Cluster, Site
 from scalejax.simulator.expert_load import of_fullest_device
 from scalejax.simulator.explain.labels import in_words
@@ -133,6 +133,16 @@ class Explanation(Tabular):
         """The terms of the step, a row for each."""
         return [asdict(term) for term in self.terms]
 
+    @property
+    def _verdict(self) -> str:
+        return f"{self.title}: {format_seconds(self.step_seconds)} a step"
+
+    def __str__(self) -> str:
+        """What `print` shows: the step time and its devices, the terms, and the notes."""
+        where = f"on {counted(self.device_count, 'device')}"
+        rows = drawing.text_of(self.to_rows())
+        return f"{self._verdict} {where}\n{rows}{drawing.notes_text(self.notes)}"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the waterfall, the costliest operations, and what would help."""
         of_step = [(each.name, each.seconds) for each in self.terms if each.is_of_step]
@@ -151,11 +161,10 @@ class Explanation(Tabular):
             {"change": each.change, "step_seconds": each.step_seconds, "speedup": each.speedup}
             for each in self.improvements
         ]
-        said = f"{self.title}: {format_seconds(self.step_seconds)} a step"
         tables = (("costliest operations", operations), ("what would help", better))
         return "".join(
             (
-                drawing.heading(said),
+                drawing.heading(self._verdict),
                 drawing.waterfall(of_step, "step"),
                 *(drawing.heading(name) + drawing.table(rows) for name, rows in tables if rows),
                 drawing.notes(self.notes),

@@ -157,7 +157,7 @@ def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableTyp
     test metric and the difference from no warmup."""
     validation, test = found.metrics
     table = figures(
-        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "over no warmup"
+        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "to no warmup"
     )
     by_place: dict[tuple[str, str, int], list[CellResult]] = {}
     for each in results:

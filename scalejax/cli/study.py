@@ -156,6 +156,14 @@ class StudyWarmup(TrainMany):
             f"{counted(runs, 'run')}{found}, in {counted(programs, 'program')}: "
             f"{updates:,} updates."
         )
+        combined = {
+            "optimizer": [each.name for each in study.optimizers],
+            "scaling": study.scalings,
+            "batch": [f"{batch}" for batch in study.batches],
+            "warmup": [each.text for each in study.warmups],
+        }
+        values = "; ".join(f"{name} {', '.join(each)}" for name, each in combined.items())
+        say(f"Each of: {values}; {counted(study.seeds, 'seed')}.")
         for why in study.left_out:
             say(f"left out: {why}")
         if self.resume or self.through == "slurm":

@@ -648,6 +648,8 @@ def test_a_study_comes_out_the_same_again_also_after_an_interruption(
 
     said = capsys.readouterr().out
     assert "4 runs, in 1 program: " in said
+    each = "optimizer sgd; scaling linear; batch 64; warmup none, gradual:50%; 2 seeds."
+    assert f"Each of: {each}" in " ".join(said.split())
     assert re.search(r"Predicted: [\d.]+ (m?s|min)", said)
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 2
     assert not list(whole.glob("*/runs/*/weights"))

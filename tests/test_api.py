@@ -1,6 +1,7 @@
 """The verbs of `from scalejax import ...`: what commands do, as functions."""
 
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,12 @@ def test_a_function_without_shardings_is_data_parallel():
     assert (last.batch_names, first.batch_names) == (("'rows'",), ("'weights'",))
     unnamed = call_of(lambda weights, *rest: product(weights, *rest), (WEIGHTS, ROWS), 8)
     assert unnamed.batch_names == ("argument 1",)
+
+    @wraps(product)
+    def scaled(rows):
+        return product(WEIGHTS, rows)
+
+    assert call_of(scaled, (ROWS,), 8).batch_names == ("argument 0",)
     mesh = jax.make_mesh((8,), ("data",))
     _, (weights, rows) = last.builder(mesh)
     assert (weights.sharding.spec, rows.sharding.spec) == (PartitionSpec(), PartitionSpec("data"))

@@ -253,7 +253,7 @@ def _join_help(kind: type[Command]) -> None:
 
     texts = meanings(kind)
     for field in dataclasses.fields(kind):
-        field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+        field.metadata = MappingProxyType({**field.metadata, "help": texts.get(field.name)})
 
 
 def _meant(flag: str, kind: type[Command], flags: Iterable[str]) -> list[str]:

@@ -163,7 +163,7 @@ class StudyWarmup(TrainMany):
             "warmup": [each.text for each in study.warmups],
         }
         values = "; ".join(f"{name} {', '.join(each)}" for name, each in combined.items())
-        say(f"Each of: {values}; {counted(study.seeds, 'seed')}.")
+        say(f"Combined: {values}; {counted(study.seeds, 'seed')}; equal runs are trained once.")
         for why in study.left_out:
             say(f"left out: {why}")
         if self.resume or self.through == "slurm":

@@ -8,7 +8,7 @@ Knows names that carry their units, but not what the figures mean.
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from textwrap import fill
+from textwrap import TextWrapper
 
 from scalejax.core.serialization import JsonValue
 from scalejax.core.units import format_bytes, format_count, format_fraction, format_seconds
@@ -113,8 +113,12 @@ def text_of(rows: Sequence[Mapping[str, JsonValue]], width: int = 80) -> str:
 
 
 def notes_text(texts: Sequence[str], width: int = 80) -> str:
-    """Notes as text, each on lines of its own of at most `width`."""
-    return "".join("\n" + fill(f"note: {each}.", width, subsequent_indent="  ") for each in texts)
+    """Notes as text, each on lines of its own of at most `width`; words stay whole, so that paths
+    and flags can be copied."""
+    whole = TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"\n{whole.fill(f'note: {each}.')}" for each in texts)
 
 
 def _side(values: Sequence[JsonValue]) -> str:

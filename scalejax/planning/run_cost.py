@@ -165,17 +165,16 @@ class RunCost(Tabular):
 
     @property
     def near_cheapest(self) -> tuple[CostRow, ...]:
-        """Other rows whose price is between p10 and p90 of the cheapest."""
-        if self.cheapest is None:
+        """The cheapest row of each other cluster, if its price is at most p90 of the cheapest of
+        all: which is cheaper may be the other way round."""
+        best = None if self.cheapest is None else self.rows[self.cheapest]
+        if best is None or best.p90_price is None:
             return ()
-        best = self.rows[self.cheapest]
-        if best.p10_price is None or best.p90_price is None:
-            return ()
-        return tuple(
-            row
-            for row in self.rows
-            if row is not best and row.price is not None and row.price <= best.p90_price
-        )
+        of_others: dict[str, CostRow] = {}
+        for row in sorted(self.rows, key=lambda row: row.price or 0.0):
+            if row.price is not None and row.cluster != best.cluster:
+                of_others.setdefault(row.cluster, row)
+        return tuple(row for row in of_others.values() if (row.price or 0.0) <= best.p90_price)
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The rows, with days and MWh in addition to SI units."""

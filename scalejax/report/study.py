@@ -99,7 +99,7 @@ def write_study(
 
 def markdown(study: Study, results: Sequence[CellResult]) -> str:
     """The table in Markdown: means with t intervals over seeds, and paired differences."""
-    headings = (*_HEADINGS, *_measures(study, results), _to(study))
+    headings = (*_HEADINGS, *_measures(study, results), study.to_baseline)
     sharpness = _sharpness_names(results)
     lines = [_row(headings), _row(["---"] * len(headings))]
     for each in results:
@@ -113,12 +113,6 @@ def markdown(study: Study, results: Sequence[CellResult]) -> str:
 
 def _heading(metric: str) -> str:
     return metric.replace("_", " ")
-
-
-def _to(study: Study) -> str:
-    """What differences refer to."""
-    baseline = study.baseline.text
-    return "to no warmup" if baseline == "none" else f"to {baseline}"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -156,17 +150,17 @@ def _caption(study: Study, sharpness: Sequence[SharpnessName]) -> str:
         along += "."
     return (
         f"means over {counted(study.seeds, 'seed')}{spread and f' and {spread}'}, of the runs that "
-        f"did not diverge; last column: difference in {_heading(study.metrics[1])} {_to(study)}, "
-        "paired over the seeds of which neither diverged, and with how many seeds only one of the "
-        "two trains. Bold: the warmup that validation data choose, of those of which no run "
-        f"diverged.{along}"
+        f"did not diverge; last column: difference in {_heading(study.metrics[1])} "
+        f"{study.to_baseline}, paired over the seeds of which neither diverged, and with how many "
+        "seeds only one of the two trains. Bold: the warmup that validation data choose, of those "
+        f"of which no run diverged.{along}"
     )
 
 
 def latex(study: Study, results: Sequence[CellResult]) -> str:
     """The table in LaTeX, one for each optimizer, with the rules of booktabs."""
     sharpness = _sharpness_names(results)
-    headings = (*_HEADINGS[1:], *_measures(study, results), _to(study))
+    headings = (*_HEADINGS[1:], *_measures(study, results), study.to_baseline)
     unit = "Per cent: " if study.measure == "accuracy" else ""
     lines = [r"% \usepackage{booktabs}"]
     for optimizer, of_optimizer in groupby(results, lambda each: each.cell.optimizer.name):
@@ -412,8 +406,8 @@ def _statistics(study: Study, results: Sequence[CellResult]) -> str:
         intervals = f"Beside means are {spread_in_words(study.seeds)}{by}. "
     if len(study.warmups) > 1:
         differences = (
-            f"Differences {_to(study)} are paired over the seeds of which neither run diverged, "
-            "and beside them is counted with how many seeds only one of the two trains. "
+            f"Differences {study.to_baseline} are paired over the seeds of which neither run "
+            "diverged, and beside them is counted with how many seeds only one of the two trains. "
         )
     return (
         f"Each setting was trained with {counted(study.seeds, 'seed')} ({seeds}), "

@@ -160,6 +160,12 @@ class Study:
         return next((each for each in self.warmups if each.form == "none"), self.warmups[0])
 
     @property
+    def to_baseline(self) -> str:
+        """What differences are to, in words."""
+        baseline = self.baseline.text
+        return "to no warmup" if baseline == "none" else f"to {baseline}"
+
+    @property
     def metrics(self) -> tuple[Metric, Metric]:
         """The metric on validation data, which decides choices, and that on test data."""
         if self.measure == "accuracy":

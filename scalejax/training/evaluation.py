@@ -70,7 +70,8 @@ class Evaluation:
     statistics: Any = None
     """The jitted (params, model_state, training batch) -> BatchNorm statistics of that batch, whose
     mean over an epoch is evaluated; those of a frozen BatchNorm are from `model_state`. None if all
-    are frozen, or if the run does not average over its samples."""
+    are frozen, or if the evaluated weights are no average of distant ones
+    (`RunConfig.averages_samples`)."""
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:

@@ -132,7 +132,8 @@ def checkpoint_to_resume_from(
     copies: Checkpoints | None = None,
 ) -> tuple[Manifest | None, Checkpoints]:
     """The manifest of the newest checkpoint that verifies (None if the runs begin at step 0), and
-    where it is: in memory if `copies` hold one as new, else on disk. Every process must call it.
+    where it is: in memory if `copies` hold one at least as new, else on disk. Every process must
+    call it.
 
     Args:
         checkpoints: of the runs.

@@ -231,18 +231,21 @@ def _data_parallel(
         mesh_axes={DATA: device_count},
         name=name,
         global_batch=counts.pop(),
-        batch_names=tuple(_name_of_argument(function, position) for position in positions),
+        batch_names=tuple(_name_of_argument(function, arguments, each) for each in positions),
     )
 
 
-def _name_of_argument(function: Callable[..., Any], position: int) -> str:
+def _name_of_argument(
+    function: Callable[..., Any], arguments: tuple[Any, ...], position: int
+) -> str:
     """Name of a positional argument, or its position if it has none."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
-        parameters = ()
+        signature = inspect.signature(function)
+        signature.bind(*arguments)  # not of a function that it wraps, with other arguments
+    except (TypeError, ValueError):
+        return f"argument {position}"
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [each.name for each in parameters if each.kind in kinds]
+    names = [each.name for each in signature.parameters.values() if each.kind in kinds]
     return repr(names[position]) if position < len(names) else f"argument {position}"
 
 

@@ -223,5 +223,7 @@ def test_a_table_as_text_says_once_what_its_rows_share():
     assert drawing.text_of([]) == ""
     terms = [{"name": "memory", "seconds": 0.02}, {"name": "launch gaps", "seconds": 1.5}]
     assert drawing.text_of(terms) == "name          time\nmemory       20 ms\nlaunch gaps  1.5 s"
-    assert drawing.notes_text(["a b c", "d"], width=9) == "\nnote: a b\n  c.\nnote: d."
+    assert drawing.notes_text(["a b c", "d --e-f"], width=10) == (
+        "\nnote: a b\n  c.\nnote: d\n  --e-f."
+    )
     assert str(Steps()) == drawing.text_of(Steps().to_rows())

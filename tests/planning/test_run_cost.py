@@ -19,6 +19,8 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.core.units import parse_count
 from scalejax.planning.run_cost import CostRow, RunCost, Work
+from scalejax.report.terminal import cost as cost_tables
+from scalejax.report.terminal import tables
 from scalejax.simulator.predict import ScalingPrediction
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob
@@ -89,18 +91,22 @@ def test_days_and_dollars_are_arithmetic_that_can_be_done_by_hand(
     assert run.data.known_facts.input_shape == (2048,)
 
 
-def test_rows_within_the_range_of_the_cheapest_are_not_told_apart_from_it():
-    """By their median price; a row without a price is not among them."""
+def test_other_clusters_in_the_range_of_the_cheapest_are_named(capsys: pytest.CaptureFixture[str]):
+    """By the least price of each; not rows of its own cluster, nor those without a price."""
     rows = [
-        CostRow(cluster=name, device_count=8, price=price, p10_price=low, p90_price=high)
-        for name, price, low, high in (
-            ("a", 100.0, 80.0, 120.0), ("b", 119.0, 90.0, 140.0), ("c", 121.0, 119.0, 125.0),
-            ("d", None, None, None),
+        CostRow(cluster=name, device_count=count, run_seconds=9.0, price=price, p90_price=high)
+        for name, count, price, high in (
+            ("a", 8, 100.0, 120.0), ("a", 16, 110.0, 130.0), ("b", 8, 121.0, 140.0),
+            ("b", 16, 119.0, 130.0), ("b", 32, 120.0, 150.0), ("c", 8, 121.0, 125.0),
+            ("d", 8, None, None),
         )
     ]  # fmt: skip
     report = RunCost(title="t", work="w", rows=tuple(rows), cheapest=0)
 
-    assert [row.cluster for row in report.near_cheapest] == ["b"]
+    assert report.near_cheapest == (rows[3],)
+    tables.show(cost_tables.costed(report))
+    shown = capsys.readouterr().out
+    assert "Within the range of the cheapest too: 16 devices of b (119)." in shown
     assert replace(report, cheapest=None).near_cheapest == ()
     unbanded = replace(report, rows=(replace(rows[0], p90_price=None), *rows[1:]))
     assert unbanded.near_cheapest == ()

@@ -147,6 +147,7 @@ def test_checkpoints_and_failures_come_on_top():
     assert on_top.keys() == {"checkpoints", "failures"}
     assert all(seconds is not None and seconds > 0 for seconds in on_top.values())
     assert explained.step_seconds == explain(STEP, CLUSTER).step_seconds
+    assert "checkpoints" not in str(explained)  # of the run, not of the step
 
 
 def test_the_costliest_operations_come_first_with_their_source(explained):

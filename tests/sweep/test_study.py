@@ -363,7 +363,7 @@ def test_seeds_that_only_warmup_trains_with_are_counted_where_no_pair_is_left(ru
 
 
 @pytest.mark.parametrize(
-    ("lost_seeds", "words"), [((0, 1, 2), "(all diverged)"), ((0,), "(runs diverged)")]
+    ("lost_seeds", "words"), [((0, 1, 2), "(all diverged)"), ((0,), "(each lost runs)")]
 )
 def test_the_table_says_why_no_warmup_is_the_best(run_file, capsys, lost_seeds, words):
     """In words that cannot be taken for a warmup, among which is "none"."""
@@ -648,8 +648,8 @@ def test_a_study_comes_out_the_same_again_also_after_an_interruption(
 
     said = capsys.readouterr().out
     assert "4 runs, in 1 program: " in said
-    each = "optimizer sgd; scaling linear; batch 64; warmup none, gradual:50%; 2 seeds."
-    assert f"Each of: {each}" in " ".join(said.split())
+    each = "optimizer sgd; scaling linear; batch 64; warmup none, gradual:50%; 2 seeds; "
+    assert f"Combined: {each}" in " ".join(said.split())
     assert re.search(r"Predicted: [\d.]+ (m?s|min)", said)
     assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 2
     assert not list(whole.glob("*/runs/*/weights"))

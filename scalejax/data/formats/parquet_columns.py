@@ -166,9 +166,9 @@ def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:
 def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     """Number of classes; their names if they are texts.
 
-    Two where `config.label_above` splits a column, or where it holds booleans. Texts are those of
-    the training part, sorted. Integers count up to `config.classes`, else to what Hugging Face's
-    metadata names, else to the largest of all parts.
+    Two where `config.label_above` splits a column. Texts are those of the training part, sorted.
+    Other columns have `config.classes`, if that is given; else booleans have two, and integers
+    count up to what Hugging Face's metadata names, or to the largest of all parts.
 
     Raises:
         ConfigError: if the column holds an integer below 0 or beyond int32, a number of texts other

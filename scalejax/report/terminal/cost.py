@@ -54,8 +54,9 @@ def _answers(report: RunCost) -> Iterator[str]:
             f"{' and '.join(each).capitalize()}: {_place(row)}, "
             f"{format_seconds(row.run_seconds)}{price}."
         )
-    if near := ", ".join(_place(row) for row in report.near_cheapest):
-        yield f"Not told apart from the cheapest, whose range holds their prices: {near}."
+    near = [f"{_place(row)} ({row.price:,.0f})" for row in report.near_cheapest]
+    if near:
+        yield f"Within the range of the cheapest too: {', '.join(near)}."
 
 
 def _bills(rows: list[CostRow], currency: str) -> Table:

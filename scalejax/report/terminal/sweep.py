@@ -154,10 +154,10 @@ def _points(found: Interval | None) -> str:
 
 def study(found: Study, results: Sequence[CellResult]) -> Iterator[RenderableType]:
     """Table of the warmup that validation data choose for each optimizer, rule and batch, with its
-    test metric and the difference from no warmup."""
+    test metric and the difference from that of the baseline."""
     validation, test = found.metrics
     table = figures(
-        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), "to no warmup"
+        "optimizer", "scaling", "batch", "best warmup", test.replace("_", " "), found.to_baseline
     )
     by_place: dict[tuple[str, str, int], list[CellResult]] = {}
     for each in results:
@@ -199,7 +199,7 @@ def _no_best(cells: Sequence[CellResult]) -> str:
         return "(not trained)"
     if diverged == sum(len(each.arm.rows) for each in cells):
         return "(all diverged)"
-    return "(runs diverged)"
+    return "(each lost runs)"
 
 
 def only_one_trains(each: CellResult) -> list[str]:

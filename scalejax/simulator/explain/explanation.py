@@ -140,7 +140,9 @@ class Explanation(Tabular):
     def __str__(self) -> str:
         """What `print` shows: the step time and its devices, the terms, and the notes."""
         where = f"on {counted(self.device_count, 'device')}"
-        rows = drawing.text_of(self.to_rows())
+        rows = drawing.text_of(
+            [{"term": each.name, "seconds": each.seconds} for each in self.terms if each.is_of_step]
+        )
         return f"{self._verdict} {where}\n{rows}{drawing.notes_text(self.notes)}"
 
     def _repr_html_(self) -> str:

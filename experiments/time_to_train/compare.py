@@ -20,6 +20,7 @@ from scalejax.hardware import Cluster, load_cluster
 from scalejax.planning.convergence import ConvergenceData, fit, published_data
 from scalejax.planning.time_to_target.plan import PlanPoint, plan_point
 from scalejax.planning.time_to_target.run import ClusterOption, plan_run
+from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.predict import predict
 from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
 
@@ -106,7 +107,8 @@ def fastest(rows: Sequence[LedgerRow], row: LedgerRow) -> float | None:
 
 
 def whole_runs() -> list[Comparison]:
-    """Published times of whole runs: those to a target, and those of so many epochs."""
+    """Published times of whole runs: those to a target, and those of so many epochs, each by the
+    framework nearest to the one that trained it."""
     with (HERE / "runs.csv").open(encoding="utf-8", newline="") as file:
         cells = list(csv.DictReader(file))
     found = []
@@ -125,6 +127,7 @@ def whole_runs() -> list[Comparison]:
             [int(row["devices"])],
             convergence=points_without(batch) if is_to_target else None,
             recipe=row["recipe"] or None,
+            framework=framework_named(row["framework"]),
         )
         found.append(
             Comparison(

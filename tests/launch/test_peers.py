@@ -290,6 +290,7 @@ def test_a_frozen_process_of_mpirun_ends_the_run_in_the_stated_time(tmp_path):
         env=os.environ
         | {
             "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",  # another test may have asked for more
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONPATH": str(ROOT),
         },

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from scalejax.config.run import load_config
-from scalejax.hardware import Cluster, load_cluster
+from scalejax.hardware import load_cluster
 from scalejax.planning.convergence import ConvergenceData, fit, published_data
 from scalejax.planning.time_to_target.plan import PlanPoint, plan_point
 from scalejax.planning.time_to_target.run import ClusterOption, plan_run
@@ -123,7 +123,7 @@ def whole_runs() -> list[Comparison]:
             fields["train.epochs"] = int(row["epochs"])
         plan = plan_run(
             load_config(EXAMPLE, fields),
-            [ClusterOption(cluster=_stated(row))],
+            [ClusterOption(cluster=load_cluster(row["cluster"]))],
             [int(row["devices"])],
             convergence=points_without(batch) if is_to_target else None,
             recipe=row["recipe"] or None,
@@ -140,12 +140,6 @@ def whole_runs() -> list[Comparison]:
             )
         )
     return found
-
-
-def _stated(row: dict[str, str]) -> Cluster:
-    """The cluster of a run, with the launches that its source states."""
-    cluster = load_cluster(row["cluster"])
-    return replace(cluster, launch_mode="graph") if row["launches_in_graph"] else cluster
 
 
 def print_rows(rows: Sequence[Comparison]) -> None:
